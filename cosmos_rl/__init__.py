@@ -1,0 +1,3 @@
+"""cosmos-rl: post-training (SFT and reinforcement learning) of diffusion world models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,37 @@
+"""The one logger of the package: a line per message on standard output."""
+
+import logging
+import os
+import sys
+
+
+def _prefix() -> str:
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"[rank{os.environ.get('RANK', '0')}]:" if several else ""
+
+
+class _StandardOutput(logging.StreamHandler):
+    """Writes to whatever `sys.stdout` is when the message comes, so that redirections are honoured."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> object:
+        return sys.stdout
+
+
+def _make_logger() -> logging.Logger:
+    made = logging.getLogger("cosmos")
+    level = os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper()
+    made.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    if not made.handlers:
+        handler = _StandardOutput()
+        line = f"{_prefix()}[cosmos] %(asctime)s - %(name)s - %(levelname)s - %(message)s"
+        handler.setFormatter(logging.Formatter(line))
+        made.addHandler(handler)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()

@@ -1,0 +1,1 @@
+"""Devices, process groups and keyed randomness. Knows neither data nor models."""

@@ -1,0 +1,32 @@
+"""Randomness that depends on what is drawn, not on who draws it or what was drawn before.
+
+Every draw is keyed by (run seed, purpose, step, sample id). So any number of ranks, any micro-batch size and a resumed
+run draw the same numbers, and no generator state has to be saved.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def key(seed: int, purpose: str, *ids: int) -> int:
+    """A 63-bit seed from the run seed, a purpose and any number of ids (step, sample id, ...)."""
+    text = "/".join([str(seed), purpose, *map(str, ids)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
+    """A CPU generator for one key; CPU, so that the numbers are the same on every device."""
+    return torch.Generator().manual_seed(key(seed, purpose, *ids))
+
+
+def normal(shape: Sequence[int], seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:
+    """Standard normal ``[len(sample_ids), *shape]`` float32 on the CPU, one key per sample."""
+    return torch.stack([torch.randn(tuple(shape), generator=generator(seed, purpose, step, i)) for i in sample_ids])
+
+
+def uniform(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:
+    """Uniform in [0, 1), ``[len(sample_ids)]`` float32 on the CPU, one key per sample."""
+    return torch.cat([torch.rand(1, generator=generator(seed, purpose, step, i)) for i in sample_ids])

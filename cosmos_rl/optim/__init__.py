@@ -1,0 +1,1 @@
+"""Optimiser, learning-rate schedule, gradient clipping and weight averages."""

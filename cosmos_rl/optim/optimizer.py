@@ -1,0 +1,67 @@
+"""One optimiser step: clip, refuse what is not finite, follow the schedule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cosmos_rl.optim.schedule import LrSchedule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimiser step did."""
+
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    """False when the gradient was not finite: the weights and the moments are then untouched."""
+
+
+class Optimizer:
+    """AdamW or Adam over named parameters with a schedule that is a function of the step."""
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        *,
+        name: str,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        impl: str,
+        schedule: LrSchedule,
+        max_grad_norm: float,
+    ) -> None:
+        classes: dict[str, type[torch.optim.Optimizer]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+        self._params = list(params.values())
+        self._lr = lr
+        self._schedule = schedule
+        self._max_grad_norm = max_grad_norm
+        self.torch_optimizer = classes[name](
+            self._params,
+            lr=lr,  # pyright: ignore[reportCallIssue]
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=impl == "fused",
+            foreach=impl == "foreach",
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of 0-based optimiser step ``step``."""
+        return self._lr * self._schedule.factor(step)
+
+    def step(self, step: int) -> StepResult:
+        """Clip the gradients by their global L2 norm (0 or less: only measure), step, and clear them."""
+        lr = self.learning_rate(step)
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = lr
+        bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self._params, bound))
+        finite = norm == norm and norm != float("inf")
+        if finite:
+            self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm=norm, learning_rate=lr, applied=finite)

@@ -1,0 +1,56 @@
+"""Picture files -> tensors. The one loader that every path uses, so that a check and the training see the same thing."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from cosmos_rl.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any PIL mode -> RGB: EXIF orientation applied, transparency on white, 16-bit grey scaled to 8 bits."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
+        values = np.asarray(image, dtype=np.float64)
+        scale = 255.0 / 65535.0 if values.max(initial=0) > 255 or image.mode.startswith("I;16") else 1.0
+        return Image.fromarray((values * scale).round().clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def fit(image: Image.Image, height: int, width: int) -> Image.Image:
+    """Scale so that the picture just covers ``height`` x ``width`` (aspect kept), then crop the centre."""
+    if image.size == (width, height):
+        return image
+    return ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """RGB picture -> float32 ``[3, H, W]`` in [-1, 1]."""
+    array = np.array(image, dtype=np.uint8)
+    return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32).div_(127.5).sub_(1.0)
+
+
+def load_picture(path: Path, height: int, width: int) -> Tensor:
+    """Picture file -> float32 ``[3, height, width]`` in [-1, 1].
+
+    Raises:
+        UserError: the file cannot be decoded; the message names it.
+    """
+    try:
+        with Image.open(path) as image:
+            return to_tensor(fit(to_rgb(image), height, width))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: cannot be read as a picture ({error})") from error
+
+
+def to_uint8(pictures_N3HW: Tensor) -> Tensor:
+    """Pictures in [0, 1], any float dtype -> uint8 ``[N, H, W, 3]`` on the CPU, rounded."""
+    return (pictures_N3HW.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).contiguous()

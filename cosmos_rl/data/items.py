@@ -1,0 +1,40 @@
+"""What travels from the data room to the trainer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Item:
+    """One training sample."""
+
+    visual: Tensor
+    """Picture ``[3, H, W]`` (video: ``[3, T, H, W]``), float32 in [-1, 1]."""
+    prompt: str
+    name: str = ""
+    """For messages: the file's stem, or the position in a user's data set."""
+
+
+def as_item(raw: Any, index: int) -> Item:
+    """An element of any data set -> ``Item``. A user's data set may return mappings with ``visual`` and ``prompt``.
+
+    Raises:
+        UserError: the element has another form.
+    """
+    if isinstance(raw, Item):
+        return raw
+    if not isinstance(raw, Mapping) or not {"visual", "prompt"} <= set(raw):
+        found = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
+        raise UserError(f"data set element {index}: need a mapping with 'visual' and 'prompt', found {found}")
+    visual, prompt = raw["visual"], raw["prompt"]
+    if not isinstance(visual, Tensor) or visual.ndim not in (3, 4) or not visual.is_floating_point():
+        raise UserError(f"data set element {index}: 'visual' must be a float tensor [3, H, W] or [3, T, H, W] in [-1, 1]")
+    if not isinstance(prompt, str):
+        raise UserError(f"data set element {index}: 'prompt' must be a string, found {type(prompt).__name__}")
+    return Item(visual=visual.to(torch.float32), prompt=prompt, name=str(raw.get("name", index)))

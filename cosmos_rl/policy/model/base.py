@@ -1,0 +1,105 @@
+"""The registry that maps a diffusers pipeline class name to the class that can train it."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+
+ModelT = TypeVar("ModelT", bound=type)
+
+
+class WeightMapper:
+    """Names of parameters in another code base. Diffusers models keep their own names, so nothing is mapped."""
+
+
+class ModelRegistry:
+    """Pipeline class name (``_class_name`` of ``model_index.json``) -> model class."""
+
+    _models: ClassVar[dict[str, type]] = {}
+    _mappers: ClassVar[dict[str, type[WeightMapper]]] = {}
+
+    @classmethod
+    def register(
+        cls, weight_mapper: type[WeightMapper], *, allow_override: bool = False
+    ) -> Callable[[ModelT], ModelT]:
+        """Class decorator: serve every name in the class's ``supported_model_types()``.
+
+        Raises:
+            ValueError: another class already serves one of the names and ``allow_override`` is false.
+        """
+
+        def decorate(model: ModelT) -> ModelT:
+            for name in model.supported_model_types():  # pyright: ignore[reportAttributeAccessIssue]
+                known = cls._models.get(name)
+                if known is not None and not allow_override and _origin(known) != _origin(model):
+                    raise ValueError(f"{name} is already registered by {known.__module__}.{known.__qualname__}")
+                cls._models[name] = model
+                cls._mappers[name] = weight_mapper
+            return model
+
+        return decorate
+
+    @classmethod
+    def model_class(cls, pipeline_class: str) -> type:
+        """The class registered for a pipeline class name.
+
+        Raises:
+            UserError: nothing is registered for it.
+        """
+        broken = _discover()
+        if pipeline_class not in cls._models:
+            known = ", ".join(sorted(cls._models))
+            hint = difflib.get_close_matches(pipeline_class, cls._models, n=1)
+            raise UserError(
+                f"no model is registered for the pipeline class {pipeline_class!r}"
+                + (f"; did you mean {hint[0]!r}?" if hint else "")
+                + f" Registered: {known}. docs/new-model.md shows how to add one."
+                + "".join(f"\n  {line}" for line in broken)
+            )
+        return cls._models[pipeline_class]
+
+    @classmethod
+    def build_diffusers_model(cls, config: Config, **kwargs: Any) -> Any:
+        """Load the pipeline that ``policy.model_name_or_path`` names with the class registered for it.
+
+        Raises:
+            UserError: no pipeline at that place, or no class for it.
+        """
+        from diffusers import DiffusionPipeline
+
+        name, revision = config.policy.model_name_or_path, config.policy.model_revision
+        if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():
+            hint = ""
+            if "checkpoints" in Path(name).parts:
+                hint = " It looks like trainer state; exported pipelines are under safetensors/step_<N>."
+            raise UserError(f"policy.model_name_or_path = {name!r}: the folder has no model_index.json.{hint}")
+        try:
+            index: Any = DiffusionPipeline.load_config(name, revision=revision)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"policy.model_name_or_path = {name!r}: neither a local pipeline folder nor a reachable hub repository "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        model = cls.model_class(index["_class_name"])
+        return model(
+            config.policy.diffusers,
+            lora_config=config.policy.lora,
+            model_str=name,
+            revision=revision,
+            **kwargs,
+        )
+
+
+def _origin(model: type) -> tuple[str, str]:
+    """Where a class was written: one class imported twice (as script and as module) is still one class."""
+    return inspect.getfile(model), model.__qualname__
+
+
+def _discover() -> tuple[str, ...]:
+    from cosmos_rl.policy.model import discover  # the package imports this module
+
+    return discover()

@@ -1,0 +1,46 @@
+"""What conditions a velocity: made by a model, handed to every velocity call."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+TextTensors = Mapping[str, Tensor]
+"""Keyword of the transformer's forward -> tensor ``[B, ...]``."""
+
+
+@dataclass(frozen=True)
+class Cond:
+    """Conditions of ``B`` samples."""
+
+    text: TextTensors
+    negative: TextTensors | None = None
+    """Twin of ``text`` for classifier-free guidance; None when the guidance is 1."""
+    element_mask: Tensor | None = None
+    """``[B, C, ...]``, broadcastable to the latents: which elements count in means. None: all."""
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return next(iter(self.text.values())).shape[0]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Cond":
+        return replace(
+            self,
+            text={k: change(v) for k, v in self.text.items()},
+            negative=None if self.negative is None else {k: change(v) for k, v in self.negative.items()},
+            element_mask=None if self.element_mask is None else change(self.element_mask),
+        )
+
+    def expand(self, num: int) -> "Cond":
+        """``num`` copies of a single condition, as a view."""
+        return self._map(lambda value: value.expand(num, *value.shape[1:]))
+
+    def select(self, rows: Tensor) -> "Cond":
+        """The conditions at ``rows`` (int64 ``[N]``)."""
+        return self._map(lambda value: value[rows.to(value.device)])
+
+    def to(self, device: torch.device) -> "Cond":
+        """The same on ``device``."""
+        return self._map(lambda value: value.to(device))

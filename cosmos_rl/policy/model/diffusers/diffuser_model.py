@@ -1,0 +1,374 @@
+"""The base of all families: a loaded diffusers pipeline whose ``transformer`` is trained.
+
+A family gives ``text_embedding`` and ``visual_embedding``, and where its scheduler or its transformer differ from
+flow matching in the SD3 manner, ``set_scheduler_timestep``, ``add_noise`` and ``timestep_from_sigma``. Everything else
+(``velocity``, the SFT step, sampling) is built from these.
+"""
+
+import abc
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.diffusion.kernels import EulerKernel, StockKernel, sigmas_of
+from cosmos_rl.diffusion.sampling import run_sampling
+from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
+from cosmos_rl.policy.model.diffusers import lora
+from cosmos_rl.policy.model.diffusers.cond import Cond
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DiffuserModel(abc.ABC):
+    """A diffusers pipeline with its parts as attributes (``transformer``, ``vae``, ``scheduler``, ``text_encoder``, …).
+
+    Attributes:
+        pipeline: the stock pipeline object.
+        base_folder: local folder of the pipeline's files.
+        transformer: the denoiser, the only part that is ever trained.
+        train_sampling_steps: number of noise levels that training draws from.
+        timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
+        sigma_map: the noise levels in [0, 1] that belong to ``timestep_map``.
+        text_encoders, tokenizers: lists that a family fills.
+    """
+
+    transformer: Any
+    vae: Any
+    scheduler: Any
+    text_encoder: Any
+    tokenizer: Any
+    text_encoders: list[Any]
+    tokenizers: list[Any]
+    timestep_map: Tensor
+    sigma_map: Tensor
+
+    def __init__(
+        self,
+        config: DiffusersConfig,
+        *,
+        model_str: str,
+        revision: str | None = None,
+        lora_config: LoraConfig | None = None,
+        param_dtype: str = "float32",
+        device: torch.device | str = "cpu",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        """Load the pipeline from a local folder or the hub.
+
+        Args:
+            config: the ``[policy.diffusers]`` table.
+            model_str: folder or hub repository of the pipeline.
+            revision: hub revision.
+            lora_config: the ``[policy.lora]`` table; None trains the whole transformer.
+            param_dtype: dtype of forward and backward, and of a frozen base under LoRA.
+            device: where the transformer lives.
+            gradient_checkpointing: recompute activations in the backward pass.
+
+        Raises:
+            UserError: the pipeline does not fit the configuration.
+        """
+        self.config = config
+        self.lora_config = lora_config
+        self.model_str = model_str
+        self.revision = revision
+        self.device = torch.device(device)
+        self.param_dtype = DTYPES[param_dtype]
+        self.pipeline = self._load_pipeline()
+        for name, part in self.pipeline.components.items():
+            setattr(self, name, part)
+        if getattr(self, "transformer", None) is None:
+            raise UserError(f"{model_str}: {type(self.pipeline).__name__} has no part named transformer to train")
+        self._check_is_video()
+        self._freeze_and_place()
+        if lora_config is not None:
+            lora.add_adapters(self.transformer, lora_config)
+            if lora_config.lora_path:
+                lora.warm_start(self.transformer, self.primary_adapter, lora_config.lora_path)
+        else:
+            self.transformer.requires_grad_(True)
+        if gradient_checkpointing and getattr(self.transformer, "_supports_gradient_checkpointing", False):
+            self.transformer.enable_gradient_checkpointing()
+        self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
+        self.text_encoders = []
+        self.tokenizers = []
+
+    # ---- what a family gives -----------------------------------------------------------------------------------
+
+    @staticmethod
+    @abc.abstractmethod
+    def supported_model_types() -> list[str]:
+        """Pipeline class names (``_class_name`` of ``model_index.json``) that this class serves."""
+
+    @abc.abstractmethod
+    def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Tensor | None]:
+        """Prompts -> keyword arguments of the transformer's forward, each ``[B, ...]`` (None entries are dropped).
+
+        ``max_sequence_length`` arrives as a keyword. No guidance twin: that is asked for with other prompts.
+        """
+
+    @abc.abstractmethod
+    def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
+        """Pictures ``[3, H, W]`` (videos ``[3, T, H, W]``) in [-1, 1] -> latents ``[B, C, (T',) h, w]`` float32."""
+
+    def set_scheduler_timestep(self, num_steps: int) -> None:
+        """Set the scheduler to the training grid and cache ``timestep_map`` and ``sigma_map``, both ascending."""
+        self.scheduler.set_timesteps(num_steps)
+        self.timestep_map = self.scheduler.timesteps.flip(0).float()
+        self.sigma_map = self.scheduler.sigmas[:num_steps].flip(0).float()
+
+    def add_noise(
+        self, clean_latents: Tensor, timestep: Tensor | None = None, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Move latents along the path to noise.
+
+        Args:
+            clean_latents: ``[B, C, ...]``.
+            timestep: int64 ``[B]``, indices into the ascending training grid; drawn uniformly when not given.
+            noise: like ``clean_latents``; drawn when not given.
+
+        Returns:
+            ``(noised, noise, timesteps)``; ``timesteps`` are float32 scheduler timesteps ``[B]``.
+        """
+        if timestep is None:
+            timestep = torch.randint(0, len(self.timestep_map), (clean_latents.shape[0],))
+        if noise is None:
+            noise = torch.randn_like(clean_latents)
+        index = timestep.to(self.sigma_map.device)
+        sigma = self.sigma_map[index].to(clean_latents.device)
+        return mix(clean_latents, noise, sigma), noise, self.timestep_map[index].to(clean_latents.device)
+
+    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
+        """Noise level in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
+        return sigma.float() * self.scheduler.config.num_train_timesteps
+
+    def transformer_input(self, latents: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> dict[str, Any]:
+        """Keyword arguments of one call of the transformer."""
+        return {"hidden_states": latents, "timestep": timestep, **text, "return_dict": False}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` float32 in [0, 1]."""
+        scale = self.vae.config.scaling_factor
+        shift = getattr(self.vae.config, "shift_factor", None) or 0.0
+        with torch.no_grad(), self.on_device(self.vae):
+            pictures = self.vae.decode(latents.to(self.vae.dtype) / scale + shift, return_dict=False)[0]
+        return self.pipeline.image_processor.postprocess(pictures, output_type="pt").float()
+
+    # ---- conditions and velocity -------------------------------------------------------------------------------
+
+    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+        """Prompts -> conditions.
+
+        Args:
+            prompts: B texts.
+            negative: the text of the guidance twin of all of them; None for no twin.
+            each: encode every text, as the stock pipeline does, instead of every distinct text once. The last bits of
+                an embedding depend on the batch it was made in, so only this is bit-equal to the pipeline.
+        """
+        with torch.no_grad(), self.on_device(*self._encoders()):
+            text = self._encode(list(prompts), each)
+            twin = None if negative is None else self._encode([negative] * len(prompts), each)
+        return Cond(text=text, negative=twin)
+
+    def encode_visuals(self, visuals: Sequence[Tensor], height: int, width: int) -> Tensor:
+        """Pictures in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place)."""
+        with torch.no_grad(), self.on_device(self.vae):
+            keywords = {"height": height, "width": width, "device": self.device}
+            return self.visual_embedding(list(visuals), **_accepted(self.visual_embedding, keywords))
+
+    def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
+        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and every loss call.
+
+        Args:
+            latents: ``[B, C, ...]``.
+            sigma: ``[B]`` float32 in [0, 1].
+            cond: conditions of the B samples.
+            guidance: above 1 mixes ``negative + guidance * (text - negative)``, both in one pass.
+        """
+        timestep = self.timestep_from_sigma(sigma)
+        if guidance <= 1.0:
+            return self.predict(latents, timestep, cond)
+        if cond.negative is None:
+            raise ValueError("guidance above 1 needs conditions with a negative twin")
+        both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
+        out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
+        negative, positive = out.chunk(2)
+        return negative + guidance * (positive - negative)
+
+    def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
+        """One call of the transformer at its own ``timestep``; the result has the dtype of ``latents``."""
+        inputs = self.transformer_input(latents, timestep, dict(cond.text))
+        with self._autocast():
+            return self.transformer(**inputs)[0].to(latents.dtype)
+
+    def training_sft_step(
+        self, clean_latents: Tensor, cond: Cond, *, timestep: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``.
+
+        Args:
+            clean_latents: ``[B, C, ...]``.
+            cond: conditions of the B samples.
+            timestep: int64 ``[B]``, indices into the training grid.
+            noise: like ``clean_latents``.
+        """
+        noised, noise, timesteps = self.add_noise(clean_latents, timestep=timestep, noise=noise)
+        velocity = self.predict(noised, timesteps, cond)
+        return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latents for a picture of that size."""
+        factor = self.pipeline.vae_scale_factor
+        return (self.transformer.config.in_channels, height // factor, width // factor)
+
+    @torch.no_grad()
+    def sample_latents(
+        self, cond: Cond, noise: Tensor, *, num_steps: int, guidance: float, kernel: str = "euler"
+    ) -> Tensor:
+        """Noise ``[N, C, ...]`` -> clean latents with the checkpoint's own noise levels.
+
+        ``kernel`` is ``euler`` or ``stock`` (the pipeline scheduler's own step). The scheduler that training uses keeps
+        its state.
+        """
+        scheduler = type(self.scheduler).from_config(self.scheduler.config)
+        sigmas = sigmas_of(scheduler, num_steps)
+        cond = cond.to(self.device)
+
+        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+            return self.velocity(latents, sigma, cond, guidance=guidance)
+
+        step = {"euler": EulerKernel(), "stock": StockKernel(scheduler)}[kernel]
+        return run_sampling(velocity, noise.to(self.device), sigmas, kernel=step).latents
+
+    def sample(
+        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: str = ""
+    ) -> Tensor:
+        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device."""
+        cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
+        with self.evaluating():
+            return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The transformer in eval mode (no dropout) inside the block."""
+        was_training = self.transformer.training
+        self.transformer.eval()
+        try:
+            yield
+        finally:
+            self.transformer.train(was_training)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    @property
+    def primary_adapter(self) -> str:
+        """Name of the adapter that is trained and exported."""
+        assert self.lora_config is not None, "only with policy.lora"
+        return self.lora_config.active_adapter
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by their full names in the transformer, in a fixed order."""
+        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _load_pipeline(self) -> Any:
+        from diffusers import DiffusionPipeline
+
+        master = DTYPES[self.config.dtype]
+        dtypes = {
+            "default": master,
+            "vae": torch.float32,
+            "transformer": self.param_dtype if self.lora_config is not None else master,
+        }
+        local = Path(self.model_str).expanduser()
+        if not local.is_dir():
+            local = Path(DiffusionPipeline.download(self.model_str, revision=self.revision))
+        self.base_folder = local
+        with _quiet():
+            pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def _check_is_video(self) -> None:
+        is_video = not hasattr(self.pipeline, "image_processor")
+        if is_video != self.config.is_video:
+            kind = "videos" if is_video else "pictures"
+            raise UserError(
+                f"policy.diffusers.is_video = {str(self.config.is_video).lower()}, but {type(self.pipeline).__name__} "
+                f"makes {kind}"
+            )
+
+    def _freeze_and_place(self) -> None:
+        self._resting = torch.device("cpu") if self.config.offload else self.device
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, torch.nn.Module):
+                part.eval()
+                part.requires_grad_(False)
+                part.to(self.device if name == "transformer" else self._resting)
+
+    def _encoders(self) -> list[torch.nn.Module]:
+        parts = self.pipeline.components.items()
+        return [p for name, p in parts if name.startswith("text_encoder") and isinstance(p, torch.nn.Module)]
+
+    @contextlib.contextmanager
+    def on_device(self, *parts: torch.nn.Module) -> Iterator[None]:
+        """Frozen parts on the device inside the block; with ``policy.diffusers.offload`` they rest on the CPU."""
+        if self._resting == self.device:
+            yield
+            return
+        for part in parts:
+            part.to(self.device)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.to(self._resting)
+
+    def _encode(self, prompts: list[str], each: bool) -> dict[str, Tensor]:
+        distinct = prompts if each else list(dict.fromkeys(prompts))
+        keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
+        encoded = self.text_embedding(distinct, **_accepted(self.text_embedding, keywords))
+        given = {k: v for k, v in encoded.items() if v is not None}
+        if len(distinct) == len(prompts):
+            return given
+        rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
+        return {k: v[rows] for k, v in given.items()}
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.param_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.param_dtype)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of the libraries: ours is the only progress that a log should hold."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers_logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
+
+
+def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that an override takes: families differ in what they need, and a user's class may need less."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return keywords
+    names = {p.name for p in parameters}
+    return {k: v for k, v in keywords.items() if k in names}

@@ -1,0 +1,84 @@
+"""Fixtures that more than one test file uses. One thread per process: two threads on loaded cores are many times slower."""
+
+import json
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny SD3 pipeline made of the real classes."""
+    import torch
+
+    from cosmos_rl.policy.model.tiny import build
+
+    torch.set_num_threads(1)
+    return build("sd3", tmp_path_factory.mktemp("tiny") / "sd3", "unit", seed=0)
+
+
+@pytest.fixture(scope="session")
+def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve captioned 40 x 48 pictures as pairs."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        noise = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((48, 40)).save(folder / f"{i:03d}.png")
+        (folder / f"{i:03d}.json").write_text(json.dumps({"prompt": f"a photo of the number {i % 4}"}))
+    return folder
+
+
+@pytest.fixture
+def write_toml(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> Callable[..., Path]:
+    """Writes a small SFT configuration; keyword arguments are TOML lines by table, or more text."""
+
+    def write(extra: str = "", lora: bool = True, train: str = "", name: str = "config.toml") -> Path:
+        path = tmp_path / name
+        path.write_text(
+            f"""
+[policy]
+model_name_or_path = "{tiny_sd3}"
+is_diffusers = true
+[policy.diffusers]
+max_prompt_length = 16
+inference_size = [32, 32]
+sample = {{ num_steps = 3, guidance_scale = 3.0 }}
+{LORA if lora else ""}
+[train]
+output_dir = "{tmp_path / "out"}"
+epoch = 100
+max_num_steps = 6
+train_batch_per_replica = 4
+param_dtype = "float32"
+optm_lr = 1e-2
+optm_warmup_steps = 0
+{train}
+[train.train_policy]
+type = "sft"
+mini_batch = 2
+dataset.local_dir = "{picture_folder}"
+{extra}
+"""
+        )
+        return path
+
+    return write
+
+
+LORA = """
+[policy.lora]
+r = 4
+lora_alpha = 8
+target_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
+init_lora_weights = "gaussian"
+"""

@@ -1,0 +1,119 @@
+"""Exports that stock diffusers and PEFT load: a LoRA folder, or a whole pipeline folder."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusers.loaders.lora_base import LoraBaseMixin
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor
+
+from cosmos_rl.storage import atomic
+from cosmos_rl.utils.logging import logger
+
+LORA_FILE = "model.safetensors"
+_SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
+
+
+@dataclass(frozen=True)
+class LoraExport:
+    """One adapter."""
+
+    weights: Mapping[str, Tensor]
+    """Names in the transformer without the adapter's name, ``….lora_A.weight`` and ``….lora_B.weight``."""
+    peft_config: Any
+    """The adapter's ``peft.LoraConfig``; rank, alpha and patterns are not in the weights."""
+    base_model: str
+
+    def write(self, step_dir: Path) -> None:
+        """Write ``<step_dir>/lora/model.safetensors`` and ``adapter_config.json``, whole or not at all."""
+        metadata = LoraBaseMixin.pack_weights(_plain(self.peft_config.to_dict()), "transformer")
+        with atomic.staging(step_dir) as stage:
+            folder = stage / "lora"
+            LoraBaseMixin.write_lora_layers(
+                LoraBaseMixin.pack_weights({k: v.contiguous() for k, v in self.weights.items()}, "transformer"),
+                save_directory=str(folder),
+                is_main_process=True,
+                weight_name=LORA_FILE,
+                save_function=None,  # pyright: ignore[reportArgumentType]  (None: diffusers' own writer)
+                safe_serialization=True,
+                lora_adapter_metadata=metadata,
+            )
+            config = _plain(self.peft_config.to_dict()) | {"base_model_name_or_path": self.base_model}
+            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+            _check_pairs(folder / LORA_FILE)
+        logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-ready values; an unset table stays out."""
+    return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
+
+
+def _check_pairs(file: Path) -> None:
+    """Every adapted module has both matrices under ``transformer.``: diffusers silently drops any other key."""
+    with safe_open(file, framework="pt") as opened:
+        keys = set(opened.keys())
+    downs = {k.removesuffix("lora_A.weight") for k in keys if k.endswith("lora_A.weight")}
+    ups = {k.removesuffix("lora_B.weight") for k in keys if k.endswith("lora_B.weight")}
+    if downs != ups or len(keys) != 2 * len(downs) or not all(k.startswith("transformer.") for k in keys):
+        raise RuntimeError(f"{file}: the exported adapter has keys that diffusers would not load: {sorted(keys)[:4]}")
+
+
+@dataclass(frozen=True)
+class PipelineExport:
+    """A whole pipeline: the base's folder with another transformer."""
+
+    weights: Mapping[str, Tensor]
+    """State dict of the transformer."""
+    base_folder: Path
+    """Local folder of the base pipeline."""
+
+    def write(self, step_dir: Path) -> None:
+        """Write the pipeline folder ``step_dir``, whole or not at all.
+
+        Frozen parts keep the files and the dtype of the base. They are copied once per run; later exports of the run
+        link to the first one's files, so that ten exports of a large model do not take ten times the space.
+        """
+        earlier = _earlier_export(step_dir)
+        with atomic.staging(step_dir) as stage:
+            index = json.loads((self.base_folder / "model_index.json").read_text())
+            shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
+            for name, value in index.items():
+                part = self.base_folder / name
+                if name != "transformer" and isinstance(value, list) and part.is_dir():
+                    _copy_part(part, stage / name, earlier / name if earlier else None)
+            transformer = stage / "transformer"
+            transformer.mkdir()
+            shutil.copyfile(self.base_folder / "transformer" / "config.json", transformer / "config.json")
+            save_torch_state_dict(
+                {k: v.contiguous() for k, v in self.weights.items()},
+                transformer,
+                filename_pattern=_SHARDS,
+                max_shard_size="4GB",
+            )
+        logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
+
+
+def _earlier_export(step_dir: Path) -> Path | None:
+    """Another whole export of the same run, if there is one."""
+    others = (p for p in step_dir.parent.glob("step_*") if p != step_dir and (p / "model_index.json").is_file())
+    return next(others, None)
+
+
+def _copy_part(source: Path, target: Path, earlier: Path | None) -> None:
+    for folder, folders, names in os.walk(source):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        inside = Path(folder).relative_to(source)
+        (target / inside).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            twin = earlier / inside / name if earlier else None
+            if twin is not None and twin.is_file():
+                os.link(twin, target / inside / name)
+            else:  # copyfile follows the hub cache's links to the blobs
+                shutil.copyfile(Path(folder) / name, target / inside / name)

@@ -1,0 +1,76 @@
+"""Names and wholeness of checkpoint folders: ``checkpoints/step_<N>/policy/``. No torch, so that a launcher can look.
+
+A step is *whole* when its commit marker, written last, lists every file with the size that it has on disk.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+COMMIT_MARKER = "COMMITTED.json"
+TRAINER_STATE = "trainer_state.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+def step_dir(checkpoints: Path, step: int) -> Path:
+    """``<checkpoints>/step_<step>``, the folder that is committed and removed as one."""
+    return Path(checkpoints) / f"step_{step}"
+
+
+def policy_dir(checkpoints: Path, step: int) -> Path:
+    """``<checkpoints>/step_<step>/policy``, the folder that holds the state."""
+    return step_dir(checkpoints, step) / "policy"
+
+
+def committed_steps(checkpoints: Path) -> list[int]:
+    """Step numbers that have a folder, ascending, whole or not. Staging folders are hidden and never listed."""
+    checkpoints = Path(checkpoints)
+    if not checkpoints.is_dir():
+        return []
+    found = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def why_not_whole(policy: Path) -> str | None:
+    """None when ``policy`` is a whole checkpoint, else one sentence that says what is missing."""
+    marker = Path(policy) / COMMIT_MARKER
+    if not marker.is_file():
+        return f"{marker} is missing"
+    try:
+        files: dict[str, int] = json.loads(marker.read_text())["files"]
+    except (ValueError, KeyError, TypeError):
+        return f"{marker} cannot be read"
+    for name, size in files.items():
+        path = Path(policy) / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def whole_steps(checkpoints: Path) -> list[int]:
+    """Step numbers that can be resumed, ascending."""
+    return [n for n in committed_steps(checkpoints) if why_not_whole(policy_dir(checkpoints, n)) is None]
+
+
+def broken_steps(checkpoints: Path) -> dict[int, str]:
+    """Step number -> what is wrong, for folders that look like a checkpoint and are not whole."""
+    reasons = {n: why_not_whole(policy_dir(checkpoints, n)) for n in committed_steps(checkpoints)}
+    return {n: why for n, why in reasons.items() if why is not None}
+
+
+def marker_text(policy: Path) -> str:
+    """The commit marker for all files that are now in ``policy``."""
+    files = {p.relative_to(policy).as_posix(): p.stat().st_size for p in sorted(policy.rglob("*")) if p.is_file()}
+    return json.dumps({"files": files}, indent=1)
+
+
+def remove_staged(folder: Path) -> None:
+    """Remove what interrupted writers left in ``folder`` (hidden ``.step_<N>.tmp`` and ``.step_<N>.old``)."""
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if re.fullmatch(r"\.step_\d+\.(tmp|old)", entry.name):
+            shutil.rmtree(entry)

@@ -1,0 +1,119 @@
+"""Saves whole steps, in the background if wanted, and keeps the newest ones."""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.checkpoint.state import StateDict
+from cosmos_rl.storage import atomic
+from cosmos_rl.utils.logging import logger
+
+WriteExport = Callable[[], None]
+"""Writes the export of a step from weights that it owns; runs in the background thread."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One step to be written."""
+
+    step: int
+    state: StateDict | None
+    """Resumable state; None when only the export is wanted."""
+    trainer_state: dict[str, Any]
+    export: WriteExport | None
+
+
+class CheckpointManager:
+    """Writes ``checkpoints/step_<N>/policy`` (and the export beside it), one step at a time.
+
+    A step is built aside and renamed once everything is on the disk, its marker last. An error of the background
+    writer is raised by the next ``save`` or by ``wait``.
+    """
+
+    def __init__(self, checkpoints: Path, exports: Path, *, background: bool, max_keep: int) -> None:
+        """``max_keep`` newest steps stay (-1: all); an older step leaves together with its export."""
+        self._checkpoints = checkpoints
+        self._exports = exports
+        self._background = background
+        self._max_keep = max_keep
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        # a group of its own: the writer's collectives must not mix with those of the training loop
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.blocked_s = 0.0
+        """Wall time that ``save`` and ``wait`` took from the training loop, seconds."""
+        for folder in (checkpoints, exports):
+            layout.remove_staged(folder)
+
+    def save(self, job: SaveJob, *, block: bool = False) -> None:
+        """Write one step; in the background from a private copy unless ``block`` (or the manager) says otherwise."""
+        started = time.perf_counter()
+        self._join()
+        if self._background and not block:
+            if job.state is not None:  # the loop goes on changing the live tensors
+                copied = {k: v.detach().to("cpu", copy=True) for k, v in job.state.items()}
+                job = SaveJob(job.step, copied, job.trainer_state, job.export)
+            self._pending = self._pool.submit(self._write, job)
+        else:
+            self._write(job)
+        self.blocked_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            Exception: what the background writer met.
+        """
+        started = time.perf_counter()
+        self._join()
+        self.blocked_s += time.perf_counter() - started
+
+    def close(self) -> None:
+        """Wait and end the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def _join(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, job: SaveJob) -> None:
+        if job.export is not None:
+            job.export()
+        if job.state is None:
+            return
+        final = layout.step_dir(self._checkpoints, job.step)
+        stage = atomic.begin(final)
+        policy = stage / "policy"
+        policy.mkdir()
+        dcp.save(job.state, checkpoint_id=policy, process_group=self._group, no_dist=self._group is None)
+        (policy / layout.TRAINER_STATE).write_text(json.dumps(job.trainer_state, indent=1))
+        (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy))
+        atomic.commit(final)
+        where = layout.policy_dir(self._checkpoints, job.step).absolute()
+        logger.info(f"[Policy] Step: {job.step}, checkpoint saved successfully at {where}.")
+        self._prune()
+
+    def _prune(self) -> None:
+        if self._max_keep < 0:
+            return
+        for step in layout.whole_steps(self._checkpoints)[: -self._max_keep]:
+            atomic.remove(layout.step_dir(self._checkpoints, step))
+            atomic.remove(layout.step_dir(self._exports, step))
+
+
+def read_trainer_state(policy: Path) -> dict[str, Any]:
+    """The ``trainer_state.json`` of a checkpoint."""
+    state: dict[str, Any] = json.loads((policy / layout.TRAINER_STATE).read_text())
+    return state

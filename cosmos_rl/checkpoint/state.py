@@ -1,0 +1,81 @@
+"""Everything that must survive a restart, as one flat dictionary of named tensors.
+
+Listed in one place: trained weights, optimiser moments, EMA shadow. Positions in the data, random draws and the learning
+rate are functions of the step and need no state; the step itself is in ``trainer_state.json``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+
+from cosmos_rl.errors import UserError
+
+StateDict = dict[str, Tensor]
+
+
+def collect(
+    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, ema: Mapping[str, Tensor] | None
+) -> StateDict:
+    """Views of the live state: ``model.<name>``, ``optim.<name>.<key>``, ``ema.<name>``."""
+    state: StateDict = {f"model.{name}": param.detach() for name, param in params.items()}
+    for name, param in params.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            state[f"optim.{name}.{key}"] = value
+    for name, value in (ema or {}).items():
+        state[f"ema.{name}"] = value
+    return state
+
+
+def restore(
+    folder: Path,
+    params: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    ema: Mapping[str, Tensor] | None,
+) -> None:
+    """Load ``folder`` into the live objects. Every weight must be there; a parameter that had no gradient before the
+    save has no moments and starts fresh.
+
+    Raises:
+        UserError: the checkpoint holds other weights than the run at hand trains.
+    """
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    _check_names(folder, set(stored), params, ema)
+    for name, param in params.items():
+        moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
+        if moments:
+            optimizer.state[param] = {k: _empty_moment(k, param) for k in moments}
+    target = collect(params, optimizer, ema)
+    _check_shapes(folder, stored, target)
+    dcp.load(target, checkpoint_id=folder)
+
+
+def _empty_moment(key: str, param: torch.nn.Parameter) -> Tensor:
+    if key == "step":  # torch's optimisers keep the count as a float32 scalar
+        return torch.zeros((), dtype=torch.float32)
+    return torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def _check_names(
+    folder: Path, stored: set[str], params: Mapping[str, torch.nn.Parameter], ema: Mapping[str, Tensor] | None
+) -> None:
+    wanted = {f"model.{n}" for n in params} | {f"ema.{n}" for n in ema or {}}
+    missing = sorted(wanted - stored)
+    foreign = sorted(key for key in stored - wanted if key.startswith("model."))
+    if missing or foreign:
+        lines = [f"  not in the checkpoint: {key}" for key in missing[:5]]
+        lines += [f"  only in the checkpoint: {key}" for key in foreign[:5]]
+        raise UserError(
+            f"{folder} does not belong to this configuration: {len(missing)} tensors are missing and {len(foreign)} are "
+            "foreign (policy.lora, train.ema_enable and the model must be those of the saved run):\n" + "\n".join(lines)
+        )
+
+
+def _check_shapes(folder: Path, stored: Mapping[str, object], target: StateDict) -> None:
+    for key, value in target.items():
+        size = getattr(stored[key], "size", None)
+        if size is not None and tuple(size) != tuple(value.shape):
+            raise UserError(f"{folder}: {key} has shape {tuple(size)}, the run at hand needs {tuple(value.shape)}")

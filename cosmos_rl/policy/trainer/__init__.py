@@ -1,0 +1,57 @@
+"""The training loop and one task per kind of job. Only this room sees all others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from cosmos_rl.policy.config import Config
+from cosmos_rl.storage.run_folder import RunFolder
+
+
+class StopRequest(Protocol):
+    """Tells the loop that the run should save and end."""
+
+    @property
+    def requested(self) -> str | None:
+        """Name of the signal that asked for it."""
+        ...
+
+
+LoggerFn = Callable[[dict[str, Any], int], None]
+HookFn = Callable[..., None]
+
+
+def run(
+    config: Config,
+    run_folder: RunFolder,
+    *,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    custom_logger_fns: Sequence[LoggerFn] = (),
+    hook_fns: Mapping[str, HookFn] | None = None,
+    resume_from: Path | None = None,
+    stop: StopRequest,
+) -> int:
+    """Train as the configuration says and leave the results in the run folder.
+
+    Args:
+        config: a checked configuration.
+        run_folder: where everything is written.
+        dataset: training data: a sequence, or ``f(config)`` that makes one.
+        val_dataset: pairs (held-out loss and pictures) or prompts (pictures), likewise.
+        custom_logger_fns: called as ``fn(metrics, step)`` after each step; their errors are logged, not raised.
+        hook_fns: callables by documented name.
+        resume_from: ``…/step_<N>/policy`` of a whole checkpoint.
+        stop: asked after each step.
+
+    Returns:
+        Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
+    """
+    from cosmos_rl.distributed.context import process_group
+    from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+    from cosmos_rl.policy.trainer.loop import TrainLoop
+
+    with process_group(config.train.device) as context:
+        task = SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)
+        loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
+        return loop.run(resume_from)

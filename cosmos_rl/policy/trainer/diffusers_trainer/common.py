@@ -1,0 +1,58 @@
+"""What every diffusers job builds in the same way."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
+from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.optim.schedule import LrSchedule
+from cosmos_rl.policy.config import TrainConfig
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.lora import adapter_state
+
+
+def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig, total_steps: int) -> Optimizer:
+    """The optimiser and schedule of the ``[train]`` table."""
+    schedule = LrSchedule.build(
+        total_steps,
+        warmup=train.optm_warmup_steps,
+        decay_ratio=train.optm_decay_ratio,
+        decay_type=train.optm_decay_type,
+        warmup_start_factor=train.optm_warmup_start_factor,
+        min_factor=train.optm_min_lr_factor,
+    )
+    return Optimizer(
+        params,
+        name=train.optm_name,
+        lr=train.optm_lr,
+        betas=train.optm_betas,
+        eps=train.epsilon,
+        weight_decay=train.optm_weight_decay,
+        impl=train.optm_impl,
+        schedule=schedule,
+        max_grad_norm=train.optm_grad_norm_clip,
+    )
+
+
+def build_ema(params: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> Ema | None:
+    """The weight average of the ``[train]`` table, None when it is off."""
+    return Ema(params, train.ema_decay, train.ema_update_step_interval) if train.ema_enable else None
+
+
+def prepare_export(model: DiffuserModel) -> Callable[[Path], None]:
+    """Copy the policy's weights as they are now, in the compute dtype; the result writes them into a step's folder."""
+    if model.lora_config is not None:
+        adapter = model.primary_adapter
+        weights = _copied(adapter_state(model.transformer, adapter), model.param_dtype)
+        return LoraExport(weights, model.transformer.peft_config[adapter], model.model_str).write
+    weights = _copied(model.transformer.state_dict(), model.param_dtype)
+    return PipelineExport(weights, model.base_folder).write
+
+
+def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()
+    }

@@ -1,0 +1,213 @@
+"""The loop that all jobs share: step, validate, log, save, stop."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.checkpoint.layout import policy_dir, step_dir
+from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, read_trainer_state
+from cosmos_rl.checkpoint.state import collect, restore
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
+from cosmos_rl.policy.trainer.task import Task
+from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tracking.console import Console
+from cosmos_rl.tracking.media import save_pictures
+from cosmos_rl.tracking.metrics import MetricsFile
+from cosmos_rl.tracking.wandb_logger import WandbLogger
+from cosmos_rl.utils.logging import logger
+
+EXIT_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+
+
+class TrainLoop:
+    """Drives one task from its first (or resumed) step to its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunFolder,
+        context: Context,
+        task: Task,
+        custom_loggers: Sequence[LoggerFn],
+        hooks: Mapping[str, HookFn],
+        stop: StopRequest,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._context = context
+        self._task = task
+        self._custom_loggers = custom_loggers
+        self._hooks = hooks
+        self._stop = stop
+        self._metrics = MetricsFile(run.metrics)
+        self._wandb = self._start_wandb()
+        ckpt = config.train.ckpt
+        self._manager = CheckpointManager(
+            run.checkpoints, run.safetensors, background=ckpt.save_mode == "async", max_keep=ckpt.max_keep
+        )
+        self._saved_step: int | None = None
+
+    def run(self, resume_from: Path | None) -> int:
+        """Train to the end or to a stop request; the exit code."""
+        try:
+            start = self._restore(resume_from)
+            code = self._train(start)
+        finally:
+            self._manager.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+        return code
+
+    def _train(self, start: int) -> int:
+        task, total = self._task, self._task.total_steps
+        console = Console(total, start)
+        task.start(start)
+        if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
+            self._log(0, self._validate(0))
+        skipped_in_a_row = 0
+        for step in range(start, total):
+            began = time.perf_counter()
+            report = task.train_step(step)
+            done = step + 1
+            skipped_in_a_row = 0 if report.applied else skipped_in_a_row + 1
+            self._guard(done, skipped_in_a_row)
+            metrics = {"train/iteration_time": time.perf_counter() - began, **report.metrics}
+            if self._validation_due(done):
+                metrics |= self._validate(done)
+            self._log(done, metrics)
+            if "console" in self._config.logging.logger:
+                console.log(done, metrics)
+            if self._save_due(done):
+                self._save(done)
+            if self._stop.requested and done < total:
+                return self._end_early(done, self._stop.requested)
+        self._finish(total, trained=start < total)
+        return 0
+
+    def _guard(self, done: int, skipped_in_a_row: int) -> None:
+        if skipped_in_a_row == 0:
+            return
+        limit = self._config.train.max_nonfinite_steps
+        logger.warning(f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)")
+        if skipped_in_a_row >= limit:
+            raise FloatingPointError(
+                f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last one is "
+                f"step {done}; the weights are those of step {done - limit}. Lower train.optm_lr or "
+                "train.optm_grad_norm_clip, or look at the data of these steps."
+            )
+
+    # ---- saving ------------------------------------------------------------------------------------------------
+
+    def _save_due(self, done: int) -> bool:
+        ckpt = self._config.train.ckpt
+        return ckpt.enable_checkpoint and (done % ckpt.save_freq == 0 or done == self._task.total_steps)
+
+    def _save(self, done: int, *, final: bool = False) -> None:
+        """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
+        ckpt = self._config.train.ckpt
+        last = done == self._task.total_steps
+        export = None
+        if ckpt.export_safetensors or last:
+            write, folder = self._task.prepare_export(), step_dir(self._run.safetensors, done)
+
+            def export() -> None:
+                write(folder)
+
+        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
+        job = SaveJob(done, state, {"step": done, **self._task.trainer_state()}, export)
+        self._manager.save(job, block=final)
+        self._saved_step = done
+        self._call_hook("save_checkpoint_hook", done)
+
+    def _end_early(self, done: int, signal_name: str) -> int:
+        logger.warning(f"{signal_name}: saving step {done} and stopping")
+        if self._saved_step != done:
+            self._save(done, final=True)
+        self._manager.wait()
+        logger.info(f"Stopped after step {done}; continue with the same command and --train.resume=true")
+        return EXIT_CODES[signal_name]
+
+    def _finish(self, total: int, *, trained: bool) -> None:
+        """The export of the last step always exists at the end, also without checkpoints."""
+        folder = step_dir(self._run.safetensors, total)
+        if not trained:
+            logger.info(f"Nothing left to train: step {total} of {total} is done already")
+        if self._saved_step != total and not folder.exists():
+            write = self._task.prepare_export()
+            self._manager.save(SaveJob(total, None, {}, lambda: write(folder)))
+        self._manager.wait()
+        logger.info(f"Finished after {total} steps. Result: {folder.absolute()}")
+
+    def _restore(self, resume_from: Path | None) -> int:
+        """Load a checkpoint; the 0-based step to go on with."""
+        if resume_from is None:
+            self._metrics.rewind(-1)
+            return 0
+        state = read_trainer_state(resume_from)
+        for name, now in self._task.trainer_state().items():
+            if state.get(name) != now:
+                raise UserError(
+                    f"{resume_from} was saved with {name} = {state.get(name)!r}, this run has {now!r}: data and noise would "
+                    "not go on where they stopped. Use the old value, or start a new run."
+                )
+        restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
+        step = int(state["step"])
+        self._metrics.rewind(step)
+        self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
+        logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
+        self._call_hook("load_checkpoint_hook", step)
+        return step
+
+    def _shadow(self) -> Mapping[str, Any] | None:
+        return None if self._task.ema is None else self._task.ema.shadow
+
+    # ---- validation and logging --------------------------------------------------------------------------------
+
+    def _validation_due(self, done: int) -> bool:
+        validation = self._config.validation
+        return validation.enable and (done % validation.freq == 0 or done == self._task.total_steps)
+
+    def _validate(self, done: int) -> dict[str, float]:
+        self._call_hook("pre_validation_hook", done)
+        began = time.perf_counter()
+        report = self._task.validate(done)
+        if report.pictures is not None:
+            folder = self._run.media / "validation" / f"step_{done}"
+            files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
+            if self._wandb is not None:
+                self._wandb.log_pictures(done, "val/pictures", files, report.pictures.prompts)
+        self._call_hook("post_validation_hook", done)
+        return {**report.metrics, "val/time": time.perf_counter() - began}
+
+    def _log(self, done: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.log(done, metrics)
+        if self._wandb is not None:
+            self._wandb.log(done, metrics)
+        for custom in self._custom_loggers:
+            try:
+                custom(dict(metrics), done)
+            except Exception as error:  # a user's logger must not end a training run
+                logger.warning(f"custom logger {getattr(custom, '__name__', custom)!r} failed at step {done}: {error!r}")
+
+    def _start_wandb(self) -> WandbLogger | None:
+        table = self._config.logging
+        if "wandb" not in table.logger or not self._context.is_main:
+            return None
+        run_id = self._run.root.name
+        name = f"{table.experiment_name}/{run_id}" if table.experiment_name else str(self._run.root)
+        return WandbLogger(
+            self._run.root,
+            project=table.project_name,
+            group=table.group_name,
+            name=name,
+            run_id=run_id,
+            config=self._config.model_dump(mode="json"),
+        )
+
+    def _call_hook(self, name: str, step: int) -> None:
+        if name in self._hooks:
+            self._hooks[name](self, {"step": step, "total_steps": self._task.total_steps})

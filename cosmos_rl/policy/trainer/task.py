@@ -1,0 +1,67 @@
+"""What the loop asks of a task. SFT, NFT and the others are tasks; there is one loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one training step did."""
+
+    metrics: Mapping[str, float]
+    applied: bool
+    """False when a loss or gradient was not finite and the weights were left alone."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Validation pictures."""
+
+    pictures_NHW3: Tensor
+    """uint8 ``[N, H, W, 3]`` on the CPU."""
+    prompts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What one validation found."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pictures: Pictures | None = None
+
+
+class Task(Protocol):
+    """One kind of training job."""
+
+    total_steps: int
+    params: Mapping[str, torch.nn.Parameter]
+    optimizer: Optimizer
+    ema: Ema | None
+
+    def start(self, step: int) -> None:
+        """Prepare to run from 0-based ``step`` on (called once, after a resume has restored the state)."""
+        ...
+
+    def train_step(self, step: int) -> StepReport:
+        """One step: data, losses, optimiser, averages."""
+        ...
+
+    def validate(self, step: int) -> ValidationReport:
+        """Judge the weights after ``step`` steps; changes no trained tensor."""
+        ...
+
+    def prepare_export(self) -> Callable[[Path], None]:
+        """Copy what the export needs; the result writes it into a step's folder, later and in another thread."""
+        ...
+
+    def trainer_state(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one."""
+        ...

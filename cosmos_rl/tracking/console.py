@@ -1,0 +1,37 @@
+"""The progress line: one per step, with the time that is left."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cosmos_rl.utils.logging import logger
+
+
+def duration(seconds: float) -> str:
+    """``95.2s`` below two minutes, else ``1h02m`` or ``12m05s``."""
+    if seconds < 120:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+class Console:
+    """Prints progress lines and knows how fast the run goes."""
+
+    def __init__(self, total_steps: int, start_step: int) -> None:
+        self._total = total_steps
+        self._start = start_step
+        self._began = time.perf_counter()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The line of 1-based ``step``."""
+        spent = time.perf_counter() - self._began
+        left = spent / max(step - self._start, 1) * (self._total - step)
+        parts = [f"Step: {step}/{self._total}", f"Loss: {metrics['train/loss_avg']:.5f}"]
+        parts.append(f"Grad norm: {metrics['optimizer/grad_norm']:.5f}")
+        parts.append(f"LR: {metrics['train/learning_rate']:.3g}")
+        if "val/avg_loss" in metrics:
+            parts.append(f"Val loss: {metrics['val/avg_loss']:.5f}")
+        parts.append(f"Iteration time: {metrics['train/iteration_time']:.2f}s, ETA: {duration(left)}")
+        logger.info(", ".join(parts))

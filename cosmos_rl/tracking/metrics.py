@@ -1,0 +1,41 @@
+"""``metrics.jsonl``: one JSON object per step, the truth about a run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.storage import atomic
+
+
+class MetricsFile:
+    """Appends one line per step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def rewind(self, step: int) -> None:
+        """Forget all lines after ``step`` (and a line cut off by a kill): the resumed run will write them again."""
+        if not self._path.exists():
+            return
+        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+        atomic.write_text(self._path, "".join(f"{line}\n" for line in kept))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the line of ``step``."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that is not whole."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

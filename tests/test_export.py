@@ -1,0 +1,169 @@
+"""Exports are proved: loaded by the documents' own snippet they give the trainer's pictures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.lora import adapter_state
+from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+from tests.trainer_runs import train
+
+PROMPT = "a photo of the number 3"
+LORAS = {
+    "rank and alpha differ": "r = 4\nlora_alpha = 16",
+    "rslora": "r = 4\nlora_alpha = 6\nuse_rslora = true",
+    "patterns": 'r = 4\nlora_alpha = 8\nr_pattern = { "attn.to_q" = 2, "transformer_blocks.1.attn.to_v" = 6 }\n'
+    'alpha_pattern = { "attn.to_k" = 20 }',
+}
+
+
+def snippet(base: str, adapter_dir: Path | None, latents: torch.Tensor) -> torch.Tensor:
+    """The documented loading code; fp32, local, CPU, and fixed start noise."""
+    pipe = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if adapter_dir is not None:
+        pipe.load_lora_weights(str(adapter_dir), weight_name="model.safetensors", adapter_name="default")
+        pipe.set_adapters("default")
+    pipe = pipe.to("cpu")
+    result = pipe(
+        prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=latents, height=32, width=32, output_type="pt"
+    )
+    return result.images
+
+
+@pytest.fixture
+def last_trainer(monkeypatch: pytest.MonkeyPatch) -> list[SFTTrainer]:
+    """The trainers that ran, so that a test can ask the trained policy itself for a picture."""
+    made: list[SFTTrainer] = []
+    init = SFTTrainer.__init__
+
+    def remember(self: SFTTrainer, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(SFTTrainer, "__init__", remember)
+    return made
+
+
+def noise_for(model: DiffuserModel) -> torch.Tensor:
+    return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
+
+
+def policy_picture(trainer: SFTTrainer, noise: torch.Tensor) -> torch.Tensor:
+    """The picture of the trained policy: the EMA weights when they are kept."""
+    ema = trainer.ema
+    if ema is None:
+        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
+    with ema.swapped_in():
+        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
+
+
+@pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
+@pytest.mark.parametrize("name", LORAS)
+def test_the_lora_snippet_gives_the_trainers_picture(
+    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], name: str, ema: bool
+) -> None:
+    table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
+    config = write_toml(table + 'init_lora_weights = "gaussian"', lora=False)
+    run = train(
+        config,
+        "--policy.diffusers.max_prompt_length=256",  # what the pipeline call of the snippet uses
+        f"--train.ema_enable={str(ema).lower()}",
+        "--train.ema_decay=0.5",
+    )
+    trainer = last_trainer[-1]
+    noise = noise_for(trainer.model)
+    ours = policy_picture(trainer, noise)
+    theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
+def test_the_full_pipeline_snippet_gives_the_trainers_picture(
+    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], ema: bool
+) -> None:
+    run = train(
+        write_toml(lora=False),
+        "--policy.diffusers.max_prompt_length=256",
+        f"--train.ema_enable={str(ema).lower()}",
+        "--train.ema_decay=0.5",
+        "--train.ckpt.save_freq=3",
+    )
+    trainer = last_trainer[-1]
+    noise = noise_for(trainer.model)
+    export = run / "safetensors/step_6"
+    theirs = snippet(str(export), None, noise)
+    assert (policy_picture(trainer, noise) - theirs).abs().max() <= 1e-5
+    assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
+    assert DiffusionPipeline.load_config(export)["_class_name"] == "StableDiffusion3Pipeline"
+    # frozen parts of a run's exports share their bytes, the transformers do not
+    vae, transformer = "vae/diffusion_pytorch_model.safetensors", "transformer/diffusion_pytorch_model.safetensors"
+    assert (export / vae).samefile(run / "safetensors/step_3" / vae)
+    assert (export / vae).read_bytes() == (tiny_sd3 / vae).read_bytes()
+    assert not (export / vae).samefile(tiny_sd3 / vae)
+    assert not (export / transformer).samefile(run / "safetensors/step_3" / transformer)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_bf16_export_holds_the_bf16_cast_policy(
+    write_toml: Callable[..., Path], last_trainer: list[SFTTrainer], lora: bool
+) -> None:
+    run = train(write_toml(lora=lora), "--train.param_dtype=bfloat16")
+    trainer = last_trainer[-1]
+    assert {p.dtype for p in trainer.params.values()} == {torch.float32}  # bf16 weights would not feel small steps
+    export = run / "safetensors/step_6"
+    if lora:
+        stored = load_file(export / "lora/model.safetensors")
+        own = {f"transformer.{k}": v for k, v in adapter_state(trainer.model.transformer, "default").items()}
+    else:
+        stored = load_file(export / "transformer/diffusion_pytorch_model.safetensors")
+        own = trainer.model.transformer.state_dict()
+    assert stored.keys() == own.keys()
+    assert all(torch.equal(stored[k], own[k].to(torch.bfloat16)) for k in own)
+
+
+def test_the_adapter_file_says_how_strongly_it_acts(write_toml: Callable[..., Path], tiny_sd3: Path) -> None:
+    run = train(write_toml(), "--train.max_num_steps=1", '--policy.lora.r_pattern={"attn.to_q" = 2}')
+    folder = run / "safetensors/step_1/lora"
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+        keys = list(file.keys())
+    assert (metadata["transformer.r"], metadata["transformer.lora_alpha"]) == (4, 8)
+    assert metadata["transformer.rank_pattern"] == {"attn.to_q": 2}
+    assert len(keys) == 2 * 2 * 4
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["base_model_name_or_path"] == str(tiny_sd3)
+
+
+def test_without_checkpoints_the_last_step_is_exported_all_the_same(write_toml: Callable[..., Path]) -> None:
+    run = train(write_toml(), "--train.ckpt.enable_checkpoint=false", "--train.max_num_steps=2")
+    assert not list((run / "checkpoints").iterdir())
+    assert (run / "safetensors/step_2/lora/model.safetensors").is_file()
+
+
+def test_export_safetensors_false_writes_the_last_step_only(write_toml: Callable[..., Path]) -> None:
+    run = train(write_toml(lora=False), "--train.ckpt.export_safetensors=false", "--train.ckpt.save_freq=2")
+    assert [p.name for p in (run / "safetensors").iterdir()] == ["step_6"]
+    pipe = DiffusionPipeline.from_pretrained(run / "safetensors/step_6")
+    assert all(part is not None for name, part in pipe.components.items() if not name.startswith(("image", "feature")))
+
+
+def test_a_warm_start_from_an_export_continues_its_policy(write_toml: Callable[..., Path], tiny_sd3: Path) -> None:
+    run = train(write_toml(), "--train.max_num_steps=3")
+    folder = run / "safetensors/step_3/lora"
+    config = load_config(write_toml(), [f"--policy.lora.lora_path={folder}"])
+    model = ModelRegistry.build_diffusers_model(config)
+    stored = load_file(folder / "model.safetensors")
+    own = adapter_state(model.transformer, "default")
+    assert all(torch.equal(stored[f"transformer.{k}"], v) for k, v in own.items())

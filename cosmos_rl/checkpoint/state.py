@@ -4,6 +4,7 @@ Listed in one place: trained weights, optimiser moments, EMA shadow. Positions i
 rate are functions of the step and need no state; the step itself is in ``trainer_state.json``.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,12 +19,13 @@ StateDict = dict[str, Tensor]
 
 
 def collect(
-    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, ema: Mapping[str, Tensor] | None
+    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, ema: Mapping[str, Tensor] | None
 ) -> StateDict:
     """Views of the live state: ``model.<name>``, ``optim.<name>.<key>``, ``ema.<name>``."""
     state: StateDict = {f"model.{name}": param.detach() for name, param in params.items()}
+    moments = optimizer.state if optimizer is not None else {}
     for name, param in params.items():
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in moments.get(param, {}).items():
             state[f"optim.{name}.{key}"] = value
     for name, value in (ema or {}).items():
         state[f"ema.{name}"] = value
@@ -33,24 +35,26 @@ def collect(
 def restore(
     folder: Path,
     params: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     ema: Mapping[str, Tensor] | None,
 ) -> None:
     """Load ``folder`` into the live objects. Every weight must be there; a parameter that had no gradient before the
-    save has no moments and starts fresh.
+    save has no moments and starts fresh. Without an optimiser only the weights are read.
 
     Raises:
         UserError: the checkpoint holds other weights than the run at hand trains.
     """
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     _check_names(folder, set(stored), params, ema)
-    for name, param in params.items():
+    for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
-        if moments:
+        if moments and optimizer is not None:
             optimizer.state[param] = {k: _empty_moment(k, param) for k in moments}
     target = collect(params, optimizer, ema)
     _check_shapes(folder, stored, target)
-    dcp.load(target, checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an export runs without a group
+        dcp.load(target, checkpoint_id=folder)
 
 
 def _empty_moment(key: str, param: torch.nn.Parameter) -> Tensor:

@@ -294,7 +294,7 @@ class DiffuserModel(abc.ABC):
         if not local.is_dir():
             local = Path(DiffusionPipeline.download(self.model_str, revision=self.revision))
         self.base_folder = local
-        with _quiet():
+        with quiet_libraries():
             pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -351,7 +351,7 @@ class DiffuserModel(abc.ABC):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """No progress bars of the libraries: ours is the only progress that a log should hold."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -1,0 +1,197 @@
+"""Pictures, pairs and streams."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from cosmos_rl.data.images import load_picture, to_uint8
+from cosmos_rl.data.items import Item, as_item
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.prompts import PromptFile
+from cosmos_rl.data.streams import MapStream, load_batches
+from cosmos_rl.errors import UserError
+
+
+def save_pair(folder: Path, name: str, suffix: str = ".png", caption: object = None) -> None:
+    Image.new("RGB", (8, 8), "red").save(folder / f"{name}{suffix}")
+    (folder / f"{name}.json").write_text(json.dumps({"prompt": name} if caption is None else caption))
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".jpeg", ".png", ".webp", ".PNG"])
+def test_every_documented_picture_kind_is_read(tmp_path: Path, suffix: str) -> None:
+    save_pair(tmp_path, "a.b json c", suffix)
+    (item,) = LocalPairs(tmp_path, 16, 24)
+    assert (item.name, item.prompt) == ("a.b json c", "a.b json c")
+    assert item.visual.shape == (3, 16, 24)
+    assert item.visual.mean(dim=(1, 2)).tolist() == pytest.approx([1, -1, -1], abs=0.03)  # red, after jpeg's rounding
+
+
+def test_pairs_stay_paired_when_some_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "c", "e", "g"):
+        save_pair(tmp_path, name)
+    (tmp_path / "b.json").write_text('{"prompt": "no picture"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "d.png")
+    save_pair(tmp_path, "f", caption=["not an object"])
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert [(item.name, item.prompt) for item in pairs] == [(n, n) for n in "aceg"]
+    assert sorted(p.split(":")[0] for p in pairs.problems) == ["b.json", "d.png", "f.json"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "found nothing"),
+        (["a.jpg", "a.txt"], "found 1 .jpg, 1 .txt"),
+        (["metas/a.txt", "videos/a.mp4"], r"found 2 folders \(metas, videos\)"),
+        (["a.json"], "found 1 .json"),
+    ],
+)
+def test_a_folder_of_another_layout_is_described(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=message) as error:
+        LocalPairs(tmp_path, 8, 8)
+    assert "expected a flat folder of pairs" in str(error.value)
+
+
+def test_a_missing_folder_is_named_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path}/nowhere: no such folder"):
+        LocalPairs("nowhere", 8, 8)
+
+
+def test_more_problems_than_pairs_stop_the_run(tmp_path: Path) -> None:
+    save_pair(tmp_path, "a")
+    for i in range(3):
+        (tmp_path / f"x{i}.json").write_text("not json")
+    with pytest.raises(UserError, match="3 files are left out"):
+        LocalPairs(tmp_path, 8, 8)
+
+
+def test_a_broken_picture_is_named(tmp_path: Path) -> None:
+    save_pair(tmp_path, "a")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    with pytest.raises(UserError, match=r"a\.png: cannot be read as a picture"):
+        LocalPairs(tmp_path, 8, 8)[0]
+
+
+def test_all_image_modes_give_rgb_in_the_right_size(tmp_path: Path) -> None:
+    half = Image.new("RGBA", (300, 50), (0, 0, 0, 128))
+    pictures = {
+        "rgb.png": Image.new("RGB", (64, 64), (255, 255, 255)),
+        "rgba.png": half,
+        "l.png": Image.new("L", (70, 90), 128),
+        "palette.png": half.convert("P"),
+        "cmyk.jpg": Image.new("CMYK", (64, 64)),
+        "one.png": Image.new("RGB", (1, 1)),
+        "deep.png": Image.fromarray(np.full((64, 128), 32768, dtype=np.uint16)),
+    }
+    for name, picture in pictures.items():
+        picture.save(tmp_path / name)
+    loaded = {name: load_picture(tmp_path / name, 64, 128) for name in pictures}
+    assert {tuple(p.shape) for p in loaded.values()} == {(3, 64, 128)}
+    assert all(-1 <= float(p.min()) and float(p.max()) <= 1 for p in loaded.values())
+    assert float(loaded["rgba.png"].mean()) == pytest.approx(0.0, abs=0.01)  # half black over white
+    assert float(loaded["cmyk.jpg"].min()) > 0.98  # no ink is white
+    assert float(loaded["deep.png"].mean()) == pytest.approx(0.0, abs=0.01)  # half of 16 bits, not clipped to 255
+
+
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (20, 10), "black")
+    picture.paste("white", (0, 0, 10, 10))  # left half white
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown after a quarter turn clockwise: the left side is on top
+    picture.save(tmp_path / "x.png", exif=exif)
+    tensor = load_picture(tmp_path / "x.png", 20, 10)
+    assert float(tensor[:, :10].min()) == 1.0
+    assert float(tensor[:, 10:].max()) == -1.0
+
+
+def test_the_crop_is_the_centre_and_keeps_the_aspect(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (300, 100), "black")
+    picture.paste("white", (100, 0, 200, 100))
+    picture.save(tmp_path / "x.png")
+    assert float(load_picture(tmp_path / "x.png", 100, 100).min()) == 1.0
+
+
+def test_uint8_conversion_rounds_and_clips() -> None:
+    picture = torch.tensor([-0.1, 0.0, 0.5, 127.4 / 255, 1.2]).expand(1, 3, 1, 5)
+    assert to_uint8(picture)[0, 0, :, 0].tolist() == [0, 0, 128, 127, 255]
+
+
+def test_elements_of_users_data_sets_are_checked() -> None:
+    assert as_item({"visual": torch.zeros(3, 4, 4), "prompt": "x"}, 5).name == "5"
+    for raw, message in [
+        ({"image": 1}, r"element 5: need a mapping with 'visual' and 'prompt', found \['image'\]"),
+        ({"visual": torch.zeros(4, 4), "prompt": "x"}, "must be a float tensor"),
+        ({"visual": torch.zeros(3, 4, 4), "prompt": None}, "'prompt' must be a string"),
+        (3, "found int"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            as_item(raw, 5)
+
+
+def test_prompt_files_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text('[{"prompt": "a"}, {"prompt": "b", "seed": 1}]')
+    assert list(PromptFile(path)) == ["a", "b"]
+    for text, message in [("{", "not valid JSON"), ("[]", "no list"), ('[{"text": "a"}]', r"rows \[0\]")]:
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            PromptFile(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        PromptFile(tmp_path / "none.json")
+
+
+@given(length=st.integers(1, 30), batch=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans())
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_every_epoch_holds_each_item_once(length: int, batch: int, shuffle: bool, drop_last: bool) -> None:
+    if drop_last and batch > length:
+        with pytest.raises(UserError, match="an epoch would have no step"):
+            MapStream(length, batch, 0, shuffle, drop_last)
+        return
+    stream = MapStream(length, batch, 0, shuffle, drop_last)
+    steps = stream.steps_per_epoch
+    epochs = [[p.index for s in range(e * steps, (e + 1) * steps) for p in stream.positions(s)] for e in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == (steps * batch if drop_last else length)
+    if shuffle and length > 8:
+        assert epochs[0] != epochs[1]
+    ids = [p.sample_id for s in range(3 * steps) for p in stream.positions(s)]
+    assert ids == list(range(len(ids)))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_stream_resumed_anywhere_goes_on_where_it_stopped(drop_last: bool) -> None:
+    dataset = [Item(torch.zeros(3, 1, 1), str(i)) for i in range(10)]
+    stream = MapStream(10, 3, 0, True, drop_last)
+    total = 3 * stream.steps_per_epoch
+
+    def prompts(first: int, **where: int) -> list[list[str]]:
+        return [[item.prompt for item in batch.items] for batch in load_batches(dataset, stream, first, total, **where)]
+
+    straight = prompts(0)
+    assert [prompts(first) for first in range(total)] == [straight[first:] for first in range(total)]
+    halves = [prompts(0, rank=rank, world_size=2) for rank in range(2)]
+    assert [sorted(a + b) for a, b in zip(*halves, strict=True)] == [sorted(batch) for batch in straight]
+    assert prompts(2, num_workers=2) == straight[2:]
+
+
+def test_only_what_is_needed_is_decoded_after_a_resume() -> None:
+    class Counting(list):  # type: ignore[type-arg]
+        calls = 0
+
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return super().__getitem__(index)
+
+    dataset = Counting(Item(torch.zeros(3, 1, 1), str(i)) for i in range(100))
+    assert len(list(load_batches(dataset, MapStream(100, 2, 0), 40, 44))) == 4
+    assert dataset.calls == 8

@@ -1,0 +1,126 @@
+"""Schedules, averages, the optimiser step and keyed randomness against closed forms."""
+
+import pytest
+import torch
+
+from cosmos_rl.algorithms.decay import ema_decay
+from cosmos_rl.distributed import randomness
+from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.optim.schedule import LrSchedule
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", [0, 0.3333, 0.6667, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0, 0.3333, 0.6667, 1, 1, 1, 1, 0.8682, 0.55, 0.2318, 0.1]),
+    ],
+)
+def test_learning_rate_factors_are_the_golden_ones(kind: str, expected: list[float]) -> None:
+    schedule = LrSchedule.build(10, 4, 0.4, kind, warmup_start_factor=0.0, min_factor=0.1)
+    assert [schedule.factor(s) for s in range(11)] == pytest.approx(expected, abs=5e-5)  # golden has 4 digits
+
+
+def test_warm_up_as_a_fraction_and_of_one_step() -> None:
+    assert LrSchedule.build(100, 0.25, None, "linear", 0.0, 0.0).warmup_steps == 25
+    assert LrSchedule.build(100, 1, None, "linear", 0.0, 0.0).factor(0) == 1.0
+    assert LrSchedule.build(100, 500, None, None, 0.0, 0.0).warmup_steps == 100
+    assert LrSchedule.build(10, 0, None, "sqrt", 0.0, 0.0).factor(9) == pytest.approx(1 - 0.9**0.5)
+    constant = LrSchedule.build(10, 0, None, None, 0.0, 0.5)
+    assert {constant.factor(s) for s in range(12)} == {1.0}
+
+
+def test_ema_decay_is_the_golden_one() -> None:
+    values = [ema_decay(k, 0.9) for k in (0, 1, 2, 10, 80, 100)]
+    assert values == pytest.approx([0.1, 0.1818, 0.25, 0.55, 0.9, 0.9], abs=5e-5)
+
+
+def test_ema_follows_the_weights_by_hand_and_gives_them_back() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    ema = Ema({"w": weight}, decay=0.9, interval=0)
+    shadow = torch.tensor([1.0, 2.0])
+    for step in range(3):
+        with torch.no_grad():
+            weight.add_(1.0)
+        ema.update(step)
+        keep = (1 + step) / (10 + step)
+        shadow = keep * shadow + (1 - keep) * weight.detach()
+    torch.testing.assert_close(ema.shadow["w"], shadow)
+    live = weight.detach().clone()
+
+    def fail_while_swapped() -> None:
+        with ema.swapped_in():
+            assert torch.equal(weight.detach(), ema.shadow["w"])
+            raise RuntimeError("in validation")
+
+    with pytest.raises(RuntimeError, match="in validation"):
+        fail_while_swapped()
+    assert torch.equal(weight.detach(), live)
+
+
+def test_ema_interval_skips_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    ema = Ema({"w": weight}, decay=0.5, interval=3)
+    with torch.no_grad():
+        weight.zero_()
+    moved = []
+    for step in range(6):
+        before = ema.shadow["w"].clone()
+        ema.update(step)
+        moved.append(not torch.equal(before, ema.shadow["w"]))
+    assert moved == [False, False, True, False, False, True]
+
+
+def optimizer(weight: torch.nn.Parameter, **options: object) -> Optimizer:
+    given = {"name": "AdamW", "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "impl": "fused"}
+    schedule = LrSchedule.build(10, 0, None, None, 0.0, 0.0)
+    return Optimizer({"w": weight}, schedule=schedule, **{**given, "max_grad_norm": 1.0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", ["fused", "foreach", "for-loop"])
+def test_one_adamw_step_is_the_closed_form(impl: str) -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    weight.grad = torch.tensor([3.0, 4.0])
+    result = optimizer(weight, impl=impl).step(0)
+    assert result.grad_norm == pytest.approx(5.0)
+    # clipped to norm 1; the bias-corrected first step is the sign of the gradient, after decay by lr * wd
+    assert weight.tolist() == pytest.approx([1.0 * 0.99 - 0.1, -2.0 * 0.99 - 0.1], abs=1e-6)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    opt = optimizer(weight)
+    weight.grad = torch.tensor([bad])
+    assert not opt.step(0).applied
+    assert weight.tolist() == [1.0]
+    assert not opt.torch_optimizer.state
+
+
+def test_a_clip_of_zero_only_measures() -> None:
+    weight = torch.nn.Parameter(torch.tensor([0.0]))
+    weight.grad = torch.tensor([50.0])
+    opt = optimizer(weight, max_grad_norm=0.0, weight_decay=0.0)
+    assert opt.step(0).grad_norm == 50.0
+    assert opt.torch_optimizer.state[weight]["exp_avg"].item() == pytest.approx(5.0)
+
+
+def test_draws_depend_on_the_key_alone() -> None:
+    together = randomness.normal((2, 3), 0, "noise", 4, [10, 11, 12])
+    torch.manual_seed(99)
+    alone = [randomness.normal((2, 3), 0, "noise", 4, [i]) for i in (10, 11, 12)]
+    assert torch.equal(together, torch.cat(alone))
+    others = [(1, "noise", 4, [10]), (0, "level", 4, [10]), (0, "noise", 5, [10]), (0, "noise", 4, [11])]
+    assert not any(torch.equal(randomness.normal((2, 3), *other), together[:1]) for other in others)
+
+
+def test_keys_are_spread_over_their_range() -> None:
+    keys = [randomness.key(0, "noise", 0, i) for i in range(4096)]
+    assert len(set(keys)) == 4096
+    assert all(0 <= k < 2**63 for k in keys)
+    draws = randomness.uniform(0, "u", 0, range(4096))
+    assert float(draws.mean()) == pytest.approx(0.5, abs=4 * (1 / 12 / 4096) ** 0.5)
+    normals = randomness.normal((), 0, "n", 0, range(4096))
+    assert float(normals.std()) == pytest.approx(1.0, abs=4 / (2 * 4096) ** 0.5)

@@ -1,0 +1,138 @@
+"""Adapters: what they touch, how they start, which mistakes are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
+from cosmos_rl.policy.model.diffusers import lora
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+
+ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+
+
+def build(tiny_sd3: Path, *, param_dtype: str = "float32", checkpointing: bool = False, **options: object) -> SD3Model:
+    torch.manual_seed(0)
+    table = LoraConfig(**{"r": 4, "lora_alpha": 8.0, "target_modules": ATTENTION, **options})  # type: ignore[arg-type]
+    return SD3Model(
+        DiffusersConfig(max_prompt_length=16, inference_size=(32, 32)),
+        model_str=str(tiny_sd3),
+        lora_config=table,
+        param_dtype=param_dtype,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def velocity(model: SD3Model) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 4, 8, 8, generator=generator)
+    return model.velocity(latents, torch.tensor([0.3, 0.8]), model.encode_prompts(["a cat", "a dog"]))
+
+
+def test_a_fresh_adapter_changes_no_bit(tiny_sd3: Path) -> None:
+    base = SD3Model(DiffusersConfig(max_prompt_length=16), model_str=str(tiny_sd3))
+    assert torch.equal(velocity(base), velocity(build(tiny_sd3, init_lora_weights=True)))
+    assert torch.equal(velocity(base), velocity(build(tiny_sd3, init_lora_weights="gaussian")))
+
+
+def test_only_the_adapter_is_trained_and_in_float32(tiny_sd3: Path) -> None:
+    model = build(tiny_sd3, param_dtype="bfloat16")
+    names = list(model.trainable())
+    assert len(names) == 2 * 2 * len(ATTENTION)
+    assert all(".lora_A.default." in n or ".lora_B.default." in n for n in names)
+    assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+    assert model.transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16
+    assert model.vae.dtype == torch.float32
+
+
+def test_bf16_compute_is_close_to_float32(tiny_sd3: Path) -> None:
+    exact, rounded = velocity(build(tiny_sd3)), velocity(build(tiny_sd3, param_dtype="bfloat16"))
+    assert rounded.dtype == torch.float32
+    # bf16 keeps 8 bits: two layers stay within a few of its steps
+    assert float((exact - rounded).norm() / exact.norm()) < 0.05
+    assert not torch.equal(exact, rounded)
+
+
+def test_all_linear_adapts_every_linear_layer(tiny_sd3: Path) -> None:
+    base = SD3Model(DiffusersConfig(max_prompt_length=16), model_str=str(tiny_sd3))
+    model = build(tiny_sd3, target_modules="all-linear")
+    assert len(model.trainable()) == 2 * len(lora.linear_names(base.transformer))
+
+
+def test_the_scale_is_alpha_over_r_and_with_rslora_over_its_root(tiny_sd3: Path) -> None:
+    layer = "transformer_blocks.0.attn.to_q"
+    plain = build(tiny_sd3, r=4, lora_alpha=6.0).transformer.get_submodule(layer)
+    rooted = build(tiny_sd3, r=4, lora_alpha=6.0, use_rslora=True).transformer.get_submodule(layer)
+    assert (plain.scaling["default"], rooted.scaling["default"]) == (1.5, 3.0)
+
+
+def test_targets_that_match_nothing_are_all_listed_with_the_nearest_name(tiny_sd3: Path) -> None:
+    with pytest.raises(UserError) as error:
+        build(tiny_sd3, target_modules=("attn.to_q", "attn.to_qq", "attn1.to_k"))
+    assert "'attn.to_qq' matches no module; did you mean 'attn.to_q'?" in str(error.value)
+    assert "'attn1.to_k' matches no module" in str(error.value)
+    assert "'attn.to_q' matches" not in str(error.value)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_adapter_learns_with_and_without_checkpointing(tiny_sd3: Path, checkpointing: bool) -> None:
+    model = build(tiny_sd3, checkpointing=checkpointing, init_lora_weights="gaussian")
+    model.transformer.train()
+    velocity(model).square().mean().backward()
+    grads = {name: p.grad for name, p in model.trainable().items()}
+    ups = [g for name, g in grads.items() if "lora_B" in name]
+    assert all(g is not None for g in grads.values())
+    assert all(float(g.abs().max()) > 0 for g in ups if g is not None)
+    reference = build(tiny_sd3, init_lora_weights="gaussian")
+    reference.transformer.train()
+    velocity(reference).square().mean().backward()
+    for name, p in reference.trainable().items():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+def export_by_hand(model: SD3Model, path: Path, prefix: str = "transformer.") -> Path:
+    state = {f"{prefix}{k}": torch.full_like(v, 0.5) for k, v in lora.adapter_state(model.transformer, "default").items()}
+    save_file(state, path)
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
+def test_a_warm_start_reads_diffusers_and_peft_keys(tiny_sd3: Path, tmp_path: Path, prefix: str) -> None:
+    file = export_by_hand(build(tiny_sd3), tmp_path / "model.safetensors", prefix)
+    model = build(tiny_sd3, lora_path=str(file))
+    assert all(float(p.min()) == float(p.max()) == 0.5 for p in model.trainable().values())
+    assert lora.adapter_file(str(tmp_path)) == file
+
+
+def test_a_warm_start_that_does_not_fit_is_refused(tiny_sd3: Path, tmp_path: Path) -> None:
+    file = export_by_hand(build(tiny_sd3), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"\(4, 64\) in the file, \(2, 64\) in the adapter"):
+        build(tiny_sd3, r=2, lora_path=str(file))
+    with pytest.raises(UserError, match="not in the file"):
+        build(tiny_sd3, target_modules="all-linear", lora_path=str(file))
+    with pytest.raises(UserError, match="no adapter there"):
+        build(tiny_sd3, lora_path=str(tmp_path / "nowhere"))
+    metadata = {lora.METADATA_KEY: '{"transformer.r": 4, "transformer.lora_alpha": 64}'}
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(UserError, match="trained with lora_alpha = 64"):
+        build(tiny_sd3, lora_path=str(file))
+
+
+def test_a_picture_pipeline_is_refused_for_videos(tiny_sd3: Path) -> None:
+    with pytest.raises(UserError, match="is_video = true, but StableDiffusion3Pipeline makes pictures"):
+        SD3Model(DiffusersConfig(is_video=True), model_str=str(tiny_sd3))
+
+
+def test_latents_are_shifted_and_scaled_and_decode_undoes_it(tiny_sd3: Path) -> None:
+    model = build(tiny_sd3)
+    picture = torch.linspace(-1, 1, 3 * 32 * 32).reshape(3, 32, 32)
+    latents = model.encode_visuals([picture], 32, 32)
+    mean = model.vae.encode(picture[None]).latent_dist.mean
+    shift, scale = model.vae.config.shift_factor, model.vae.config.scaling_factor
+    assert (shift, scale) != (0.0, 1.0)
+    torch.testing.assert_close(latents, (mean - shift) * scale, rtol=0, atol=1e-6)
+    raw = model.vae.decode(mean).sample.detach()
+    torch.testing.assert_close(model.decode(latents), (raw / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-5)

@@ -1,0 +1,157 @@
+"""Starting, watching and restarting the worker processes with torch's elastic agent. Importing this costs seconds."""
+
+import logging
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_INTERRUPTED, ON_PURPOSE, StopRequest
+from cosmos_rl.launcher.supervised import ready_file
+
+_MONITOR_SECONDS = 0.1
+
+
+def run_workers(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    stop: StopRequest,
+    nproc: int = 1,
+    max_restarts: int = 0,
+    debug: bool = False,
+) -> tuple[int, str]:
+    """Run `command` as `nproc` ranks until they end; returns the exit code and, for a failure, what failed.
+
+    The caller records signals in `stop`; from here on they are handed on to the workers.
+    """
+    if not debug:
+        _quieten_elastic()
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
+        exit_file = Path(folder) / "exit"
+        agent = _Agent(command, environment, stop, exit_file, nproc, max_restarts)
+        stop.forward = agent.forward
+        if stop.requested:
+            return stop.exit_code, ""
+        result = cast(RunResult, agent.run())
+        if stop.insisted:
+            return EXIT_INTERRUPTED, ""
+        if result.is_failed():
+            ended_by_us = all(failure.exitcode == -signal.SIGTERM for failure in result.failures.values())
+            if stop.requested and ended_by_us:  # it had not begun to work yet, so there is nothing to save
+                return stop.exit_code, ""
+            return EXIT_FAILED, _describe(result)
+        codes = {int(path.read_text()) for path in exit_file.parent.glob("exit.*[0-9]")}
+        return next((code for code in ON_PURPOSE if code in codes), 0), ""
+
+
+class _Agent(LocalElasticAgent):
+    """The elastic agent of one machine, which hands stop signals on to its workers in place of killing them."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stop: StopRequest,
+        exit_file: Path,
+        nproc: int,
+        max_restarts: int,
+    ) -> None:
+        # The agent would take over these signals; ours are handled by the caller, so it gets none.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="localhost",
+        )
+        python, *arguments = command
+        spec = WorkerSpec(
+            role="policy",
+            local_world_size=nproc,
+            entrypoint=python,
+            args=tuple(arguments),
+            rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+            max_restarts=max_restarts,
+            monitor_interval=_MONITOR_SECONDS,
+            local_addr="localhost",
+        )
+        super().__init__(spec, _Environment({**environment, "COSMOS_EXIT_FILE": str(exit_file)}))
+        self._stop = stop
+        self._exit_file = exit_file
+        self._live: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for stale in self._exit_file.parent.glob("exit.*"):
+            stale.unlink()
+        self._live = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        if self._stop.requested:  # it came while they were being started
+            self.forward()
+        return self._live
+
+    def forward(self) -> None:
+        """Hand the stop request on to every worker, once; kill them when it is insisted on."""
+        self._remaining_restarts = 0
+        for local_rank, pid in self._live.items():
+            with suppress(ProcessLookupError):
+                if self._stop.insisted:
+                    os.killpg(pid, signal.SIGKILL)
+                elif pid not in self._told and self._stop.requested:
+                    # A worker that is still importing has nothing to save, and would die of SIGINT with a traceback.
+                    ready = ready_file(Path(f"{self._exit_file}.{local_rank}")).exists()
+                    self._told.add(pid)
+                    os.kill(pid, getattr(signal, self._stop.requested if ready else "SIGTERM"))
+
+
+class _Environment(LogsSpecs):
+    """Gives every worker its environment; output stays where the launcher's own output goes."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self._environment = environment
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by the agent with the environment of each local rank before the processes start."""
+        for env in envs.values():
+            env.update(self._environment)
+            env["COSMOS_ROLE"] = "Controller" if env["RANK"] == "0" else "Policy"
+            env["COSMOS_LAUNCHER_PID"] = str(os.getpid())
+            env["PYTHONUNBUFFERED"] = "1"
+            if "OMP_NUM_THREADS" not in os.environ:
+                env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(envs)))
+        console = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict.fromkeys(envs, os.devnull))
+
+
+def _describe(result: RunResult) -> str:
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    rank = next(rank for rank, failure in result.failures.items() if failure is first)
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"the worker of rank {rank} was ended by {name}{hint}"
+    return f"the worker of rank {rank} ended with exit code {first.exitcode}"
+
+
+def _quieten_elastic() -> None:
+    """The agent reports failures in its own words and at length; ours are shorter and follow the worker's traceback."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).disabled = True

@@ -1,0 +1,146 @@
+"""The command line of `cosmos-rl`: `[flags] [--a.b=v ...] [SCRIPT_OR_MODULE] [args]`."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+
+DEFAULT_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
+_WITH_VALUE = ("--config", "--log-dir", "--nproc-per-node", "--max-restarts")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one command line asks for."""
+
+    config: str
+    overrides: tuple[str, ...]
+    script: str
+    script_args: tuple[str, ...]
+    log_dir: str | None
+    nproc_per_node: int | None
+    max_restarts: int
+    debug: bool
+
+
+def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
+    """The parsed command line; argparse ends the process for `--help`, `--version` and misuse."""
+    flags, overrides, script, rest = _split(argv)
+    parser = _parser(version, verbs)
+    given = parser.parse_args(flags)
+    if given.config is None:
+        late = " (flags of cosmos-rl go before the script)" if "--config" in rest else ""
+        parser.error(f"--config X.toml is required{late}")
+    late_overrides, script_args = split_overrides(rest)
+    return Launch(
+        config=given.config,
+        overrides=(*overrides, *late_overrides),
+        script=script or DEFAULT_MODULE,
+        script_args=tuple(script_args),
+        log_dir=given.log_dir,
+        nproc_per_node=given.nproc_per_node,
+        max_restarts=given.max_restarts,
+        debug=given.debug,
+    )
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The configuration overrides among a script's arguments, and the rest as it was."""
+    overrides = [argument for argument in arguments if _is_override(argument)]
+    return overrides, [argument for argument in arguments if not _is_override(argument)]
+
+
+def worker_command(script: str) -> list[str]:
+    """What python is called with for a script file or a module.
+
+    Raises:
+        UserError: there is no such file or module.
+    """
+    if script.endswith(".py"):
+        path = Path(script).expanduser().absolute()
+        if not path.is_file():
+            raise UserError(f"{path}: no such script")
+        return [str(path)]
+    if not all(part.isidentifier() for part in script.split(".")):
+        hint = f"; did you mean the file {script}.py?" if Path(f"{script}.py").is_file() else ""
+        raise UserError(f"{script}: neither a .py file nor the name of a module (package.module){hint}")
+    if not _module_exists(script):
+        raise UserError(
+            f"{script}: no such module in {os.getcwd()} or among the installed packages; give a .py file or a module"
+        )
+    return ["-m", script]
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, list[str]]:
+    flags: list[str] = []
+    overrides: list[str] = []
+    at = 0
+    while at < len(argv):
+        token = argv[at]
+        if not token.startswith("-"):
+            return flags, overrides, token, list(argv[at + 1 :])
+        if "." in token.partition("=")[0] or _is_override(token):
+            overrides.append(token)
+        else:
+            flags.append(token)
+            if token in _WITH_VALUE and at + 1 < len(argv):
+                at += 1
+                flags.append(argv[at])
+        at += 1
+    return flags, overrides, None, []
+
+
+def _is_override(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and key.startswith("--") and key[2:].partition(".")[0] in Config.model_fields
+
+
+def _module_exists(name: str) -> bool:
+    # `python -m` looks into the current folder first, the console script does not.
+    added = os.getcwd() not in sys.path
+    if added:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+    finally:
+        if added:
+            sys.path.remove(os.getcwd())
+
+
+def _whole_number(minimum: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a whole number >= {minimum}")
+        return int(text)
+
+    return read
+
+
+def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cosmos-rl",
+        usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
+        "       cosmos-rl VERB ...",
+        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it "
+        f"{DEFAULT_MODULE} trains on a folder of captioned pictures.",
+        epilog=verbs,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="X.toml", help="the configuration, or the folder of an earlier run")
+    parser.add_argument("--log-dir", metavar="D", help="write all output to D/logs_<time>/policy_0.log")
+    parser.add_argument("--nproc-per-node", type=_whole_number(1), metavar="N", help="processes on this machine")
+    parser.add_argument(
+        "--max-restarts", type=_whole_number(0), default=0, metavar="N", help="restart failed workers so many times (0)"
+    )
+    parser.add_argument("--debug", action="store_true", help="log more")
+    parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")
+    return parser

@@ -1,0 +1,84 @@
+"""Before the first worker starts: the checks, the run folder, and the record of how the run was started."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.resume import ResumePlan, plan_resume
+from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
+from cosmos_rl.storage.atomic import write_text
+from cosmos_rl.storage.run_folder import RunFolder, create, point_links, writing
+from cosmos_rl.utils.logging import logger
+
+_PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
+
+
+def refuse_unbuilt(config: Config) -> None:
+    """Raise `UserError` for documented settings that this version cannot run."""
+    lines = not_runnable_yet(config)
+    if lines:
+        raise UserError("\n".join(f"not runnable yet: {line}" for line in lines))
+
+
+@contextlib.contextmanager
+def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
+    """Decide, make and describe the run folder (`config.toml`, `run.json`); within the block it is this command's."""
+    plan = plan_resume(config)
+    run = plan.run or create(Path(config.train.output_dir), config.train.timestamp)
+    with writing(run):
+        point_links(run)
+        if plan.message:
+            starts_anew = config.train.resume is True and plan.step_path is None
+            (logger.warning if starts_anew else logger.info)(plan.message)
+        write_text(run.config, dump_toml(config))
+        write_text(run.run_json, json.dumps(_record(config, run, plan, argv), indent=2) + "\n")
+        logger.info("run folder: %s", run.root)
+        yield run
+
+
+def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str]) -> dict[str, object]:
+    started = {
+        "argv": list(argv),
+        "cwd": os.getcwd(),
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "seed": config.train.seed,
+        "resumed_from": str(plan.step_path) if plan.step_path else None,
+        "git_commit": _git_commit(),
+        "host": platform.node(),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+    return {**started, "earlier": _earlier(run.run_json)}
+
+
+def _earlier(run_json: Path) -> list[object]:
+    """The records of the commands that worked on this run before, oldest first."""
+    try:
+        record = json.loads(run_json.read_text())
+    except (OSError, ValueError):
+        return []
+    return [*record.pop("earlier", []), record] if isinstance(record, dict) else []
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    try:
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

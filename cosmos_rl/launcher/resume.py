@@ -1,0 +1,98 @@
+"""Which run folder a command writes to, and which checkpoint it starts from. Reads the disk, changes nothing."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.checkpoint.layout import broken_steps, policy_dir, whole_steps, why_not_whole
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+from cosmos_rl.storage.run_folder import RunFolder, runs
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a command starts."""
+
+    run: RunFolder | None
+    """The run to continue; None: a new one."""
+    step_path: Path | None
+    """The checkpoint `.../checkpoints/step_<N>/policy` to start from; None: step 0."""
+    message: str
+    """One line for the log; empty when there is nothing to say."""
+
+
+def plan_resume(config: Config) -> ResumePlan:
+    """The start that `train.resume`, `train.output_dir` and `train.timestamp` ask for.
+
+    Raises:
+        UserError: the asked checkpoint is missing or broken, or starting anew would hide one that exists.
+    """
+    resume = config.train.resume
+    if isinstance(resume, str):
+        step = _checkpoint_at(Path(resume).expanduser())
+        return ResumePlan(None, step, f"starting from {step}")
+    if not resume:
+        return ResumePlan(None, None, "")
+    output_dir = Path(config.train.output_dir).expanduser().absolute()
+    found = runs(output_dir)
+    if config.train.timestamp:
+        found = [run for run in found if run.name <= config.train.timestamp]
+        if not found or found[-1].name != config.train.timestamp:
+            missing = output_dir / config.train.timestamp
+            return ResumePlan(
+                None, None, f"train.resume = true, but there is no run {missing}: starting it as a new run"
+            )
+    if not found:
+        return ResumePlan(None, None, f"train.resume = true, but {output_dir} holds no run: starting a new run")
+    return _continue(found[-1], found[:-1])
+
+
+def resume_from(config: Config, run: RunFolder, restart_count: int) -> Path | None:
+    """The checkpoint a worker of `run` starts from: after an agent's restart always the newest whole one of its own."""
+    if restart_count > 0 or config.train.resume is True:
+        steps = whole_steps(run.checkpoints)
+        if steps:
+            return policy_dir(run.checkpoints, steps[-1])
+    if isinstance(config.train.resume, str):
+        return _checkpoint_at(Path(config.train.resume).expanduser())
+    return None
+
+
+def _continue(run: RunFolder, older: list[RunFolder]) -> ResumePlan:
+    whole, broken = whole_steps(run.checkpoints), broken_steps(run.checkpoints)
+    if whole:
+        step = policy_dir(run.checkpoints, whole[-1])
+        skipped = [f"; step {number} is broken ({why})" for number, why in broken.items() if number > whole[-1]]
+        return ResumePlan(run, step, f"continuing {run.root} from step {whole[-1]}" + "".join(skipped))
+    choices = [policy_dir(old.checkpoints, steps[-1]) for old in older if (steps := whole_steps(old.checkpoints))]
+    if not broken and not choices:
+        return ResumePlan(run, None, f"{run.root} holds no checkpoint yet: starting it again from step 0")
+    lines = [f"train.resume = true, but the newest run {run.root} holds no whole checkpoint:"]
+    lines += [f"  broken: {policy_dir(run.checkpoints, number)}: {why}" for number, why in broken.items()]
+    lines += [f"  whole, of an older run: {path}" for path in choices]
+    if choices:
+        lines.append(f"  start from one of these with --train.resume={choices[-1]}")
+    lines.append("  or start anew without train.resume")
+    raise UserError("\n".join(lines))
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """The whole `step_<N>/policy` that `path` names: itself, the folder around it, or the newest of a run folder."""
+    path = path.absolute()
+    step = path.parent if path.name == "policy" else path
+    if re.fullmatch(r"step_\d+", step.name) and step.is_dir():
+        why = why_not_whole(step / "policy")
+        if why is None:
+            return step / "policy"
+        raise UserError(f"train.resume: {path} is not a whole checkpoint: {why}")
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    whole, broken = whole_steps(checkpoints), broken_steps(checkpoints)
+    if whole:
+        return policy_dir(checkpoints, whole[-1])
+    reasons = "".join(f"\n  {policy_dir(checkpoints, number)}: {why}" for number, why in broken.items())
+    found = f"holds no whole checkpoint{':' if reasons else ''}" if path.exists() else "does not exist"
+    raise UserError(
+        f"train.resume: {path} {found}{reasons}\n"
+        "  give true, or a path such as <output_dir>/<timestamp>/checkpoints/step_<N>/policy"
+    )

@@ -1,0 +1,79 @@
+"""The life of a worker process: it hears stop signals, ends with the right code, and never outlives its launcher."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, EXIT_USER_ERROR, ON_PURPOSE, StopRequest, listening
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.3
+
+
+def supervised(body: Callable[[StopRequest], int]) -> None:
+    """Run `body`, then end the process when its code is not 0.
+
+    A `UserError` becomes one message and exit code 2. Under the launcher a code that is meant (2, 75, 130) is written
+    to the exit file and the process itself ends with 0, so that it is not restarted.
+    """
+    follow_launcher()
+    stop = StopRequest()
+
+    def leave_now() -> None:
+        if stop.insisted:
+            os._exit(_process_code(EXIT_INTERRUPTED))
+
+    stop.forward = leave_now
+    with listening(stop):
+        exit_file = _exit_file()
+        if exit_file is not None:
+            exit_file.unlink(missing_ok=True)  # of the attempt before a restart
+            ready_file(exit_file).touch()
+        try:
+            code = body(stop)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            code = EXIT_USER_ERROR
+    if code != 0:
+        sys.stdout.flush()
+        sys.exit(_process_code(code))
+
+
+def follow_launcher() -> None:
+    """End this process as soon as the launcher that started it is gone, whatever ended it."""
+    launcher = os.environ.get("COSMOS_LAUNCHER_PID")
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def ready_file(exit_file: Path) -> Path:
+    """Exists once the worker hears stop signals; before that a signal simply ends it."""
+    return exit_file.with_name(exit_file.name + ".ready")
+
+
+def _exit_file() -> Path | None:
+    base = os.environ.get("COSMOS_EXIT_FILE")
+    return Path(f"{base}.{os.environ.get('RANK', '0')}") if base else None
+
+
+def _process_code(code: int) -> int:
+    exit_file = _exit_file()
+    if exit_file is None or code not in ON_PURPOSE:
+        return code
+    exit_file.write_text(str(code))
+    return 0

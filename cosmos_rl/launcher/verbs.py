@@ -1,0 +1,121 @@
+"""Verbs of `cosmos-rl` other than training. Each takes the rest of the command line and returns the exit code."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.errors import UserError
+
+
+def tiny_model(argv: Sequence[str]) -> int:
+    """Write a tiny model folder of a family, made of the real classes, without a network."""
+    from cosmos_rl.policy.model.tiny import FAMILIES, build
+
+    presets = [f"  {family} {preset}: {text}" for family, texts in FAMILIES.items() for preset, text in texts.items()]
+    parser = argparse.ArgumentParser(
+        prog="cosmos-rl tiny-model",
+        description=tiny_model.__doc__,
+        epilog="\n".join(["presets:", *presets]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("family", choices=list(FAMILIES))
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or an empty folder")
+    parser.add_argument("--preset", help="default: the first of the family")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (0)")
+    given = parser.parse_args(argv)
+    print(build(given.family, given.out, given.preset or next(iter(FAMILIES[given.family])), given.seed))
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Turn a checkpoint into a folder that stock diffusers loads (an adapter or a whole pipeline)."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl export", description=export.__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="a run folder (its newest step), …/step_<N> or …/step_<N>/policy")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    given = parser.parse_args(argv)
+    from cosmos_rl.policy.trainer.offline import export_checkpoint, find_checkpoint  # imports torch: seconds
+
+    print(export_checkpoint(find_checkpoint(given.checkpoint), given.out))
+    return 0
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Make pictures with plain diffusers from a pipeline or from an exported adapter."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl sample", description=sample.__doc__, allow_abbrev=False)
+    parser.add_argument("source", help="pipeline folder or hub name, or an exported adapter (…/step_<N> or …/lora)")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    parser.add_argument("--out", type=Path, default=Path("samples"), metavar="DIR", help="a new folder (samples)")
+    parser.add_argument("--num", type=_count, default=1, help="pictures per prompt (1)")
+    parser.add_argument("--steps", type=_count, default=28, help="sampling steps (28)")
+    parser.add_argument("--guidance", type=float, default=4.5, help="classifier-free guidance (4.5)")
+    parser.add_argument("--size", type=_count, nargs=2, metavar=("H", "W"), help="pixels; default: the pipeline's own")
+    parser.add_argument("--max-prompt-length", type=_count, default=256, help="tokens, as in training (256)")
+    parser.add_argument("--seed", type=int, default=0, help="picture k of a prompt has the seed SEED + k (0)")
+    given = parser.parse_args(argv)
+    if given.out.exists():
+        raise UserError(f"{given.out} exists already: name a new folder with --out")
+    base, adapter = _base_and_adapter(given.source)
+    import torch  # seconds, so only once the command line is known to be right
+
+    from cosmos_rl.tracking.media import save_pictures
+
+    pipe = _open(base, adapter)
+    prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
+    generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
+    size = dict(zip(("height", "width"), given.size, strict=True)) if given.size else {}
+    pictures = [
+        pipe(
+            prompt,
+            num_inference_steps=given.steps,
+            guidance_scale=given.guidance,
+            max_sequence_length=given.max_prompt_length,
+            generator=generator,
+            output_type="np",
+            **size,
+        ).images[0]
+        for prompt, generator in zip(prompts, generators, strict=True)
+    ]
+    stacked = torch.stack([torch.from_numpy(picture) for picture in pictures])
+    for path in save_pictures(given.out, (stacked * 255).round().to(torch.uint8), prompts):
+        print(path)
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _base_and_adapter(source: str) -> tuple[str, Path | None]:
+    """The base pipeline, and the adapter's folder when ``source`` is an exported adapter."""
+    place = Path(source).expanduser()
+    for folder in (place, place / "lora"):
+        config = folder / "adapter_config.json"
+        if config.is_file():
+            return json.loads(config.read_text())["base_model_name_or_path"], folder
+    if place.is_dir() and not (place / "model_index.json").is_file():
+        raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter")
+    return source, None
+
+
+def _open(base: str, adapter: Path | None) -> Any:
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from cosmos_rl.policy.model.diffusers.diffuser_model import quiet_libraries
+
+    try:
+        with quiet_libraries():
+            pipe: Any = DiffusionPipeline.from_pretrained(base)
+    except OSError as error:
+        raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
+    pipe.set_progress_bar_config(disable=True)
+    if adapter is not None:
+        pipe.load_lora_weights(str(adapter), weight_name="model.safetensors", adapter_name="default")
+        pipe.set_adapters("default")
+    return pipe.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,110 @@
+"""The entry that training scripts call: `main(dataset=...)` runs the job that `--config` describes."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.arguments import split_overrides
+from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
+from cosmos_rl.launcher.resume import resume_from
+from cosmos_rl.launcher.signals import StopRequest
+from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.utils.logging import logger
+
+_WITHOUT_EFFECT = (
+    "dataloader",
+    "data_packer",
+    "val_data_packer",
+    "sampler",
+    "batch_sampler",
+    "val_sampler",
+    "val_batch_sampler",
+    "reward_fns",
+    "filter_reward_fns",
+    "val_reward_fns",
+)
+
+
+def main(
+    *,
+    dataset: object | None = None,
+    val_dataset: object | None = None,
+    custom_logger_fns: Sequence[Callable[[dict[str, Any], int], None]] | None = None,
+    hook_fns: Mapping[str, Callable[..., None]] | None = None,
+    args: argparse.Namespace | None = None,
+    **others: object,
+) -> None:
+    """Train as the configuration says; the process ends here when the code is not 0.
+
+    Args:
+        dataset: a dataset, or a function that makes it from the configuration.
+        val_dataset: the same for validation.
+        custom_logger_fns: called as `fn(metrics, step)` on rank 0.
+        hook_fns: hook name to function, see the customisation page.
+        args: the script's parsed arguments, when it has options of its own; `args.config` is used if present.
+        others: further documented arguments have no effect yet and are refused; unknown ones are named in a warning.
+    """
+
+    def train(stop: StopRequest) -> int:
+        _refuse(others)
+        with _config_and_run(args) as (config, run):
+            # The trainer pulls in torch and diffusers: seconds, so only once everything else is known to be right.
+            from cosmos_rl.policy.trainer import run as run_trainer
+
+            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            return run_trainer(
+                config,
+                run,
+                dataset=dataset,
+                val_dataset=val_dataset,
+                custom_logger_fns=custom_logger_fns or (),
+                hook_fns=hook_fns,
+                resume_from=resume_from(config, run, restarts),
+                stop=stop,
+            )
+
+    supervised(train)
+
+
+def _refuse(others: Mapping[str, object]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    unused = [name for name in given if name in _WITHOUT_EFFECT]
+    if unused:
+        raise UserError(f"worker_entry.main: not usable yet: {', '.join(unused)}; leave out what is named here")
+    unknown = [name for name in given if name not in _WITHOUT_EFFECT]
+    if unknown:
+        logger.warning("worker_entry.main: unknown arguments are ignored: %s", ", ".join(unknown))
+
+
+@contextlib.contextmanager
+def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, RunFolder]]:
+    """Started by the launcher, the run folder is given; a script started by hand prepares its own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    own, rest = parser.parse_known_args()
+    path = getattr(args, "config", None) or own.config
+    if path is None:
+        raise UserError("no configuration: start with `cosmos-rl --config X.toml SCRIPT` or add `--config X.toml`")
+    run_dir = os.environ.get("COSMOS_RUN_DIR")
+    if run_dir:
+        run = RunFolder(Path(run_dir))
+        yield _named(load_config(path), run), run
+        return
+    os.environ.setdefault("COSMOS_ROLE", "Controller" if os.environ.get("RANK", "0") == "0" else "Policy")
+    config = load_config(path, split_overrides(rest)[0])
+    refuse_unbuilt(config)
+    with prepared_run(config, sys.argv) as run:
+        yield _named(config, run), run
+
+
+def _named(config: Config, run: RunFolder) -> Config:
+    """Loggers and trackers name the run by its start time, also when the configuration left it open."""
+    train = config.train.model_copy(update={"timestamp": run.name})
+    return config.model_copy(update={"train": train})

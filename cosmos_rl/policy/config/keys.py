@@ -1,0 +1,112 @@
+"""The map of all configuration keys: dotted names, what each accepts, and the nearest name to a misspelt one."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
+
+
+def tables_of(annotation: object) -> list[type[BaseModel]]:
+    """The tables a key may hold: none for a plain value, several for a union of tables."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return tables_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [table for part in get_args(annotation) for table in tables_of(part)]
+    return []
+
+
+def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | None:
+    """The field called `name` in the first of `tables` that has it."""
+    if not isinstance(name, str):
+        return None
+    return next((table.model_fields[name] for table in tables if name in table.model_fields), None)
+
+
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key and table of `model`, as dotted names."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for table in tables_of(field.annotation):
+            yield from dotted_keys(table, f"{prefix}{name}.")
+
+
+def find_field(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
+    """The field at a dotted path, or None when there is no such key."""
+    tables, field = [model], None
+    for name in path:
+        field = field_of(tables, name)
+        if field is None:
+            return None
+        tables = tables_of(field.annotation)
+    return field
+
+
+def is_text_only(annotation: object) -> bool:
+    """Whether every value this annotation accepts is text, so that `2025` on the command line means "2025"."""
+    if annotation is str or annotation is NoneType:
+        return True
+    if get_origin(annotation) is Annotated:
+        return is_text_only(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(annotation))
+    return get_origin(annotation) in (Union, UnionType) and all(is_text_only(part) for part in get_args(annotation))
+
+
+def allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
+    """What a key accepts, in words: "a whole number > 0", "one of "async", "sync""."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return allowed(inner, [*more, *metadata])
+    limits = list(_flattened(metadata))
+    pattern = next((found for limit in limits if (found := getattr(limit, "pattern", None))), None)
+    bounds = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in _BOUNDS if hasattr(limit, name)]
+    return " ".join([_plain(annotation), *([f"matching {pattern}"] if pattern else []), " and ".join(bounds)]).rstrip()
+
+
+def _flattened(metadata: Sequence[object]) -> Iterator[object]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _flattened(item.metadata)
+        else:
+            yield item
+
+
+def _plain(annotation: object) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if tables_of(annotation):
+        return "a table"
+    if origin in (Union, UnionType):
+        return " or ".join(allowed(part) for part in arguments if part is not NoneType)
+    if origin is Literal:
+        choices = ", ".join(f'"{choice}"' for choice in arguments)
+        return f"one of {choices}" if len(arguments) > 1 else choices
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"a list of values, each {allowed(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)} values: " + ", ".join(allowed(part) for part in arguments)
+    if origin is dict:
+        return f"a table of values, each {allowed(arguments[1])}"
+    return _NAMES.get(annotation if isinstance(annotation, type) else object, "a value")
+
+
+def suggestion(model: type[BaseModel], unknown: str) -> str | None:
+    """The key that was probably meant: the same name in another table first, then the nearest spelling."""
+    known = list(dotted_keys(model))
+    table, _, leaf = unknown.rpartition(".")
+    same_name = [key for key in known if key.rpartition(".")[2].lower() == leaf.lower()]
+    if same_name:
+        return max(same_name, key=lambda key: difflib.SequenceMatcher(a=unknown, b=key).ratio())
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == table}
+    near_leaf = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    if near_leaf:
+        return siblings[near_leaf[0]]
+    near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
+    return near[0] if near else None

@@ -1,0 +1,137 @@
+"""Reading a configuration: TOML file, then `--a.b=value` overrides, then one report of everything that is wrong."""
+
+import re
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TypeGuard
+
+import tomli_w
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.checks import cross_check
+from cosmos_rl.policy.config.keys import find_field, is_text_only
+from cosmos_rl.policy.config.problems import ConfigError, Problem, shown, validated
+from cosmos_rl.policy.config.schema import Config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration of a TOML file; `overrides` are `a.b.0.c=VALUE`, with or without leading dashes."""
+    tree = read_toml(path)
+    problems = [problem for override in overrides if (problem := _apply(tree, override))]
+    config, invalid = validated(Config, tree)
+    problems += invalid
+    if config is not None:
+        # A rule that involves a rejected value would complain about the default in its place.
+        wrong = [problem.key for problem in problems]
+        problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
+    if problems or config is None:
+        overridden = {override.lstrip("-").partition("=")[0] for override in overrides}
+        lines = [_with_line(str(problem), _text_of(path), overridden) for problem in problems]
+        raise ConfigError(lines, source=str(path))
+    return config
+
+
+def read_toml(path: str | Path) -> dict[str, object]:
+    """The content of a TOML file; `UserError` names file and line of a mistake."""
+    try:
+        return tomllib.loads(_text_of(path))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the TOML file of the run with --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def dump_toml(config: Config) -> str:
+    """The whole configuration as TOML; keys without a value are left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def _mentions(line: str, keys: Sequence[str]) -> bool:
+    return any(re.search(rf"\b{re.escape(key)}\b", line) for key in keys if key)
+
+
+def _text_of(path: str | Path) -> str:
+    path = Path(path)
+    return (path / "config.toml" if path.is_dir() else path).read_text(encoding="utf-8-sig")
+
+
+def _with_line(problem: str, toml: str, overridden: Collection[str]) -> str:
+    """The problem with the line of the file that it is about, where there is one."""
+    key = problem.partition(":")[0]
+    if key in overridden:
+        return problem
+    table = ""
+    for number, line in enumerate(toml.splitlines(), 1):
+        header = re.match(r"\s*\[+([^\]]+)\]", line)
+        assignment = re.match(r"\s*([\w.\-\"' ]+?)\s*=", line)
+        if header:
+            table = name = re.sub(r"[\s\"']", "", header[1])
+        elif assignment:
+            name = ".".join(filter(None, [table, re.sub(r"[\s\"']", "", assignment[1])]))
+        else:
+            continue
+        if name == key or name.startswith(f"{key}."):
+            return f"{problem} (line {number})"
+    return problem
+
+
+def _apply(tree: dict[str, object], override: str) -> Problem | None:
+    """Sets one override in `tree`; returns what is wrong with it."""
+    key, equals, text = override.lstrip("-").partition("=")
+    names = key.split(".")
+    if not equals or not all(names):
+        return Problem("", f"{override}: not an override; write --table.key=value")
+    node: object = tree
+    for depth, name in enumerate(names[:-1]):
+        if isinstance(node, dict):
+            node = node.setdefault(name, {})
+        elif _has_item(node, name):
+            node = node[int(name)]
+        else:
+            return _no_place(names[:depth], name, node)
+    leaf = names[-1]
+    if isinstance(node, dict):
+        node.pop(leaf, None)
+        if text != "none":
+            node[leaf] = _value(names, text)
+    elif _has_item(node, leaf):
+        node[int(leaf) : int(leaf) + 1] = [] if text == "none" else [_value(names, text)]
+    else:
+        return _no_place(names[:-1], leaf, node)
+    return None
+
+
+def _has_item(node: object, name: str) -> TypeGuard[list[object]]:
+    return isinstance(node, list) and name.isdecimal() and int(name) < len(node)
+
+
+def _no_place(table: Sequence[str], name: str, node: object) -> Problem:
+    key = ".".join(table)
+    if isinstance(node, list):
+        return Problem(key, f"has no item {name}; it holds {len(node)} items, counted from 0")
+    return Problem(key, f"found {shown(node)}, which has no keys, so {key}.{name} cannot be set")
+
+
+def _value(names: Sequence[str], text: str) -> object:
+    """The value of an override: a TOML literal, else a Python number or truth value, else the text itself."""
+    field = find_field(Config, names)
+    text_only = field is not None and is_text_only(field.annotation)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        value = text if text_only else _loose_number(text)
+    return text if text_only and not isinstance(value, str) else value
+
+
+def _loose_number(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

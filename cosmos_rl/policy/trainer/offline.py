@@ -1,0 +1,55 @@
+"""What can be done with a finished run without training on."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.checkpoint.state import restore
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
+
+
+def find_checkpoint(place: Path) -> Path:
+    """``…/step_<N>/policy`` for that folder itself, its step folder, or a run folder (its newest whole step).
+
+    Raises:
+        UserError: no whole checkpoint there.
+    """
+    place = place.expanduser().resolve()
+    if (place / "checkpoints").is_dir():
+        steps = layout.whole_steps(place / "checkpoints")
+        if not steps:
+            raise UserError(f"{place}: the run has no whole checkpoint")
+        return layout.policy_dir(place / "checkpoints", steps[-1])
+    policy = place / "policy" if (place / "policy").is_dir() else place
+    problem = layout.why_not_whole(policy)
+    if problem:
+        raise UserError(f"{place} is not a whole checkpoint: {problem}")
+    return policy
+
+
+def export_checkpoint(policy: Path, out: Path) -> Path:
+    """Write the export of a checkpoint into the new folder ``out``: ``out/lora/`` or a whole pipeline; returns it.
+
+    The configuration is the ``config.toml`` of the checkpoint's run. EMA weights are exported when the run kept them.
+
+    Raises:
+        UserError: ``out`` exists, or the run folder is not whole.
+    """
+    out = out.expanduser().absolute()
+    if out.exists():
+        raise UserError(f"{out} exists already: name a new folder")
+    config_file = policy.parents[2] / "config.toml"
+    if not config_file.is_file():
+        raise UserError(f"{config_file} is missing: a checkpoint is exported with the configuration of its run")
+    config = load_config(config_file)
+    model: DiffuserModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
+    params = model.trainable()
+    ema = build_ema(params, config.train)
+    restore(policy, params, None, None if ema is None else ema.shadow)
+    with ema.swapped_in() if ema is not None else nullcontext():
+        prepare_export(model)(out)
+    return out

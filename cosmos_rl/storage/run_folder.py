@@ -1,0 +1,163 @@
+"""The folder of one run: `<output_dir>/<timestamp>/`, and the links that lead to the newest one."""
+
+import contextlib
+import datetime
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.storage.atomic import replace_link
+
+_TIMESTAMP = "%Y%m%d%H%M%S"
+_LINKED = ("checkpoints", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of one run is."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The start time as YYYYmmddHHMMSS; names the run in trackers too."""
+        return self.root.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step_<N>/policy/`, from which the run can be resumed."""
+        return self.root / "checkpoints"
+
+    @property
+    def safetensors(self) -> Path:
+        """Folder of `step_<N>/`, the exported models."""
+        return self.root / "safetensors"
+
+    @property
+    def media(self) -> Path:
+        """Folder of validation pictures."""
+        return self.root / "media"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, one line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.toml"
+
+    @property
+    def run_json(self) -> Path:
+        """How the run was started: command, versions, commit, time."""
+        return self.root / "run.json"
+
+    @property
+    def report(self) -> Path:
+        """A page that shows the run."""
+        return self.root / "report.html"
+
+
+def create(output_dir: Path, timestamp: str = "") -> RunFolder:
+    """Make a new run folder, named by `timestamp` or by now, and point the links of `output_dir` at it.
+
+    Raises:
+        UserError: the named folder exists, or real folders stand where the links belong.
+    """
+    output_dir = Path(output_dir).expanduser().absolute()
+    _check_links(output_dir)
+    run = RunFolder(_claim(output_dir, timestamp))
+    point_links(run)
+    return run
+
+
+def newest(output_dir: Path) -> RunFolder | None:
+    """The run that was started last, or None."""
+    found = runs(output_dir)
+    return found[-1] if found else None
+
+
+def runs(output_dir: Path) -> list[RunFolder]:
+    """All runs of `output_dir` by start time. Folders with other names are not ours."""
+    output_dir = Path(output_dir).expanduser().absolute()
+    if not output_dir.is_dir():
+        return []
+    folders = (entry for entry in output_dir.iterdir() if re.fullmatch(r"\d{14}", entry.name) and entry.is_dir())
+    return [RunFolder(folder) for folder in sorted(folders)]
+
+
+def point_links(run: RunFolder) -> None:
+    """Make `<output_dir>/checkpoints` and `<output_dir>/safetensors` lead to `run`."""
+    output_dir = run.root.parent
+    _check_links(output_dir)
+    for name in _LINKED:
+        (run.root / name).mkdir(parents=True, exist_ok=True)
+        replace_link(output_dir / name, run.root / name)
+
+
+@contextlib.contextmanager
+def writing(run: RunFolder) -> Iterator[None]:
+    """Within the block no other command on this machine writes to `run`; the end of the process frees it too.
+
+    Raises:
+        UserError: another process is at it.
+    """
+    lock = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(lock, 20).decode() or "unknown"
+            raise UserError(f"{run.root} is being written by process {owner}: stop it or wait for its end") from None
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(lock)
+
+
+def claim_folder_by_time(parent: Path, pattern: str) -> Path:
+    """Make a new folder in `parent` named by now; when that is taken, by the next second that is free."""
+    moment = datetime.datetime.now()
+    while True:
+        folder = parent / moment.strftime(pattern)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            moment += datetime.timedelta(seconds=1)
+
+
+def _claim(output_dir: Path, timestamp: str) -> Path:
+    try:
+        if not timestamp:
+            return claim_folder_by_time(output_dir, _TIMESTAMP)
+        folder = output_dir / timestamp
+        folder.mkdir(parents=True)
+        return folder
+    except FileExistsError as error:
+        if timestamp and (output_dir / timestamp).is_dir():
+            raise UserError(
+                f"{output_dir / timestamp} exists: leave train.timestamp out for a new run, or continue that run with "
+                "--train.resume=true"
+            ) from None
+        raise UserError(f"{error.filename}: is a file, a folder is needed; choose another train.output_dir") from None
+    except OSError as error:
+        raise UserError(f"{output_dir}: the run folder cannot be made: {error.strerror}") from None
+
+
+def _check_links(output_dir: Path) -> None:
+    for name in _LINKED:
+        link = output_dir / name
+        if link.exists() and not link.is_symlink():
+            raise UserError(
+                f"{link} is a real folder, but the link to the newest run belongs there; move it away or choose "
+                "another train.output_dir"
+            )

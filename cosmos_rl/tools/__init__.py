@@ -1,0 +1,1 @@
+"""Launchers that the documents name."""

@@ -1,0 +1,1 @@
+"""Scripts that give a training job its datasets."""

@@ -1,0 +1,31 @@
+"""Supervised fine-tuning on a folder of captioned pictures: `cosmos-rl --config X.toml THIS_MODULE`."""
+
+from pathlib import Path
+
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.prompts import PromptFile
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher import worker_entry
+from cosmos_rl.policy.config import Config
+
+
+def training_pairs(config: Config) -> LocalPairs:
+    """The pairs in `train.train_policy.dataset.local_dir`."""
+    folder = config.train.train_policy.dataset.local_dir
+    if not folder:
+        raise UserError("train.train_policy.dataset.local_dir: missing; give the folder of training pictures")
+    return LocalPairs(folder, *config.policy.diffusers.inference_size)
+
+
+def validation_data(config: Config) -> LocalPairs | PromptFile | None:
+    """The pairs or the prompts in `validation.dataset.local_dir`; None without validation."""
+    if not config.validation.enable:
+        return None
+    source = config.validation.dataset.local_dir
+    if Path(source).suffix == ".json":
+        return PromptFile(source)
+    return LocalPairs(source, *config.policy.diffusers.inference_size)
+
+
+if __name__ == "__main__":
+    worker_entry.main(dataset=training_pairs, val_dataset=validation_data)

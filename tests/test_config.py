@@ -1,0 +1,329 @@
+"""The configuration: defaults, overrides, and one report of everything that is wrong."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, ConfigError, cross_check, dump_toml, load_config, not_runnable_yet
+from cosmos_rl.policy.config.aliases import PRESENT_NAMES
+from cosmos_rl.policy.config.keys import dotted_keys, find_field
+
+SFT = """
+[policy]
+model_name_or_path = "model"
+is_diffusers = true
+[train]
+output_dir = "out"
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text=SFT, more=""):
+        path = tmp_path / "run.toml"
+        path.write_text(text + more)
+        return path
+
+    return write
+
+
+def problems_of(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert str(path) in str(caught.value)
+    return list(caught.value.problems)
+
+
+def test_the_defaults_are_valid_and_say_what_the_design_says():
+    config = Config()
+    assert config.train.compile is False
+    assert config.policy.parallelism.tp_size == 1
+    assert config.train.train_policy.mini_batch == 1
+    assert config.train.ckpt.enable_checkpoint is True
+    assert config.policy.lora is None
+    assert config.model_json_schema()["properties"]["train"]
+
+
+def test_every_key_explains_itself():
+    silent = [
+        key for key in dotted_keys(Config) if not (find_field(Config, key.split(".")) or pytest.fail(key)).description
+    ]
+    assert silent == []
+
+
+def test_a_loaded_configuration_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().train.epoch = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_configuration_imports_no_torch_and_nothing_heavy():
+    code = (
+        "import sys, cosmos_rl.policy.config; print([m for m in ('torch', 'numpy', 'diffusers') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("--train.epoch=3", lambda c: c.train.epoch == 3),
+        ("train.optm_lr=1e-4", lambda c: c.train.optm_lr == 1e-4),
+        ("--train.optm_lr=.5", lambda c: c.train.optm_lr == 0.5),
+        ("--policy.is_diffusers=True", lambda c: c.policy.is_diffusers is True),
+        ("--train.output_dir=a = b/c d", lambda c: c.train.output_dir == "a = b/c d"),
+        ('--train.output_dir="quoted"', lambda c: c.train.output_dir == "quoted"),
+        ("--policy.model_name_or_path=2025", lambda c: c.policy.model_name_or_path == "2025"),
+        ("--policy.model_name_or_path=true", lambda c: c.policy.model_name_or_path == "true"),
+        ("--policy.model_name_or_path=2025-01-01", lambda c: c.policy.model_name_or_path == "2025-01-01"),
+        ("--train.timestamp=20250101000000", lambda c: c.train.timestamp == "20250101000000"),
+        ("--train.resume=true", lambda c: c.train.resume is True),
+        ("--train.resume=some/path", lambda c: c.train.resume == "some/path"),
+        ("--policy.lora.r=4", lambda c: c.policy.lora.r == 4 and c.policy.lora.lora_alpha == 8.0),
+        ('--policy.lora.target_modules=["a","b"]', lambda c: c.policy.lora.target_modules == ("a", "b")),
+        ("--policy.lora={r=2}", lambda c: c.policy.lora.r == 2),
+        ("--policy.diffusers.inference_size=[32, 64]", lambda c: c.policy.diffusers.inference_size == (32, 64)),
+        ("--train.max_num_steps=none", lambda c: c.train.max_num_steps is None),
+        ("--mode=colocated", lambda c: c.mode == "colocated"),
+        ("--custom.mine.deep=[1,{a=2}]", lambda c: c.custom == {"mine": {"deep": [1, {"a": 2}]}}),
+        ('--logging.logger=["WandB"]', lambda c: c.logging.logger == ("wandb",)),
+        ("--logging.experiment_name=None", lambda c: c.logging.experiment_name is None),
+        ("--train.seed=0", lambda c: c.train.seed == 0),
+    ],
+)
+def test_an_override_means_what_it_looks_like(toml, override, read):
+    assert read(load_config(toml(), [override]))
+
+
+def test_overrides_reach_into_lists_and_clear_tables(toml):
+    tables = "[policy.diffusers]\ninference_size = [64, 64]\n[policy.lora]\nr = 4\n[custom]\nlist = [{}, {a = 2}]\n"
+    path = toml(more=tables)
+    config = load_config(path, ["--policy.diffusers.inference_size.1=32", "--policy.lora=none", "--custom.list.1.a=5"])
+    assert config.policy.diffusers.inference_size == (64, 32)
+    assert config.policy.lora is None
+    assert config.custom["list"] == [{}, {"a": 5}]
+
+
+def test_later_overrides_win(toml):
+    assert load_config(toml(), ["--train.epoch=2", "--train.epoch=3"]).train.epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("--train.ckpt.save_frequency=5", "train.ckpt.save_frequency: unknown key; did you mean train.ckpt.save_freq?"),
+        ("--policy.optm_lr=1e-4", "policy.optm_lr: unknown key; did you mean train.optm_lr?"),
+        ("--train.optm_Lr=1e-5", "train.optm_Lr: unknown key; did you mean train.optm_lr?"),
+        ("--train.save_freq=5", "train.save_freq: unknown key; did you mean train.ckpt.save_freq?"),
+        ("--policy.lor.r=5", "policy.lor: unknown key; did you mean policy.lora?"),
+        ("--trian.epoch=5", "trian: unknown key; did you mean train?"),
+        ("--diffusers.dtype=float32", "diffusers: unknown key; did you mean policy.diffusers?"),
+        ("--validation.local_dir=x", "validation.local_dir: unknown key; did you mean validation.dataset.local_dir?"),
+        ("--train.epoch=0", "train.epoch: found 0; allowed: a whole number > 0"),
+        ("--train.epoch=true", "train.epoch: found true; allowed: a whole number > 0"),
+        ("--train.optm_lr=fast", 'train.optm_lr: found "fast"; allowed: a number > 0'),
+        ("--train.optm_lr=nan", "train.optm_lr: found NaN; allowed: a number > 0"),
+        ("--train.ckpt.save_mode=later", 'train.ckpt.save_mode: found "later"; allowed: one of "async", "sync"'),
+        ("--train=3", "train: found 3; allowed: a table"),
+        ("--train.epoch.x=3", "train.epoch: found 2, which has no keys, so train.epoch.x cannot be set (line 7)"),
+        ("--train.optm_betas.2=3", "train.optm_betas: has no item 2; it holds 2 items, counted from 0 (line 8)"),
+        ("--train.epoch", "--train.epoch: not an override; write --table.key=value"),
+    ],
+)
+def test_a_slip_is_named_with_what_is_allowed(toml, override, line):
+    path = toml(more="epoch = 2\noptm_betas = [0.9, 0.99]\n")
+    assert problems_of(path, override) == [line]
+
+
+@pytest.mark.parametrize("key", ["policy.diffusers.timestep_fraction", "train.bogus", "bogus"])
+def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml, key):
+    [line] = problems_of(toml(), f"--{key}=1")
+    assert line.startswith(f"{key}: unknown key; known")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["train.train_policy.mini_batch=3"], "train.train_policy.mini_batch: found 3"),
+        (["train.global_batch_size=8", "train.train_policy.mini_batch=3"], "train.train_policy.mini_batch: found 3"),
+        (["train.global_batch_size=7", "policy.parallelism.dp_shard_size=2"], "train.global_batch_size: found 7"),
+        (["validation.enable=true"], "validation.dataset.local_dir: missing"),
+        (["policy.lora.primary_adapter=x"], 'policy.lora.primary_adapter: found "x"'),
+        (['policy.lora.lora_names=["a","a"]'], "policy.lora.lora_names: found"),
+        (["policy.lora.target_modules=[]"], "policy.lora.target_modules: found []"),
+        (["policy.diffusers.inference_size=[60, 64]"], "policy.diffusers.inference_size: found [60, 64]"),
+        (["policy.parallelism.tp_size=2"], "policy.parallelism.tp_size: found 2; allowed: 1"),
+        (["policy.parallelism.dp_shard_size=0"], "policy.parallelism.dp_shard_size: found 0"),
+        (["train.compile=true"], "train.compile: found true; allowed: false"),
+        (["train.ckpt.max_keep=0"], "train.ckpt.max_keep: found 0"),
+        (["train.ckpt.max_keep=-2"], "train.ckpt.max_keep: found -2"),
+        (["train.optm_warmup_steps=0.6", "train.optm_decay_ratio=0.5"], "train.optm_warmup_steps: found 0.6"),
+        (
+            ["train.max_num_steps=10", "train.optm_warmup_steps=6", "train.optm_decay_ratio=0.5"],
+            "train.optm_warmup_steps",
+        ),
+        (["train.ema_decay=1.0"], "train.ema_decay: found 1.0"),
+        (["train.optm_betas=[1.0, 0.9]"], "train.optm_betas: found [1.0, 0.9]"),
+        (["train.optm_warmup_steps=1.5"], "train.optm_warmup_steps: found 1.5"),
+        (["policy.model_name_or_path="], "policy.model_name_or_path: missing"),
+    ],
+)
+def test_a_broken_rule_is_one_line_that_starts_with_its_key(toml, overrides, start):
+    [line] = problems_of(toml(), *overrides)
+    assert line.startswith(start)
+
+
+def test_all_problems_come_in_one_report(toml):
+    path = toml(more="epoch = 0\nbogus = 1\n[train.train_policy]\nmini_batch = 3\n")
+    lines = problems_of(path, "--validation.enable=true", "nonsense")
+    assert [line.split(":")[0] for line in lines] == [
+        "nonsense",
+        "train.epoch",
+        "train.bogus",
+        "train.train_policy.mini_batch",
+        "validation.dataset.local_dir",
+    ]
+
+
+def test_a_rule_stays_silent_about_a_value_that_was_rejected_already(toml):
+    [line] = problems_of(toml(), "--train.train_batch_per_replica=no", "--train.train_policy.mini_batch=3")
+    assert line.startswith("train.train_batch_per_replica: found")
+
+
+def test_wrong_toml_names_file_and_line(toml):
+    path = toml(more="epoch = \n")
+    with pytest.raises(UserError, match=r"run\.toml: not valid TOML.*line 7"):
+        load_config(path)
+
+
+def test_a_problem_in_the_file_names_its_line(toml):
+    path = toml(
+        more="epoch = 0 # none\n[train.ckpt]\n'save_freq'= 0\n[policy.lor]\nr = 1\n[validation]\nenable = true\n"
+    )
+    assert problems_of(path, "--train.seed=-1") == [
+        "policy.lor: unknown key; did you mean policy.lora? (line 10)",
+        "train.epoch: found 0; allowed: a whole number > 0 (line 7)",
+        "train.seed: found -1; allowed: a whole number >= 0",
+        "train.ckpt.save_freq: found 0; allowed: a whole number > 0 (line 9)",
+        "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a .json "
+        "file of prompts",
+    ]
+
+
+def test_an_overridden_value_is_not_blamed_on_the_file(toml):
+    [line] = problems_of(toml(more="epoch = 1\n"), "--train.epoch=0")
+    assert line.endswith("a whole number > 0")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml: no such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_a_run_folder_stands_for_its_configuration(toml, tmp_path):
+    config = load_config(toml())
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert load_config(tmp_path) == config
+
+
+def test_from_dict_reads_what_toml_reads_and_names_every_problem():
+    assert Config.from_dict({"train": {"epoch": 2}, "custom": {"any": [1]}}).train.epoch == 2
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"train": {"epoch": 0, "x": 1}})
+    assert len(caught.value.problems) == 2
+
+
+def test_old_names_are_read_with_one_warning_each(toml, capsys, monkeypatch):
+    monkeypatch.setattr("cosmos_rl.policy.config.aliases._warned", set())
+    path = toml(more="enable_validation = false\nvalidation_step = 7\n[policy.lora]\nrank_pattern = {'a\\.b' = 3}\n")
+    config = load_config(path)
+    load_config(path)
+    assert config.validation.freq == 7
+    assert config.policy.lora
+    assert config.policy.lora.r_pattern == {r"a\.b": 3}
+    printed = capsys.readouterr().out
+    assert printed.count("old name") == 3
+    assert "policy.lora.rank_pattern is an old name; write policy.lora.r_pattern" in printed
+
+
+def test_old_and_new_name_together_are_refused(toml):
+    [line] = problems_of(toml(more="validation_step = 7\n[validation]\nfreq = 3\n"))
+    assert line.startswith("train.validation_step: given together with validation.freq, its present name")
+
+
+def test_every_present_name_exists():
+    assert set(PRESENT_NAMES.values()) <= set(dotted_keys(Config))
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("policy.diffusers.is_video=true", "policy.diffusers.is_video"),
+        ("policy.is_diffusers=false", "policy.is_diffusers"),
+        ("policy.parallelism.dp_shard_size=8", "dp_shard_size = 8"),
+        ("policy.parallelism.dp_shard_size=-1", "dp_shard_size = -1"),
+        ("train.train_policy.type=grpo", "train.train_policy.type"),
+        ("train.train_policy.trainer_type=other", "train.train_policy.trainer_type"),
+    ],
+)
+def test_what_is_documented_but_not_built_is_valid_and_named(toml, override, part):
+    [line] = not_runnable_yet(load_config(toml(), [override]))
+    assert part in line
+
+
+def test_a_plain_run_breaks_no_rule(toml):
+    config = load_config(toml())
+    assert cross_check(config) == []
+    assert not_runnable_yet(config) == []
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
+free_values = st.recursive(
+    st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | names,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    custom=st.dictionaries(names, free_values, max_size=3),
+    patterns=st.dictionaries(names, st.floats(1e-9, 1e9), max_size=3),
+    ranks=st.dictionaries(st.sampled_from([r"^blocks\.\d+\.attn", r"to_[qk]$", 'a"b']), st.integers(1, 9), max_size=2),
+    output_dir=names,
+    lr=st.floats(1e-12, 1e3),
+    warmup=st.integers(0, 1000) | st.floats(0, 1),
+    steps=st.none() | st.integers(1, 1000),
+    resume=st.booleans() | names,
+)
+def test_a_dump_read_back_is_the_same_configuration(custom, patterns, ranks, output_dir, lr, warmup, steps, resume):
+    config = Config.from_dict(
+        {
+            "custom": custom,
+            "policy": {"lora": {"alpha_pattern": patterns, "r_pattern": ranks, "target_modules": ["to_q"]}},
+            "train": {
+                "output_dir": output_dir,
+                "optm_lr": lr,
+                "optm_warmup_steps": warmup,
+                "max_num_steps": steps,
+                "resume": resume,
+            },
+        }
+    )
+    again = Config.from_dict(tomllib.loads(dump_toml(config)))
+    assert again == config
+    assert type(again.train.optm_warmup_steps) is type(warmup)
+
+
+def test_shipped_recipes_load():
+    recipes = sorted((Path(__file__).parents[1] / "configs").rglob("*.toml"))
+    for recipe in recipes:
+        load_config(recipe)

@@ -1,0 +1,394 @@
+"""The `cosmos-rl` command: what it refuses, what it starts, how it ends."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher.cli import main
+
+CONFIG = """
+[policy]
+model_name_or_path = "nowhere"
+is_diffusers = true
+"""
+# A worker without torch: `body(stop)` is what the trainer would be.
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.supervised import supervised
+
+here = Path(__file__).parent
+
+def steps(stop):
+    (here / "pid").write_text(str(os.getpid()))
+    (here / "ready").touch()
+    deadline = time.monotonic() + 30
+    while not stop.requested:
+        (here / "beat").write_text(str(time.monotonic()))
+        assert time.monotonic() < deadline, "no signal came"
+        time.sleep(0.02)
+    (here / "saved").write_text(stop.requested)
+    return stop.exit_code
+"""
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def signal_myself_when(path, *names):
+    """Sends the signals, a moment apart, to this process (the launcher runs in it) once `path` exists."""
+
+    def send():
+        wait_for(path.exists)
+        for name in names:
+            os.kill(os.getpid(), getattr(signal, name))
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder with spaces in its path, a configuration and a writer of worker scripts."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "run.toml").write_text(CONFIG)
+
+    def script(body, name="worker.py"):
+        (folder / name).write_text(WORKER + body)
+
+    return folder, script
+
+
+def newest_run(folder):
+    return sorted(path for path in (folder / "outputs").iterdir() if path.name.isdigit())[-1]
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_are_fast_and_need_no_torch(argument):
+    code = (
+        f"import sys; from cosmos_rl.launcher.cli import main;sys.exit(main(['{argument}']) or 'torch' in sys.modules)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cosmos-rl" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 0.5  # CPU-seconds
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "--config X.toml is required"),
+        (["worker.py", "--config", "run.toml"], "flags of cosmos-rl go before the script"),
+        (["--config", "run.toml", "--bogus", "worker.py"], "--bogus"),
+        (["--config", "run.toml", "--nproc-per-node", "0"], "allowed: a whole number >= 1"),
+        (["--config", "run.toml", "--max-restarts", "x"], "allowed: a whole number >= 0"),
+        (["--config", "none.toml"], "error: none.toml: no such file"),
+        (["--config", "run.toml", "gone.py"], "gone.py: no such script"),
+        (["--config", "run.toml", "no.such.module"], "no.such.module: no such module in"),
+        (["--config", "run.toml", "./worker"], "did you mean the file ./worker.py?"),
+        (["--config", "run.toml", "folder/worker"], "neither a .py file nor the name of a module"),
+        (["--config", "run.toml", "--policy.diffusers.is_video=true"], "not runnable yet: policy.diffusers.is_video"),
+        (["--config", "run.toml", "--nproc-per-node", "2", "worker.py"], "not runnable yet: more than one rank"),
+        (["tiny-model", "unheard-of"], "unheard-of"),
+    ],
+)
+def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(place, capfd, argv, told):
+    folder, script = place
+    script("")
+    assert main(argv) == 2
+    printed = capfd.readouterr()
+    assert told in printed.err
+    assert "Traceback" not in printed.err
+    assert not (folder / "outputs").exists()
+
+
+def test_all_config_problems_are_reported_before_torch_is_imported(place):
+    folder, _ = place
+    code = (
+        "import sys; from cosmos_rl.launcher.cli import main;"
+        "code = main(['--config', 'run.toml', '--train.epoch=0', '--train.lr=1', '--validation.enable=true']);"
+        "sys.exit(10 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: 3 problems in run.toml:"
+    assert len(done.stderr.splitlines()) == 4
+
+
+def test_a_script_gets_its_arguments_the_config_and_the_environment(place, capfd, monkeypatch):
+    folder, script = place
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script(
+        "def body(stop):\n"
+        "    (here / 'seen.json').write_text(json.dumps([sys.argv, dict(os.environ), os.getcwd()]))\n"
+        "    return 0\n"
+        "supervised(body)\n"
+    )
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    os.chdir(elsewhere)
+    before = ["--config", "../run.toml", "--train.epoch=3", "--custom.note=x y"]
+    after = ["one", "--train.seed=0", "--own.flag=1", "--", "--config-like", "", "two words"]
+    assert main([*before, "../worker.py", *after]) == 0
+    argv, environment, cwd = json.loads((folder / "seen.json").read_text())
+    run = newest_run(elsewhere)
+    script_args = ["one", "--own.flag=1", "--", "--config-like", "", "two words"]
+    assert argv[1:] == [*script_args, "--config", str(run / "config.toml")]
+    assert cwd == str(elsewhere)
+    assert environment["COSMOS_ROLE"] == "Controller"
+    assert environment["COSMOS_RUN_DIR"] == str(run)
+    assert environment["PYTHONUNBUFFERED"] == "1"
+    assert environment["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    resolved = (run / "config.toml").read_text()
+    assert "epoch = 3\n" in resolved
+    assert "seed = 0\n" in resolved
+    assert 'note = "x y"\n' in resolved
+    record = json.loads((run / "run.json").read_text())
+    assert record["argv"] == ["cosmos-rl", *before, "../worker.py", *after]
+    assert record["seed"] == 0
+    assert record["versions"]["pydantic"]
+    for name in ("checkpoints", "safetensors"):
+        assert os.readlink(elsewhere / "outputs" / name) == f"{run.name}/{name}"
+    assert f"run folder: {run}" in capfd.readouterr().out
+
+
+def test_a_module_in_the_current_folder_is_run(place):
+    folder, script = place
+    (folder / "mine").mkdir()
+    script("supervised(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "mine/job.py")
+    assert main(["--config", "run.toml", "mine.job"]) == 0
+    assert (folder / "mine" / "ran").read_text() == "__main__"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("return 0", 0, ""),
+        ("return 75", 75, ""),
+        ("return 130", 130, ""),
+        ("raise UserError('no pictures in x')", 2, "error: no pictures in x"),
+        ("raise ValueError('boom')", 1, "ValueError: boom\nerror: the worker of rank 0 ended with exit code 1"),
+        ("os._exit(3)", 1, "error: the worker of rank 0 ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 1, "ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_the_end_of_the_worker_is_the_end_of_the_command(place, capfd, body, code, told):
+    _, script = place
+    script(f"def body(stop):\n    {body}\nsupervised(body)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == code
+    printed = capfd.readouterr()
+    assert told in printed.err
+    assert "elastic" not in printed.err + printed.out
+    assert ("Traceback" in printed.err) == ("ValueError" in body)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(place, capfd, name, code):
+    folder, script = place
+    script("supervised(steps)\n")
+    sender = signal_myself_when(folder / "ready", name)
+    assert main(["--config", "run.toml", "--max-restarts", "3", "worker.py"]) == code
+    sender.join()
+    assert (folder / "saved").read_text() == name
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_ctrl_c_ends_everything_now(place):
+    folder, script = place
+    script("def body(stop):\n    steps(stop)\n    time.sleep(60)\n    return 0\nsupervised(body)\n")
+    sender = signal_myself_when(folder / "ready", "SIGINT", "SIGINT")
+    start = time.monotonic()
+    assert main(["--config", "run.toml", "worker.py"]) == 130
+    sender.join()
+    assert time.monotonic() - start < 30  # the worker alone would take a minute
+    assert not is_alive(int((folder / "pid").read_text()))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, capfd, name, code):
+    folder, script = place
+    script("(here / 'ready').touch()\ntime.sleep(60)\n")
+    sender = signal_myself_when(folder / "ready", name)
+    assert main(["--config", "run.toml", "--max-restarts", "3", "worker.py"]) == code
+    sender.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_signal_handlers_are_as_before_after_a_launch(place):
+    _, script = place
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_restarted_worker_continues_its_own_run(place):
+    folder, script = place
+    script(
+        "from cosmos_rl.checkpoint.layout import COMMIT_MARKER, marker_text, policy_dir\n"
+        "from cosmos_rl.launcher.resume import resume_from\n"
+        "from cosmos_rl.policy.config import load_config\n"
+        "from cosmos_rl.storage.run_folder import RunFolder\n"
+        "def body(stop):\n"
+        "    run = RunFolder(Path(os.environ['COSMOS_RUN_DIR']))\n"
+        "    count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    start = resume_from(load_config(sys.argv[-1]), run, count)\n"
+        "    with (here / 'starts').open('a') as file:\n"
+        "        print(count, run.root, start, file=file)\n"
+        "    if count == 2:\n"
+        "        return 75\n"
+        "    policy = policy_dir(run.checkpoints, 10 * count + 10)\n"
+        "    policy.mkdir(parents=True)\n"
+        "    (policy / 'state').write_text('x')\n"
+        "    (policy / COMMIT_MARKER).write_text(marker_text(policy))\n"
+        "    os._exit(1)\n"
+        "supervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "--max-restarts", "5", "worker.py"]) == 75
+    run = newest_run(folder)
+    assert (folder / "starts").read_text().splitlines() == [
+        f"0 {run} None",
+        f"1 {run} {run}/checkpoints/step_10/policy",
+        f"2 {run} {run}/checkpoints/step_20/policy",
+    ]
+
+
+def test_the_restarts_are_counted_and_the_last_failure_is_told(place, capfd):
+    folder, script = place
+    script("with (here / 'starts').open('a') as file:\n    print(file=file)\nos._exit(4)\n")
+    assert main(["--config", "run.toml", "--max-restarts", "1", "worker.py"]) == 1
+    assert (folder / "starts").read_text() == "\n\n"
+    assert "ended with exit code 4" in capfd.readouterr().err
+
+
+def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(place, capfd):
+    folder, script = place
+    script(
+        "print('from python', flush=True)\n"
+        "os.system('echo from a child; echo to stderr >&2')\n"
+        "raise ValueError('boom')\n"
+    )
+    assert main(["--config", "run.toml", "--log-dir", "logs", "worker.py"]) == 1
+    printed = capfd.readouterr()
+    log = folder / "logs" / "logs_latest" / "policy_0.log"
+    assert os.readlink(folder / "logs" / "logs_latest") == log.resolve().parent.name
+    assert log.read_text().splitlines()[:3] == ["from python", "from a child", "to stderr"]
+    assert str(log.resolve()) in printed.out
+    assert "from python" not in printed.out
+    assert printed.err.rstrip().endswith("ValueError: boom")
+    assert main(["--config", "run.toml", "--log-dir", "logs", "worker.py"]) == 1
+    assert len(list((folder / "logs").glob("logs_2*"))) == 2
+    assert os.readlink(folder / "logs" / "logs_latest") != log.parent.name
+
+
+def test_debug_reaches_the_worker(place):
+    folder, script = place
+    script("(here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL'])\n")
+    assert main(["--config", "run.toml", "--debug", "worker.py"]) == 0
+    assert (folder / "level").read_text() == "DEBUG"
+
+
+def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(place, monkeypatch):
+    from cosmos_rl.launcher.agent import run_workers
+    from cosmos_rl.launcher.signals import StopRequest
+
+    folder, script = place
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    keys = ["COSMOS_ROLE", "WORLD_SIZE", "OMP_NUM_THREADS", "COSMOS_RUN_DIR"]
+    script(
+        f"(here / os.environ['RANK']).write_text(json.dumps([os.environ[key] for key in {keys}]))\n"
+        "supervised(lambda stop: 75 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    command = [sys.executable, "worker.py"]
+    assert run_workers(command, environment={"COSMOS_RUN_DIR": "r"}, stop=StopRequest(), nproc=2) == (75, "")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert json.loads((folder / "0").read_text()) == ["Controller", "2", threads, "r"]
+    assert json.loads((folder / "1").read_text()) == ["Policy", "2", threads, "r"]
+
+
+def test_no_worker_outlives_a_killed_launcher(place):
+    folder, script = place
+    script("supervised(steps)\n")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml", "worker.py"],
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        wait_for((folder / "beat").exists)
+        pid = int((folder / "pid").read_text())
+        os.killpg(launcher.pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(pid), seconds=2)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_a_log_line_looks_as_documented():
+    code = "from cosmos_rl.utils.logging import logger; logger.info('hidden'); logger.warning('seen')"
+    several = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "COSMOS_LOG_LEVEL": "warning"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=several, check=True)
+    line = r"\[rank1\]:\[cosmos\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - cosmos - WARNING - seen\n"
+    assert re.fullmatch(line, done.stdout)
+    one = {**several, "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=one, check=True)
+    assert done.stdout.startswith("[cosmos] ")
+
+
+def test_resume_writes_into_the_same_run_and_keeps_the_earlier_record(place, capfd):
+    folder, script = place
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    run = newest_run(folder)
+    assert main(["--config", "run.toml", "--train.resume=true", "worker.py"]) == 0
+    assert newest_run(folder) == run
+    record = json.loads((run / "run.json").read_text())
+    assert "--train.resume=true" in record["argv"]
+    assert [earlier["argv"][-1] for earlier in record["earlier"]] == ["worker.py"]
+    assert "holds no checkpoint yet: starting it again from step 0" in capfd.readouterr().out
+
+
+def test_a_run_that_is_still_being_written_is_not_joined(place, capfd):
+    folder, script = place
+    script(
+        "from cosmos_rl.launcher.cli import main\n"
+        "def body(stop):\n"
+        "    return 75 if main(['--config', 'run.toml', '--train.resume=true', 'worker.py']) == 2 else 0\n"
+        "supervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "worker.py"]) == 75
+    run = newest_run(folder)
+    assert f"error: {run} is being written by process {os.getpid()}" in capfd.readouterr().err
+    assert json.loads((run / "run.json").read_text())["earlier"] == []
+
+
+def test_verbs_have_their_own_help(capfd):
+    assert main(["tiny-model", "--help"]) == 0
+    assert "sd3" in capfd.readouterr().out

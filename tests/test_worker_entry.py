@@ -1,0 +1,105 @@
+"""What a training script calls, in and without the launcher."""
+
+import argparse
+import json
+import sys
+
+import pytest
+
+from cosmos_rl.launcher import worker_entry
+from cosmos_rl.launcher.signals import StopRequest
+from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.policy.config import Config
+from cosmos_rl.storage.run_folder import newest
+
+
+@pytest.fixture
+def by_hand(tmp_path, monkeypatch):
+    """As if `python script.py --config run.toml ...` had been typed; returns a setter of the arguments."""
+    for name in ("COSMOS_RUN_DIR", "COSMOS_EXIT_FILE", "COSMOS_LAUNCHER_PID", "COSMOS_ROLE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[policy]\nmodel_name_or_path = "{tmp_path}/no-model"\nis_diffusers = true\n'
+        f'[train]\noutput_dir = "{tmp_path}/out"\ndevice = "cpu"\n'
+    )
+
+    def type_in(*arguments):
+        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+        return path
+
+    type_in("--config", str(path))
+    return type_in
+
+
+def ends_with(code, **arguments):
+    with pytest.raises(SystemExit) as end:
+        worker_entry.main(**arguments)
+    assert end.value.code == code
+
+
+def test_arguments_that_can_have_no_effect_yet_are_refused(by_hand, capsys, tmp_path):
+    ends_with(2, data_packer=object(), reward_fns=[print])
+    assert "not usable yet: data_packer, reward_fns" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_config_is_a_usage_error(by_hand, capsys):
+    by_hand("--other")
+    ends_with(2)
+    assert "--config X.toml" in capsys.readouterr().err
+
+
+def test_settings_that_are_not_built_are_refused_without_the_launcher_too(by_hand, capsys):
+    path = by_hand()
+    by_hand("--config", str(path), "--policy.diffusers.is_video=true")
+    ends_with(2)
+    assert "not runnable yet" in capsys.readouterr().err
+
+
+def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, capsys, tmp_path):
+    path = by_hand()
+    by_hand("--my-option", "3", "--train.seed=7")  # the script's parser has taken --config out
+    ends_with(2, dataset=[], unheard_of=1, args=argparse.Namespace(config=str(path)))
+    printed = capsys.readouterr()
+    assert "unknown arguments are ignored: unheard_of" in printed.out
+    assert printed.err.startswith("error: ")  # the trainer's word on the missing model or data
+    run = newest(tmp_path / "out")
+    assert run
+    assert "seed = 7" in run.config.read_text()
+    assert json.loads(run.run_json.read_text())["argv"][0] == "script.py"
+
+
+def test_success_returns_and_other_codes_end_the_process(monkeypatch):
+    monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
+    monkeypatch.delenv("COSMOS_LAUNCHER_PID", raising=False)
+    assert supervised(lambda stop: 0) is None
+    with pytest.raises(SystemExit) as end:
+        supervised(lambda stop: 75)
+    assert end.value.code == 75
+
+
+def test_the_first_signal_stays_the_reason_to_stop():
+    stop = StopRequest()
+    assert (stop.requested, stop.exit_code) == (None, 0)
+    stop.note("SIGTERM")
+    stop.note("SIGINT")
+    assert (stop.requested, stop.exit_code, stop.insisted) == ("SIGTERM", 75, False)
+    stop.note("SIGINT")
+    assert stop.insisted
+
+
+def test_the_bundled_launcher_reads_pairs_or_prompts_for_validation(tmp_path):
+    from cosmos_rl.data.prompts import PromptFile
+    from cosmos_rl.errors import UserError
+    from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
+
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text('[{"prompt": "a cat"}]')
+    source = {"dataset": {"local_dir": str(prompts)}}
+    assert validation_data(Config.from_dict({"validation": source})) is None
+    read = validation_data(Config.from_dict({"validation": {**source, "enable": True}}))
+    assert isinstance(read, PromptFile)
+    assert list(read) == ["a cat"]
+    with pytest.raises(UserError, match=r"train\.train_policy\.dataset\.local_dir: missing"):
+        training_pairs(Config())

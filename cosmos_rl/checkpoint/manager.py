@@ -46,6 +46,7 @@ class CheckpointManager:
         self._max_keep = max_keep
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._buffers: StateDict = {}
         # a group of its own: the writer's collectives must not mix with those of the training loop
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.blocked_s = 0.0
@@ -58,9 +59,8 @@ class CheckpointManager:
         started = time.perf_counter()
         self._join()
         if self._background and not block:
-            if job.state is not None:  # the loop goes on changing the live tensors
-                copied = {k: v.detach().to("cpu", copy=True) for k, v in job.state.items()}
-                job = SaveJob(job.step, copied, job.trainer_state, job.export)
+            if job.state is not None:
+                job = SaveJob(job.step, self._copied(job.state), job.trainer_state, job.export)
             self._pending = self._pool.submit(self._write, job)
         else:
             self._write(job)
@@ -82,6 +82,21 @@ class CheckpointManager:
             self.wait()
         finally:
             self._pool.shutdown()
+
+    def _copied(self, state: StateDict) -> StateDict:
+        """A private copy on the CPU: the loop goes on changing the live tensors.
+
+        The memory is kept for the next save, since asking the system for it anew takes longer than the copy itself.
+        """
+        old, self._buffers = self._buffers, {}
+        for key, value in state.items():
+            buffer = old.pop(key, None)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = value.detach().to("cpu", copy=True)
+            else:
+                buffer.copy_(value.detach())
+            self._buffers[key] = buffer
+        return dict(self._buffers)
 
     def _join(self) -> None:
         pending, self._pending = self._pending, None

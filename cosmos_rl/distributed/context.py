@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from cosmos_rl.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -27,12 +26,6 @@ class Context:
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
-
-    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Compute in ``dtype`` over float32 weights; nothing at all when ``dtype`` is float32."""
-        if dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)  # pyright: ignore[reportReturnType]
 
 
 def pick_device(name: str) -> torch.device:
@@ -50,6 +43,12 @@ def pick_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def use_deterministic_kernels() -> None:
+    """Ask torch for deterministic kernels; an operation that has none warns."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
 
 
 @contextlib.contextmanager

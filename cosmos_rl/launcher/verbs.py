@@ -105,7 +105,7 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
 
 def _open(base: str, adapter: Path | None) -> Any:
     import torch
-    from diffusers import DiffusionPipeline
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     from cosmos_rl.policy.model.diffusers.diffuser_model import quiet_libraries
 

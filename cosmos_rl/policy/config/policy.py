@@ -53,9 +53,9 @@ class SampleConfig(Table):
     """`[policy.diffusers.sample]`: how pictures are sampled."""
 
     num_steps: PositiveInt = 40
-    """Sampling steps for validation pictures."""
-    eval_num_steps: PositiveInt = 40
-    """Sampling steps for evaluation after training."""
+    """Sampling steps."""
+    eval_num_steps: PositiveInt | None = None
+    """Sampling steps for validation; unset: num_steps."""
     guidance_scale: NonNegativeFloat = 4.5
     """Classifier-free guidance; 1 or less switches it off."""
 

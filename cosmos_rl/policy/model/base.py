@@ -69,7 +69,7 @@ class ModelRegistry:
         Raises:
             UserError: no pipeline at that place, or no class for it.
         """
-        from diffusers import DiffusionPipeline
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         name, revision = config.policy.model_name_or_path, config.policy.model_revision
         if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():

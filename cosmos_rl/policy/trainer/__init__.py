@@ -47,10 +47,12 @@ def run(
     Returns:
         Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
     """
-    from cosmos_rl.distributed.context import process_group
+    from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
     from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
+    if config.train.deterministic:
+        use_deterministic_kernels()
     with process_group(config.train.device) as context:
         task = SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)

@@ -282,7 +282,7 @@ class DiffuserModel(abc.ABC):
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _load_pipeline(self) -> Any:
-        from diffusers import DiffusionPipeline
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         master = DTYPES[self.config.dtype]
         dtypes = {

@@ -175,9 +175,8 @@ class SFTTrainer:
         for first in range(0, len(all_prompts), size):
             chunk = all_prompts[first : first + size]
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, range(first, first + len(chunk)))
-            pictures = self.model.sample(
-                chunk, noise, num_steps=config.sample.num_steps, guidance=config.sample.guidance_scale
-            )
+            steps = config.sample.eval_num_steps or config.sample.num_steps
+            pictures = self.model.sample(chunk, noise, num_steps=steps, guidance=config.sample.guidance_scale)
             parts.append(to_uint8(pictures))
         return Pictures(torch.cat(parts), all_prompts)
 

@@ -1,4 +1,4 @@
-"""Fixtures that more than one test file uses. One thread per process: two threads on loaded cores are many times slower."""
+"""Fixtures of more than one test file. One thread per process: two on loaded cores are many times slower."""
 
 import json
 import os

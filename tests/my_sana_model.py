@@ -1,4 +1,4 @@
-"""The class of the documents' "Add new models" with its four SFT methods filled in, over a pipeline that we do not ship."""
+"""The documents' "Add new models" class with its four SFT methods filled in, over a pipeline that we do not ship."""
 
 import torch
 

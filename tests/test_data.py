@@ -97,7 +97,7 @@ def test_all_image_modes_give_rgb_in_the_right_size(tmp_path: Path) -> None:
         picture.save(tmp_path / name)
     loaded = {name: load_picture(tmp_path / name, 64, 128) for name in pictures}
     assert {tuple(p.shape) for p in loaded.values()} == {(3, 64, 128)}
-    assert all(-1 <= float(p.min()) and float(p.max()) <= 1 for p in loaded.values())
+    assert all(float(p.min()) >= -1 and float(p.max()) <= 1 for p in loaded.values())
     assert float(loaded["rgba.png"].mean()) == pytest.approx(0.0, abs=0.01)  # half black over white
     assert float(loaded["cmyk.jpg"].min()) > 0.98  # no ink is white
     assert float(loaded["deep.png"].mean()) == pytest.approx(0.0, abs=0.01)  # half of 16 bits, not clipped to 255

@@ -78,7 +78,7 @@ def test_relative_imports_are_resolved() -> None:
 
 
 def test_only_the_device_room_names_cuda() -> None:
-    """`torch.cuda` outside `distributed/` would tie a room to one device (the sample verb picks where plain diffusers runs)."""
+    """It would tie a room to one device; the sample verb alone has to pick where plain diffusers runs."""
     allowed = {"launcher/verbs.py"}
     found = {
         path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""The whole process group is killed again and again, also inside a save; the end is the undisturbed run's, bit for bit."""
+"""The process group is killed again and again, also inside a save; the end is the undisturbed run's, bit for bit."""
 
 import os
 import random

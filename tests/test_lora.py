@@ -94,7 +94,9 @@ def test_the_adapter_learns_with_and_without_checkpointing(tiny_sd3: Path, check
 
 
 def export_by_hand(model: SD3Model, path: Path, prefix: str = "transformer.") -> Path:
-    state = {f"{prefix}{k}": torch.full_like(v, 0.5) for k, v in lora.adapter_state(model.transformer, "default").items()}
+    state = {
+        f"{prefix}{k}": torch.full_like(v, 0.5) for k, v in lora.adapter_state(model.transformer, "default").items()
+    }
     save_file(state, path)
     return path
 

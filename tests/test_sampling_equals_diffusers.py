@@ -26,7 +26,9 @@ def pipeline(tiny_sd3: Path) -> StableDiffusion3Pipeline:
 
 @pytest.mark.parametrize("kernel", ["euler", "stock"])
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, ["a cat", "a cat", "a dog"]], ids=["one", "three", "repeated"])
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS[:1], PROMPTS, ["a cat", "a cat", "a dog"]], ids=["one", "three", "repeated"]
+)
 def test_latents_are_bit_equal_to_the_stock_pipeline(
     model: SD3Model, pipeline: StableDiffusion3Pipeline, prompts: list[str], guidance: float, kernel: str
 ) -> None:

@@ -185,7 +185,11 @@ def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')
     metrics.rewind(3)
-    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+    ]
 
 
 def test_names_of_pictures_are_safe(tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ def element_mean(value: Tensor, element_mask: Tensor | None = None) -> Tensor:
 
 
 def flow_matching_loss(
-    velocity: Tensor, clean: Tensor, noise: Tensor, *, element_mask: Tensor | None = None, weight_B: Tensor | None = None
+    velocity: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    *,
+    element_mask: Tensor | None = None,
+    weight_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over the batch of ``mean((velocity - (noise - clean))^2)``, and the weight to divide it by.
 

@@ -48,7 +48,7 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._buffers: StateDict = {}
         # a group of its own: the writer's collectives must not mix with those of the training loop
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.blocked_s = 0.0
         """Wall time that ``save`` and ``wait`` took from the training loop, seconds."""
         for folder in (checkpoints, exports):

@@ -1,7 +1,7 @@
 """Everything that must survive a restart, as one flat dictionary of named tensors.
 
-Listed in one place: trained weights, optimiser moments, EMA shadow. Positions in the data, random draws and the learning
-rate are functions of the step and need no state; the step itself is in ``trainer_state.json``.
+Listed in one place: trained weights, optimiser moments, EMA shadow. Positions in the data, random draws and the
+learning rate are functions of the step and need no state; the step itself is in ``trainer_state.json``.
 """
 
 import warnings
@@ -73,7 +73,7 @@ def _check_names(
         lines = [f"  not in the checkpoint: {key}" for key in missing[:5]]
         lines += [f"  only in the checkpoint: {key}" for key in foreign[:5]]
         raise UserError(
-            f"{folder} does not belong to this configuration: {len(missing)} tensors are missing and {len(foreign)} are "
+            f"{folder} does not belong to this configuration: {len(missing)} tensors are missing, {len(foreign)} are "
             "foreign (policy.lora, train.ema_enable and the model must be those of the saved run):\n" + "\n".join(lines)
         )
 

@@ -1,4 +1,4 @@
-"""Picture files -> tensors. The one loader that every path uses, so that a check and the training see the same thing."""
+"""Picture files -> tensors. One loader for every path, so that a check and the training see the same thing."""
 
 from pathlib import Path
 

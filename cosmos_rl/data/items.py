@@ -34,7 +34,9 @@ def as_item(raw: Any, index: int) -> Item:
         raise UserError(f"data set element {index}: need a mapping with 'visual' and 'prompt', found {found}")
     visual, prompt = raw["visual"], raw["prompt"]
     if not isinstance(visual, Tensor) or visual.ndim not in (3, 4) or not visual.is_floating_point():
-        raise UserError(f"data set element {index}: 'visual' must be a float tensor [3, H, W] or [3, T, H, W] in [-1, 1]")
+        raise UserError(
+            f"data set element {index}: 'visual' must be a float tensor [3, H, W] or [3, T, H, W] in [-1, 1]"
+        )
     if not isinstance(prompt, str):
         raise UserError(f"data set element {index}: 'prompt' must be a string, found {type(prompt).__name__}")
     return Item(visual=visual.to(torch.float32), prompt=prompt, name=str(raw.get("name", index)))

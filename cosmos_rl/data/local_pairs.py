@@ -54,7 +54,9 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
             pairs.append(Pair(name, found[0], prompt))
         else:
             problems.append(f"{caption.name}: {problem}")
-    problems += [f"{path.name}: has no caption {name}.json" for name, paths in sorted(pictures.items()) for path in paths]
+    problems += [
+        f"{path.name}: has no caption {name}.json" for name, paths in sorted(pictures.items()) for path in paths
+    ]
     if not pairs:
         raise UserError(f"{folder.absolute()}: no usable pair; {expected_layout()}; found {_summary(folder)}")
     return pairs, problems
@@ -96,7 +98,9 @@ class LocalPairs(Sequence[Item]):
         self.pairs, self.problems = scan_pairs(self.folder)
         if self.problems:
             lines = "\n  ".join(self.problems[:_SHOWN])
-            text = f"{self.folder}: {len(self.problems)} files are left out ({len(self.pairs)} pairs are used):\n  {lines}"
+            text = (
+                f"{self.folder}: {len(self.problems)} files are left out ({len(self.pairs)} pairs are used):\n  {lines}"
+            )
             if len(self.problems) > _SHOWN:
                 text += f"\n  and {len(self.problems) - _SHOWN} more"
             if len(self.problems) > _MAX_SKIPPED_SHARE * (len(self.pairs) + len(self.problems)):

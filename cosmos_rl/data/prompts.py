@@ -26,9 +26,11 @@ class PromptFile(Sequence[str]):
             raise UserError(f"{self.path.absolute()}: is not valid JSON ({error}); {expected}") from error
         if not isinstance(content, list) or not content:
             raise UserError(f"{self.path.absolute()}: holds no list of prompts; {expected}")
-        wrong = [i for i, row in enumerate(content) if not isinstance(row, dict) or not isinstance(row.get("prompt"), str)]
+        wrong = [
+            i for i, row in enumerate(content) if not isinstance(row, dict) or not isinstance(row.get("prompt"), str)
+        ]
         if wrong:
-            raise UserError(f"{self.path.absolute()}: rows {wrong[:10]} have no string under \"prompt\"; {expected}")
+            raise UserError(f'{self.path.absolute()}: rows {wrong[:10]} have no string under "prompt"; {expected}')
         self._prompts = [row["prompt"] for row in content]
 
     def __len__(self) -> int:

@@ -35,8 +35,8 @@ class MapStream:
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"the data set has {self.length} items, one step takes {self.batch} (train_batch_per_replica x ranks) and "
-                "train.train_policy.dataloader_drop_last drops incomplete steps, so an epoch would have no step; "
+                f"the data set has {self.length} items, one step takes {self.batch} (train_batch_per_replica x ranks) "
+                "and train.train_policy.dataloader_drop_last drops incomplete steps, so an epoch would have no step; "
                 "lower train.train_batch_per_replica or set dataloader_drop_last = false"
             )
 
@@ -107,6 +107,9 @@ def load_batches(
     """
     mine = [positions[rank::world_size] for positions in stream.batches(first_step, last_step)]
     loader = DataLoader(
-        _ByPosition(dataset), batch_sampler=mine, num_workers=num_workers, collate_fn=_as_batch  # pyright: ignore
+        _ByPosition(dataset),
+        batch_sampler=mine,
+        num_workers=num_workers,
+        collate_fn=_as_batch,  # pyright: ignore
     )
     yield from loader

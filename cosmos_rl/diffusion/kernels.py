@@ -1,7 +1,7 @@
 """Transition kernels: how one sampling step goes from noise level ``sigma`` to ``sigma_next``.
 
-A kernel is affine in the velocity: ``z' = a * z + g * v`` (plus ``s * noise`` for the stochastic ones). Coefficients are
-Python floats (float64), so that the step does not depend on the device or on the dtype of the latents.
+A kernel is affine in the velocity: ``z' = a * z + g * v`` (plus ``s * noise`` for the stochastic ones). Coefficients
+are Python floats (float64), so that the step does not depend on the device or on the dtype of the latents.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Kernel(Protocol):
 class EulerKernel:
     """The probability-flow ODE, first order: ``z' = z + (sigma_next - sigma) * v``.
 
-    Bit-equal to ``FlowMatchEulerDiscreteScheduler.step``: the arithmetic is float32, the result has the velocity's dtype.
+    Bit-equal to ``FlowMatchEulerDiscreteScheduler.step``: float32 arithmetic, a result in the velocity's dtype.
     """
 
     def step(self, latents: Tensor, velocity: Tensor, index: int, sigmas: Sequence[float]) -> Tensor:
@@ -45,7 +45,7 @@ class StockKernel:
 
 
 def sigmas_of(scheduler: Any, num_steps: int) -> Tensor:
-    """Set ``num_steps`` on a diffusers flow scheduler and read its descending noise levels, ``[num_steps + 1]`` float32.
+    """Set ``num_steps`` on a diffusers flow scheduler and read its descending levels, ``[num_steps + 1]`` float32.
 
     The levels are read, never recomputed: some schedulers shift twice, stretch or round them.
     """

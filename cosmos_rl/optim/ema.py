@@ -16,7 +16,7 @@ class Ema:
     """
 
     def __init__(self, params: Mapping[str, torch.nn.Parameter], decay: float, interval: int) -> None:
-        """``decay`` is the upper bound of the decay; the shadow moves every ``interval`` steps (0 and 1: every step)."""
+        """``decay`` bounds the decay from above; the shadow moves every ``interval`` steps (0 and 1: every step)."""
         self._params = dict(params)
         self._decay = decay
         self._interval = max(interval, 1)

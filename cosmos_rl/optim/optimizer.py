@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,14 +35,14 @@ class Optimizer:
         schedule: LrSchedule,
         max_grad_norm: float,
     ) -> None:
-        classes: dict[str, type[torch.optim.Optimizer]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+        classes: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
         self._params = list(params.values())
         self._lr = lr
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
-        self.torch_optimizer = classes[name](
+        self.torch_optimizer: torch.optim.Optimizer = classes[name](
             self._params,
-            lr=lr,  # pyright: ignore[reportCallIssue]
+            lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,

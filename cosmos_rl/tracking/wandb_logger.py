@@ -23,14 +23,25 @@ class WandbLogger:
         try:
             import wandb
         except ImportError as error:
-            raise UserError('logging.logger has "wandb", which is not installed: pip install "cosmos_rl[wandb]"') from error
+            raise UserError(
+                'logging.logger has "wandb", which is not installed: pip install "cosmos_rl[wandb]"'
+            ) from error
         self._wandb = wandb
-        mode = os.environ.get("WANDB_MODE")
+        mode: Any = os.environ.get("WANDB_MODE")
         if mode is None and not (os.environ.get("WANDB_API_KEY") or _has_netrc_key()):
             mode = "offline"
-            logger.warning(f"wandb: no API key found, recording offline under {folder / 'wandb'} (wandb sync uploads it)")
+            logger.warning(
+                f"wandb: no API key found, recording offline under {folder / 'wandb'} (wandb sync uploads it)"
+            )
         self._run = wandb.init(
-            project=project, group=group, name=name, id=run_id, resume="allow", dir=str(folder), config=config, mode=mode
+            project=project,
+            group=group,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            mode=mode,
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

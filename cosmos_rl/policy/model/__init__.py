@@ -1,4 +1,4 @@
-"""Models by family. Every module in ``policy/model/diffusers/`` is imported on first use, which registers its classes."""
+"""Models by family. Each module in ``policy/model/diffusers/`` is imported on first use and registers its classes."""
 
 import functools
 import importlib

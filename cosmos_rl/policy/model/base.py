@@ -23,9 +23,7 @@ class ModelRegistry:
     _mappers: ClassVar[dict[str, type[WeightMapper]]] = {}
 
     @classmethod
-    def register(
-        cls, weight_mapper: type[WeightMapper], *, allow_override: bool = False
-    ) -> Callable[[ModelT], ModelT]:
+    def register(cls, weight_mapper: type[WeightMapper], *, allow_override: bool = False) -> Callable[[ModelT], ModelT]:
         """Class decorator: serve every name in the class's ``supported_model_types()``.
 
         Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.checkpoint.layout import policy_dir, step_dir
-from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, read_trainer_state
+from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -92,10 +92,12 @@ class TrainLoop:
         if skipped_in_a_row == 0:
             return
         limit = self._config.train.max_nonfinite_steps
-        logger.warning(f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)")
+        logger.warning(
+            f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)"
+        )
         if skipped_in_a_row >= limit:
             raise FloatingPointError(
-                f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last one is "
+                f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
                 f"step {done}; the weights are those of step {done - limit}. Lower train.optm_lr or "
                 "train.optm_grad_norm_clip, or look at the data of these steps."
             )
@@ -110,18 +112,17 @@ class TrainLoop:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
         ckpt = self._config.train.ckpt
         last = done == self._task.total_steps
-        export = None
-        if ckpt.export_safetensors or last:
-            write, folder = self._task.prepare_export(), step_dir(self._run.safetensors, done)
-
-            def export() -> None:
-                write(folder)
-
+        export = self._export_of(done) if ckpt.export_safetensors or last else None
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
         job = SaveJob(done, state, {"step": done, **self._task.trainer_state()}, export)
         self._manager.save(job, block=final)
         self._saved_step = done
         self._call_hook("save_checkpoint_hook", done)
+
+    def _export_of(self, done: int) -> WriteExport:
+        """Copies the weights now; writes them when called."""
+        write, folder = self._task.prepare_export(), step_dir(self._run.safetensors, done)
+        return lambda: write(folder)
 
     def _end_early(self, done: int, signal_name: str) -> int:
         logger.warning(f"{signal_name}: saving step {done} and stopping")
@@ -137,8 +138,7 @@ class TrainLoop:
         if not trained:
             logger.info(f"Nothing left to train: step {total} of {total} is done already")
         if self._saved_step != total and not folder.exists():
-            write = self._task.prepare_export()
-            self._manager.save(SaveJob(total, None, {}, lambda: write(folder)))
+            self._manager.save(SaveJob(total, None, {}, self._export_of(total)))
         self._manager.wait()
         logger.info(f"Finished after {total} steps. Result: {folder.absolute()}")
 
@@ -151,8 +151,8 @@ class TrainLoop:
         for name, now in self._task.trainer_state().items():
             if state.get(name) != now:
                 raise UserError(
-                    f"{resume_from} was saved with {name} = {state.get(name)!r}, this run has {now!r}: data and noise would "
-                    "not go on where they stopped. Use the old value, or start a new run."
+                    f"{resume_from} was saved with {name} = {state.get(name)!r}, this run has {now!r}: data and noise "
+                    "would not go on where they stopped. Use the old value, or start a new run."
                 )
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
         step = int(state["step"])
@@ -191,7 +191,9 @@ class TrainLoop:
             try:
                 custom(dict(metrics), done)
             except Exception as error:  # a user's logger must not end a training run
-                logger.warning(f"custom logger {getattr(custom, '__name__', custom)!r} failed at step {done}: {error!r}")
+                logger.warning(
+                    f"custom logger {getattr(custom, '__name__', custom)!r} failed at step {done}: {error!r}"
+                )
 
     def _start_wandb(self) -> WandbLogger | None:
         table = self._config.logging

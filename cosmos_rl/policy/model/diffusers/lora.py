@@ -89,10 +89,14 @@ def adapter_file(path: str) -> Path:
         UserError: nothing there.
     """
     place = Path(path).expanduser()
-    tries = [place] if place.suffix == ".safetensors" else [
-        place / name
-        for name in ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-    ]
+    tries = (
+        [place]
+        if place.suffix == ".safetensors"
+        else [
+            place / name
+            for name in ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+        ]
+    )
     for candidate in tries:
         if candidate.is_file():
             return candidate

@@ -53,6 +53,4 @@ def prepare_export(model: DiffuserModel) -> Callable[[Path], None]:
 
 
 def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {
-        k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()
-    }
+    return {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()}

@@ -1,6 +1,6 @@
 """Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class SFTTrainer:
             device=context.device,
             gradient_checkpointing=config.policy.model_gradient_checkpointing,
         )
-        self.params = self.model.trainable()
+        self.params: Mapping[str, torch.nn.Parameter] = self.model.trainable()
         self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
         self.ema: Ema | None = build_ema(self.params, config.train)
         self._batches: Iterator[Batch] = iter(())
@@ -116,7 +116,9 @@ class SFTTrainer:
         total, weight = 0.0, 0.0
         for first in range(0, len(items), size):
             chunk = items[first : first + size]
-            micro_sum, micro_weight = self._flow_loss("validation", 0, range(first, first + len(chunk)), chunk, dropout=0.0)
+            micro_sum, micro_weight = self._flow_loss(
+                "validation", 0, range(first, first + len(chunk)), chunk, dropout=0.0
+            )
             total, weight = total + float(micro_sum), weight + float(micro_weight)
         return total / weight
 
@@ -188,8 +190,8 @@ class SFTTrainer:
         count = sum(p.numel() for p in self.params.values())
         what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
         logger.info(
-            f"Training the {what} of {self.model.model_str}: {count:,} parameters on {self._context.device}, compute in "
-            f"{self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "
+            f"Training the {what} of {self.model.model_str}: {count:,} parameters on {self._context.device}, compute "
+            f"in {self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "
             f"{self.stream.steps_per_epoch} steps per epoch, {self.total_steps} steps"
         )
 
@@ -200,14 +202,17 @@ def _split(batch: Batch, size: int) -> Iterator[Batch]:
         yield Batch(batch.positions[first : first + size], batch.items[first : first + size])
 
 
-def _opened(dataset: Any, config: Config, name: str) -> Any:
+def _opened(given: Any, config: Config, name: str) -> Any:
     """A data set, or what its factory makes of the configuration."""
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset(config)
-    elif hasattr(dataset, "setup"):
+    if callable(given) and not hasattr(given, "__getitem__"):
+        return _opened(given(config), config, name)
+    dataset: Any = given
+    if hasattr(dataset, "setup"):
         dataset.setup(config)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"{name}: need an object with __len__ and __getitem__, or a function of the config that makes one")
+        raise UserError(
+            f"{name}: need an object with __len__ and __getitem__, or a function of the config that makes one"
+        )
     if len(dataset) == 0:
         raise UserError(f"{name}: is empty")
     return dataset

@@ -1,0 +1,39 @@
+# Everything runs from a virtual environment that these targets make themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# one thread per process: two threads on a busy machine are many times slower for small models
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: quickstart test test-fast lint format bench clean
+
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+# fine-tune a tiny SD3 pipeline on handwritten digits, from random weights to judged pictures
+quickstart: $(VENV)/installed
+	$(BIN)/python -m examples.quickstart.quickstart --out outputs/quickstart $(ARGS)
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+# without the tests that start processes
+test-fast: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not process" $(ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .ruff_cache

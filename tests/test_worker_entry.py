@@ -20,7 +20,7 @@ def by_hand(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "run.toml"
     path.write_text(
-        f'[policy]\nmodel_name_or_path = "{tmp_path}/no-model"\nis_diffusers = true\n'
+        f'[policy]\nmodel_name_or_path = "nobody/no-model"\nis_diffusers = true\n'
         f'[train]\noutput_dir = "{tmp_path}/out"\ndevice = "cpu"\n'
     )
 
@@ -63,7 +63,7 @@ def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, 
     ends_with(2, dataset=[], unheard_of=1, args=argparse.Namespace(config=str(path)))
     printed = capsys.readouterr()
     assert "unknown arguments are ignored: unheard_of" in printed.out
-    assert printed.err.startswith("error: ")  # the trainer's word on the missing model or data
+    assert printed.err.startswith("error: dataset: is empty")  # the trainer's word on the empty data set
     run = newest(tmp_path / "out")
     assert run
     assert "seed = 7" in run.config.read_text()

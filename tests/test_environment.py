@@ -1,0 +1,88 @@
+"""Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher.cli import main
+
+
+def test_every_missing_thing_is_named_and_no_run_folder_is_made(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--policy.model_name_or_path=./no_model",
+        "--train.train_policy.dataset.local_dir=no_data",
+        "--validation.enable=true",
+        "--validation.dataset.local_dir=no_prompts.json",
+        f"--policy.lora.lora_path={tmp_path}/no_lora",
+    ]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    message = capsys.readouterr().err
+    assert message.count("does not exist") == 4
+    for key in (
+        "policy.model_name_or_path",
+        "train.train_policy.dataset",
+        "validation.dataset",
+        "policy.lora.lora_path",
+    ):
+        assert key in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_name_is_not_taken_for_a_missing_folder(
+    write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--policy.model_name_or_path=stabilityai/none", "--train.train_policy.dataset.local_dir=no_data"]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    assert "model_name_or_path" not in capsys.readouterr().err
+
+
+def test_folders_of_another_kind_are_described(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "checkpoints" / "step_3" / "policy"
+    state.mkdir(parents=True)
+    data = tmp_path / "data"
+    (data / "videos").mkdir(parents=True)
+    (data / "a.jpg").write_bytes(b"")
+    options = [f"--policy.model_name_or_path={state}", f"--train.train_policy.dataset.local_dir={data}"]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    message = capsys.readouterr().err
+    assert "exported pipelines are under safetensors/step_<N>" in message
+    assert "found .jpg, videos/" in message
+
+
+def test_the_verbs_export_and_sample_work_on_a_run(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    from cosmos_rl.policy.config import dump_toml, load_config
+    from tests.trainer_runs import train
+
+    config = write_toml()
+    run = train(config, "--train.ema_enable=true")
+    (run / "config.toml").write_text(dump_toml(load_config(config, ["--train.ema_enable=true"])))
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
+    ours, again = (load_file(p / "lora/model.safetensors") for p in (run / "safetensors/step_6", tmp_path / "exported"))
+    assert ours.keys() == again.keys()
+    assert all(bool((value == again[key]).all()) for key, value in ours.items())
+
+    capsys.readouterr()
+    command = ["a cat", "a dog", "--num", "2", "--steps", "2", "--size", "32", "32", "--out", str(tmp_path / "made")]
+    assert main(["sample", str(tmp_path / "exported"), *command]) == 0
+    files = capsys.readouterr().out.split()
+    assert [Path(file).name for file in files] == ["000_a-cat.png", "001_a-cat.png", "002_a-dog.png", "003_a-dog.png"]
+    assert len(json.loads((tmp_path / "made" / "index.json").read_text())) == 4
+
+    assert main(["sample", str(tmp_path / "exported"), *command]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["sample", str(tmp_path), "a cat", "--out", str(tmp_path / "other")]) == 2
+    assert "neither a pipeline folder" in capsys.readouterr().err
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 2
+    assert main(["export", str(tmp_path / "made"), "--out", str(tmp_path / "new")]) == 2
+    assert "is not a whole checkpoint" in capsys.readouterr().err

@@ -22,12 +22,8 @@ def test_every_missing_thing_is_named_and_no_run_folder_is_made(
     assert main(["--config", str(write_toml()), *options]) == 2
     message = capsys.readouterr().err
     assert message.count("does not exist") == 4
-    for key in (
-        "policy.model_name_or_path",
-        "train.train_policy.dataset",
-        "validation.dataset",
-        "policy.lora.lora_path",
-    ):
+    tables = ("policy.model_name_or_path", "train.train_policy.dataset", "validation.dataset", "policy.lora.lora_path")
+    for key in tables:
         assert key in message
     assert "Traceback" not in message
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml
 
 # fine-tune a tiny SD3 pipeline on handwritten digits, from random weights to judged pictures
 quickstart: $(VENV)/installed
-	$(BIN)/python -m examples.quickstart.quickstart --out outputs/quickstart $(ARGS)
+	$(BIN)/python examples/quickstart/quickstart.py --out outputs/quickstart $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)

@@ -107,7 +107,7 @@ def _open(base: str, adapter: Path | None) -> Any:
     import torch
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    from cosmos_rl.policy.model.diffusers.diffuser_model import quiet_libraries
+    from cosmos_rl.policy.model.quiet import quiet_libraries
 
     try:
         with quiet_libraries():

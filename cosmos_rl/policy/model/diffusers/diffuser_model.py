@@ -23,6 +23,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.quiet import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -348,21 +349,6 @@ class DiffuserModel(abc.ABC):
         if self.param_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.param_dtype)
-
-
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """No progress bars of the libraries: ours is the only progress that a log should hold."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        diffusers_logging.enable_progress_bar()
-        transformers_logging.enable_progress_bar()
 
 
 def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -38,8 +38,14 @@ class CheckpointManager:
     writer is raised by the next ``save`` or by ``wait``.
     """
 
-    def __init__(self, checkpoints: Path, exports: Path, *, background: bool, max_keep: int) -> None:
-        """``max_keep`` newest steps stay (-1: all); an older step leaves together with its export."""
+    def __init__(
+        self, checkpoints: Path, exports: Path, *, background: bool, max_keep: int, is_main: bool = True
+    ) -> None:
+        """``max_keep`` newest steps stay (-1: all); an older step leaves together with its export.
+
+        All ranks make a manager and save together; ``is_main`` is true on the one that makes and renames folders.
+        """
+        self._is_main = is_main
         self._checkpoints = checkpoints
         self._exports = exports
         self._background = background
@@ -51,8 +57,9 @@ class CheckpointManager:
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.blocked_s = 0.0
         """Wall time that ``save`` and ``wait`` took from the training loop, seconds."""
-        for folder in (checkpoints, exports):
-            layout.remove_staged(folder)
+        if is_main:
+            for folder in (checkpoints, exports):
+                layout.remove_staged(folder)
 
     def save(self, job: SaveJob, *, block: bool = False) -> None:
         """Write one step; in the background from a private copy unless ``block`` (or the manager) says otherwise."""
@@ -109,10 +116,15 @@ class CheckpointManager:
         if job.state is None:
             return
         final = layout.step_dir(self._checkpoints, job.step)
-        stage = atomic.begin(final)
-        policy = stage / "policy"
-        policy.mkdir()
+        policy = atomic.staging_path(final) / "policy"
+        if self._is_main:
+            atomic.begin(final)
+            policy.mkdir()
+        if self._group is not None:
+            dist.barrier(group=self._group)
         dcp.save(job.state, checkpoint_id=policy, process_group=self._group, no_dist=self._group is None)
+        if not self._is_main:
+            return
         (policy / layout.TRAINER_STATE).write_text(json.dumps(job.trainer_state, indent=1))
         (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy))
         atomic.commit(final)

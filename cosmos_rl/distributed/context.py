@@ -1,13 +1,14 @@
-"""Which device this process has, which rank it is, and the process group."""
+"""Which device this process has, its place among the ranks, and the process group."""
 
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cosmos_rl.errors import UserError
 
@@ -16,16 +17,56 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Context:
-    """The place of this process in the job."""
+    """The place of this process in the job. Data-parallel rank and rank are the same while nothing else is parallel."""
 
     device: torch.device
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
+    mesh: DeviceMesh | None = None
+    """(dp_replicate, dp_shard); None for a single rank, which is not wrapped in FSDP."""
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of each batch is this rank's."""
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shares each batch is dealt."""
+        return self.world_size
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over all ranks, in float64."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over all ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo carries it whatever the device
+        dist.all_reduce(tensor, op=operation)
+        return tensor.tolist()
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks, rank after rank; every rank gives as many. The result is on the CPU."""
+        if self.world_size == 1:
+            return rows.cpu()
+        parts = [torch.empty_like(rows, device="cpu") for _ in range(self.world_size)]
+        dist.all_gather(parts, rows.cpu().contiguous())
+        return torch.cat(parts)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
 
 
 def pick_device(name: str) -> torch.device:
@@ -52,18 +93,35 @@ def use_deterministic_kernels() -> None:
 
 
 @contextlib.contextmanager
-def process_group(device_name: str) -> Iterator[Context]:
-    """Join the job's process group (or make one of size 1) for the length of the block."""
+def process_group(device_name: str, replicas: int = 1) -> Iterator[Context]:
+    """Join the job's process group (or make one of size 1) for the length of the block.
+
+    Args:
+        device_name: ``auto``, ``cpu`` or ``cuda``.
+        replicas: groups of ranks that each hold all weights; the ranks of a group share them (HSDP).
+    """
     device = pick_device(device_name)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo on the CPU side carries async saves
-    if dist.is_initialized():  # a caller's own group stays the caller's
-        yield Context(device, dist.get_rank(), dist.get_world_size())
-        return
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    ours = not dist.is_initialized()
+    if ours and "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
-    else:
+    elif ours:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Context(device, dist.get_rank(), dist.get_world_size())
+        yield _context(device, replicas)
     finally:
-        dist.destroy_process_group()
+        if ours:  # a caller's own group stays the caller's
+            dist.destroy_process_group()
+
+
+def _context(device: torch.device, replicas: int) -> Context:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        return Context(device)
+    if world % replicas:
+        raise UserError(
+            f"{world} ranks cannot be split into policy.parallelism.dp_replicate_size = {replicas} equal groups"
+        )
+    shape = (replicas, world // replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return Context(device, rank, world, mesh)

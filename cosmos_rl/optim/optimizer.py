@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cosmos_rl.optim.schedule import LrSchedule
 
@@ -60,7 +61,8 @@ class Optimizer:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._params, bound))
+        total = torch.nn.utils.clip_grad_norm_(self._params, bound)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         finite = norm == norm and norm != float("inf")
         if finite:
             self.torch_optimizer.step()

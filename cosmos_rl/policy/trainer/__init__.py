@@ -53,7 +53,7 @@ def run(
 
     if config.train.deterministic:
         use_deterministic_kernels()
-    with process_group(config.train.device) as context:
+    with process_group(config.train.device, config.policy.parallelism.dp_replicate_size) as context:
         task = SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)

@@ -43,11 +43,15 @@ class TrainLoop:
         self._custom_loggers = custom_loggers
         self._hooks = hooks
         self._stop = stop
-        self._metrics = MetricsFile(run.metrics)
+        self._metrics = MetricsFile(run.metrics) if context.is_main else None
         self._wandb = self._start_wandb()
         ckpt = config.train.ckpt
         self._manager = CheckpointManager(
-            run.checkpoints, run.safetensors, background=ckpt.save_mode == "async", max_keep=ckpt.max_keep
+            run.checkpoints,
+            run.safetensors,
+            background=ckpt.save_mode == "async",
+            max_keep=ckpt.max_keep,
+            is_main=context.is_main,
         )
         self._saved_step: int | None = None
 
@@ -79,14 +83,21 @@ class TrainLoop:
             if self._validation_due(done):
                 metrics |= self._validate(done)
             self._log(done, metrics)
-            if "console" in self._config.logging.logger:
+            if self._context.is_main and "console" in self._config.logging.logger:
                 console.log(done, metrics)
             if self._save_due(done):
                 self._save(done)
-            if self._stop.requested and done < total:
-                return self._end_early(done, self._stop.requested)
+            signal_name = self._stop_signal()
+            if signal_name and done < total:
+                return self._end_early(done, signal_name)
         self._finish(total, trained=start < total)
         return 0
+
+    def _stop_signal(self) -> str | None:
+        """The signal that asked any rank to stop; the same answer on all ranks."""
+        names = ["", *EXIT_CODES]
+        (number,) = self._context.max_over_ranks([names.index(self._stop.requested or "")])
+        return names[int(number)] or None
 
     def _guard(self, done: int, skipped_in_a_row: int) -> None:
         if skipped_in_a_row == 0:
@@ -122,7 +133,7 @@ class TrainLoop:
     def _export_of(self, done: int) -> WriteExport:
         """Copies the weights now; writes them when called."""
         write, folder = self._task.prepare_export(), step_dir(self._run.safetensors, done)
-        return lambda: write(folder)
+        return lambda: write(folder) if self._context.is_main else None
 
     def _end_early(self, done: int, signal_name: str) -> int:
         logger.warning(f"{signal_name}: saving step {done} and stopping")
@@ -137,7 +148,8 @@ class TrainLoop:
         folder = step_dir(self._run.safetensors, total)
         if not trained:
             logger.info(f"Nothing left to train: step {total} of {total} is done already")
-        if self._saved_step != total and not folder.exists():
+        (missing,) = self._context.max_over_ranks([float(self._context.is_main and not folder.exists())])
+        if self._saved_step != total and missing:
             self._manager.save(SaveJob(total, None, {}, self._export_of(total)))
         self._manager.wait()
         logger.info(f"Finished after {total} steps. Result: {folder.absolute()}")
@@ -145,7 +157,7 @@ class TrainLoop:
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based step to go on with."""
         if resume_from is None:
-            self._metrics.rewind(-1)
+            self._rewind(-1)
             return 0
         state = read_trainer_state(resume_from)
         for name, now in self._task.trainer_state().items():
@@ -156,11 +168,15 @@ class TrainLoop:
                 )
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
         step = int(state["step"])
-        self._metrics.rewind(step)
+        self._rewind(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
         logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
         self._call_hook("load_checkpoint_hook", step)
         return step
+
+    def _rewind(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.rewind(step)
 
     def _shadow(self) -> Mapping[str, Any] | None:
         return None if self._task.ema is None else self._task.ema.shadow
@@ -175,7 +191,7 @@ class TrainLoop:
         self._call_hook("pre_validation_hook", done)
         began = time.perf_counter()
         report = self._task.validate(done)
-        if report.pictures is not None:
+        if report.pictures is not None and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
             files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
             if self._wandb is not None:
@@ -184,6 +200,8 @@ class TrainLoop:
         return {**report.metrics, "val/time": time.perf_counter() - began}
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
+        if self._metrics is None:
+            return
         self._metrics.log(done, metrics)
         if self._wandb is not None:
             self._wandb.log(done, metrics)

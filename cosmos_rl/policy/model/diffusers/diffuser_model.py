@@ -8,17 +8,20 @@ flow matching in the SD3 manner, ``set_scheduler_timestep``, ``add_noise`` and `
 import abc
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
 from cosmos_rl.diffusion.kernels import EulerKernel, StockKernel, sigmas_of
 from cosmos_rl.diffusion.sampling import run_sampling
 from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers import lora
@@ -61,6 +64,8 @@ class DiffuserModel(abc.ABC):
         param_dtype: str = "float32",
         device: torch.device | str = "cpu",
         gradient_checkpointing: bool = False,
+        seed: int = 0,
+        sharding: Sharding | None = None,
     ) -> None:
         """Load the pipeline from a local folder or the hub.
 
@@ -72,6 +77,8 @@ class DiffuserModel(abc.ABC):
             param_dtype: dtype of forward and backward, and of a frozen base under LoRA.
             device: where the transformer lives.
             gradient_checkpointing: recompute activations in the backward pass.
+            seed: seed of fresh adapters.
+            sharding: how the transformer is spread over ranks; None keeps it whole on this one.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -82,19 +89,12 @@ class DiffuserModel(abc.ABC):
         self.revision = revision
         self.device = torch.device(device)
         self.param_dtype = DTYPES[param_dtype]
-        self.pipeline = self._load_pipeline()
+        self.pipeline = self._load_pipeline(whole=sharding is None)
         for name, part in self.pipeline.components.items():
             setattr(self, name, part)
-        if getattr(self, "transformer", None) is None:
-            raise UserError(f"{model_str}: {type(self.pipeline).__name__} has no part named transformer to train")
         self._check_is_video()
         self._freeze_and_place()
-        if lora_config is not None:
-            lora.add_adapters(self.transformer, lora_config)
-            if lora_config.lora_path:
-                lora.warm_start(self.transformer, self.primary_adapter, lora_config.lora_path)
-        else:
-            self.transformer.requires_grad_(True)
+        self._prepare_transformer(sharding, seed)
         if gradient_checkpointing and getattr(self.transformer, "_supports_gradient_checkpointing", False):
             self.transformer.enable_gradient_checkpointing()
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
@@ -267,6 +267,10 @@ class DiffuserModel(abc.ABC):
             yield
         finally:
             self.transformer.train(was_training)
+            # a forward pass without a backward leaves weights gathered, and they would outlive a change of the shards
+            for module in self.transformer.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -280,25 +284,61 @@ class DiffuserModel(abc.ABC):
         """Trained parameters by their full names in the transformer, in a fixed order."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
+    def synchronise_gradients(self, wanted: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks; off for all but a step's last micro-batch."""
+        if isinstance(self.transformer, FSDPModule):
+            self.transformer.set_requires_gradient_sync(wanted)
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _load_pipeline(self) -> Any:
+    @property
+    def _master_dtype(self) -> torch.dtype:
+        """Dtype of the transformer's stored weights: what is trained keeps its precision, a frozen base need not."""
+        return self.param_dtype if self.lora_config is not None else DTYPES[self.config.dtype]
+
+    def _load_pipeline(self, *, whole: bool) -> Any:
+        """The pipeline from its files; with ``whole`` false its transformer is a shell without memory."""
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-        master = DTYPES[self.config.dtype]
-        dtypes = {
-            "default": master,
-            "vae": torch.float32,
-            "transformer": self.param_dtype if self.lora_config is not None else master,
-        }
         local = Path(self.model_str).expanduser()
         if not local.is_dir():
             local = Path(DiffusionPipeline.download(self.model_str, revision=self.revision))
         self.base_folder = local
+        if not (local / "transformer").is_dir():
+            raise UserError(f"{self.model_str}: the pipeline has no part named transformer to train")
+        default = DTYPES[self.config.dtype]
+        dtypes = {"default": default, "vae": torch.float32, "transformer": self._master_dtype}
+        given = {} if whole else {"transformer": self._empty_transformer()}
         with quiet_libraries():
-            pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes)
+            pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes, **given)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+    def _empty_transformer(self) -> Any:
+        import diffusers
+
+        folder = self.base_folder / "transformer"
+        model_class = getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"])
+        with torch.device("meta"):
+            return model_class.from_config(model_class.load_config(folder)).to(self._master_dtype)
+
+    def _prepare_transformer(self, sharding: Sharding | None, seed: int) -> None:
+        """Adapters, sharding and weights, in the order that never holds the whole model in a sharded run."""
+        folder = self.base_folder / "transformer"
+        if self.lora_config is not None:
+            lora.add_adapters(self.transformer, self.lora_config)
+        else:
+            self.transformer.requires_grad_(True)
+        if sharding is not None:
+            sharding.apply(self.transformer, self.param_dtype)
+            materialise(self.transformer, self.device)
+            load_shards(folder, lora.base_state(self.transformer))
+        else:
+            check_names(folder, set(weight_files(folder)), set(lora.base_state(self.transformer)))
+        if self.lora_config is not None:
+            lora.initialise(self.transformer, self.lora_config, seed, sharded=sharding is not None)
+            if self.lora_config.lora_path:
+                lora.warm_start(self.transformer, self.primary_adapter, self.lora_config.lora_path)
 
     def _check_is_video(self) -> None:
         is_video = not hasattr(self.pipeline, "image_processor")
@@ -315,7 +355,10 @@ class DiffuserModel(abc.ABC):
             if isinstance(part, torch.nn.Module):
                 part.eval()
                 part.requires_grad_(False)
-                part.to(self.device if name == "transformer" else self._resting)
+                if name != "transformer":
+                    part.to(self._resting)
+                elif next(part.parameters()).device.type != "meta":
+                    part.to(self.device)
 
     def _encoders(self) -> list[torch.nn.Module]:
         parts = self.pipeline.components.items()

@@ -2,15 +2,18 @@
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors import safe_open
 
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 
@@ -64,10 +67,43 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     }
     for name in config.lora_names:
         transformer.add_adapter(PeftLoraConfig(**peft_config), adapter_name=name)
-    for name, param in transformer.named_parameters():
-        if ".lora_" in name:
-            param.data = param.data.float()
+    for name, param in list(transformer.named_parameters()):
+        if ".lora_" in name and param.dtype != torch.float32:
+            owner, _, leaf = name.rpartition(".")
+            setattr(transformer.get_submodule(owner), leaf, torch.nn.Parameter(param.detach().float()))
     activate(transformer, config.active_adapter)
+
+
+def base_state(transformer: Any) -> dict[str, torch.Tensor]:
+    """Weights and saved buffers of the base under the names that they have without adapters."""
+    state = {k: v for k, v in transformer.state_dict().items() if ".lora_" not in k}
+    return {k.replace(".base_layer.", "."): v for k, v in state.items()}
+
+
+def initialise(transformer: Any, config: LoraConfig, seed: int, *, sharded: bool) -> None:
+    """Start values of fresh adapters, drawn by (seed, name): the same for any number of ranks.
+
+    As in PEFT: A is Kaiming-uniform (``true``) or normal with standard deviation 1/r (``gaussian``), B is zero; with
+    ``false`` B is drawn like A. The initialisations that decompose the base weights are PEFT's own.
+
+    Raises:
+        UserError: one of those with sharded weights.
+    """
+    kind = config.init_lora_weights
+    if kind not in (True, False, "gaussian"):
+        if sharded:
+            raise UserError(f'policy.lora.init_lora_weights = "{kind}" needs the whole base weights: use one rank for it')
+        return
+    for name, param in transformer.named_parameters():
+        if ".lora_" not in name:
+            continue
+        full = torch.zeros(param.shape, dtype=torch.float32)
+        generator = randomness.generator(seed, f"lora/{name}")
+        if ".lora_A." in name and kind == "gaussian":
+            torch.nn.init.normal_(full, std=1.0 / param.shape[0], generator=generator)
+        elif ".lora_A." in name or kind is False:
+            torch.nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+        copy_full(param, full)
 
 
 def activate(transformer: Any, adapter: str) -> None:
@@ -129,7 +165,8 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
             + "\n".join(problems[:10])
             + more
         )
-    set_peft_model_state_dict(transformer, weights, adapter_name=adapter)
+    for key, value in own.items():
+        copy_full(value, weights[key])
 
 
 def _plain_key(key: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
+from cosmos_rl.distributed.sharding import full_cpu
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
@@ -42,15 +43,20 @@ def build_ema(params: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> E
     return Ema(params, train.ema_decay, train.ema_update_step_interval) if train.ema_enable else None
 
 
-def prepare_export(model: DiffuserModel) -> Callable[[Path], None]:
-    """Copy the policy's weights as they are now, in the compute dtype; the result writes them into a step's folder."""
+def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path], None]:
+    """Copy the policy's weights as they are now, in the compute dtype; the result writes them into a step's folder.
+
+    All ranks must call it; only the one with ``keep`` gets something to write.
+    """
     if model.lora_config is not None:
         adapter = model.primary_adapter
-        weights = _copied(adapter_state(model.transformer, adapter), model.param_dtype)
+        weights = _copied(adapter_state(model.transformer, adapter), model.param_dtype, keep=keep)
         return LoraExport(weights, model.transformer.peft_config[adapter], model.model_str).write
-    weights = _copied(model.transformer.state_dict(), model.param_dtype)
+    weights = _copied(model.transformer.state_dict(), model.param_dtype, keep=keep)
     return PipelineExport(weights, model.base_folder).write
 
 
-def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()}
+def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU where ``keep``; nothing on the other ranks, which only take part in the gathering."""
+    copies = ((name, full_cpu(value, dtype, keep=keep)) for name, value in state.items())
+    return {name: copy for name, copy in copies if copy is not None}

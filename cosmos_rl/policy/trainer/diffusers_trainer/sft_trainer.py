@@ -14,6 +14,7 @@ from cosmos_rl.data.streams import Batch, MapStream, load_batches
 from cosmos_rl.diffusion.schedule import density, index_from_density
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import StepResult
@@ -50,17 +51,20 @@ class SFTTrainer:
         self.total_steps = self.stream.steps_per_epoch * config.train.epoch
         if config.train.max_num_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_num_steps)
-        torch.manual_seed(randomness.key(self._seed, "init"))  # adapters start the same in every run of this seed
+        torch.manual_seed(randomness.key(self._seed, "init"))  # what a library draws while it builds the model
         self.model: DiffuserModel = ModelRegistry.build_diffusers_model(
             config,
             param_dtype=config.train.param_dtype,
             device=context.device,
             gradient_checkpointing=config.policy.model_gradient_checkpointing,
+            seed=self._seed,
+            sharding=None if context.mesh is None else Sharding(context.mesh),
         )
         self.params: Mapping[str, torch.nn.Parameter] = self.model.trainable()
         self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
         self.ema: Ema | None = build_ema(self.params, config.train)
         self._batches: Iterator[Batch] = iter(())
+        self._val_prompts: list[str] | None = None
         self._describe()
 
     def start(self, step: int) -> None:
@@ -70,28 +74,33 @@ class SFTTrainer:
             self.stream,
             step,
             self.total_steps,
-            rank=self._context.rank,
-            world_size=self._context.world_size,
+            rank=self._context.dp_rank,
+            world_size=self._context.dp_size,
             num_workers=self._config.train.train_policy.dataloader_num_workers,
         )
 
     def train_step(self, step: int) -> StepReport:
         """One optimiser step on the batch at ``step``."""
         batch = next(self._batches)
-        torch.manual_seed(randomness.key(self._seed, "dropout", step, self._context.rank))
+        torch.manual_seed(randomness.key(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
-        loss_sum, weight = 0.0, float(self.stream.batch)
-        for micro in _split(batch, self._config.train.train_policy.mini_batch):
+        own_sum, weight = 0.0, float(self.stream.batch)
+        micros = list(_split(batch, self._config.train.train_policy.mini_batch))
+        for number, micro in enumerate(micros, 1):
+            self.model.synchronise_gradients(number == len(micros))
             micro_sum, _ = self._loss(step, micro)
-            (micro_sum / weight).backward()
-            loss_sum += float(micro_sum.detach())
+            # sharded gradients are averaged over the ranks, so each rank's share is scaled up first
+            (micro_sum * self._context.dp_size / weight).backward()
+            own_sum += float(micro_sum.detach())
+        (loss_sum,) = self._context.sum_over_ranks([own_sum])
+        (loss_max,) = self._context.max_over_ranks([own_sum / len(batch.items)])
         loss = loss_sum / weight
         result = self.optimizer.step(step) if loss == loss and abs(loss) != float("inf") else self._skip(step)
         if result.applied and self.ema is not None:
             self.ema.update(step)
         metrics = {
             "train/loss_avg": loss,
-            "train/loss_max": loss,
+            "train/loss_max": loss_max,
             "optimizer/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
             "train/epoch": step // self.stream.steps_per_epoch,
@@ -106,26 +115,48 @@ class SFTTrainer:
         with swap, torch.no_grad(), self.model.evaluating():
             if isinstance(self._val_dataset[0], str):
                 return ValidationReport(pictures=self._pictures(list(self._val_dataset)))
-            items = [as_item(self._val_dataset[i], i) for i in range(len(self._val_dataset))]
-            prompts = list(dict.fromkeys(item.prompt for item in items))[:MAX_VALIDATION_PROMPTS]
-            return ValidationReport({"val/avg_loss": self.held_out_loss(items)}, self._pictures(prompts))
+            return ValidationReport({"val/avg_loss": self.held_out_loss()}, self._pictures(self._held_out_prompts()))
 
-    def held_out_loss(self, items: Sequence[Item]) -> float:
-        """Mean flow-matching loss of ``items``; the same levels and noise at every call."""
-        size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
+    def held_out_loss(self) -> float:
+        """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
         total, weight = 0.0, 0.0
-        for first in range(0, len(items), size):
-            chunk = items[first : first + size]
-            micro_sum, micro_weight = self._flow_loss(
-                "validation", 0, range(first, first + len(chunk)), chunk, dropout=0.0
-            )
-            total, weight = total + float(micro_sum), weight + float(micro_weight)
+        for ids, counts in self._dealt(len(self._val_dataset)):
+            items = [as_item(self._val_dataset[i], i) for i in ids]
+            micro_sum, micro_weight = self._flow_loss("validation", 0, ids, items, dropout=0.0)
+            if counts:
+                total, weight = total + float(micro_sum), weight + float(micro_weight)
+        total, weight = self._context.sum_over_ranks([total, weight])
         return total / weight
+
+    def _held_out_prompts(self) -> list[str]:
+        """Up to ``MAX_VALIDATION_PROMPTS`` distinct captions of the held-out pairs, in their order."""
+        if self._val_prompts is None:
+            found: dict[str, None] = {}
+            for i in range(len(self._val_dataset)):
+                found[as_item(self._val_dataset[i], i).prompt] = None
+                if len(found) == MAX_VALIDATION_PROMPTS:
+                    break
+            self._val_prompts = list(found)
+        return self._val_prompts
+
+    def _dealt(self, count: int) -> Iterator[tuple[list[int], bool]]:
+        """Positions 0 ... count - 1 dealt to this rank in chunks; (positions, do they count).
+
+        Every rank gets as many chunks, since sharded forward passes must meet: one that has none left repeats its
+        first position, and that chunk does not count.
+        """
+        size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
+        rank, world = self._context.dp_rank, self._context.dp_size
+        own = list(range(rank, count, world))
+        rounds = -(-(-(-count // world)) // size)
+        for number in range(rounds):
+            chunk = own[number * size : (number + 1) * size]
+            yield chunk or [rank % count], bool(chunk)
 
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            return prepare_export(self.model)
+            return prepare_export(self.model, keep=self._context.is_main)
 
     def trainer_state(self) -> dict[str, Any]:
         """What the positions in the data and the draws depend on."""
@@ -171,16 +202,19 @@ class SFTTrainer:
         config = self._config.policy.diffusers
         count = self._config.validation.n_generation
         shape = self.model.latent_shape(*config.inference_size)
-        size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
         all_prompts = [prompt for prompt in prompts for _ in range(count)]
-        parts = []
-        for first in range(0, len(all_prompts), size):
-            chunk = all_prompts[first : first + size]
-            noise = randomness.normal(shape, self._seed, "validation/picture", 0, range(first, first + len(chunk)))
+        world = self._context.dp_size
+        own = torch.zeros(-(-len(all_prompts) // world), *config.inference_size, 3, dtype=torch.uint8)
+        for ids, counts in self._dealt(len(all_prompts)):
+            noise = randomness.normal(shape, self._seed, "validation/picture", 0, ids)
             steps = config.sample.eval_num_steps or config.sample.num_steps
+            chunk = [all_prompts[i] for i in ids]
             pictures = self.model.sample(chunk, noise, num_steps=steps, guidance=config.sample.guidance_scale)
-            parts.append(to_uint8(pictures))
-        return Pictures(torch.cat(parts), all_prompts)
+            if counts:
+                own[[i // world for i in ids]] = to_uint8(pictures)
+        gathered = self._context.gather_rows(own)  # rank after rank; position i is row i // world of rank i % world
+        order = [(i % world) * len(own) + i // world for i in range(len(all_prompts))]
+        return Pictures(gathered[order], all_prompts)
 
     def _skip(self, step: int) -> StepResult:
         self.optimizer.torch_optimizer.zero_grad(set_to_none=True)

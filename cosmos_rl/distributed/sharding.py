@@ -1,0 +1,138 @@
+"""Sharded modules: FSDP2 over the data-parallel ranks, weights read shard by shard, whole tensors gathered."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cosmos_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a module is spread over ranks."""
+
+    mesh: DeviceMesh
+    """(dp_replicate, dp_shard)."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Dtype in which gradients are reduced."""
+    reshard: str = "default"
+    """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (in all but the root)."""
+
+    def apply(self, module: nn.Module, param_dtype: torch.dtype) -> None:
+        """Shard ``module`` in place; its gathered weights have ``param_dtype``."""
+        shard_module(
+            module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=self.reshard
+        )
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard: str = "default",
+) -> None:
+    """FSDP2 in place: every block of a class in ``_no_split_modules``, then the rest. See ``Sharding``.
+
+    Inputs are not cast (noise levels must stay float32); what needs the compute dtype is cast by autocast.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    axes = mesh if mesh.size(0) > 1 else mesh["dp_shard"]
+    options: dict[str, Any] = {"mesh": axes, "mp_policy": policy}
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = [child for child in module.modules() if child is not module and type(child).__name__ in names]
+    for block in blocks:
+        fully_shard(block, **options, reshard_after_forward=reshard != "never")
+    fully_shard(module, **options, reshard_after_forward=reshard == "always")
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give a sharded module that was built on the meta device its (still empty) memory."""
+    lost = [name for name, _ in _buffers_outside_state(module)]
+    if lost:
+        raise UserError(
+            f"{type(module).__name__} computes buffers when it is built ({', '.join(lost[:3])}), which sharded loading "
+            "cannot restore; train this model with one rank"
+        )
+    module.to_empty(device=device)
+
+
+def _buffers_outside_state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = module.state_dict().keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name not in saved]
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file of a diffusers model folder (one file, or shards with an index).
+
+    Raises:
+        UserError: the folder holds no safetensors weights.
+    """
+    from safetensors import safe_open
+
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = folder / "diffusion_pytorch_model.safetensors"
+    if not single.is_file():
+        raise UserError(f"{folder}: no diffusion_pytorch_model.safetensors (or its index) there")
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
+
+
+def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
+    """Raise `UserError` unless the files hold exactly the tensors that the model has."""
+    missing, foreign = sorted(wanted - stored), sorted(stored - wanted)
+    if missing or foreign:
+        lines = [f"  missing: {name}" for name in missing[:5]] + [f"  unexpected: {name}" for name in foreign[:5]]
+        raise UserError(
+            f"{folder}: {len(wanted) - len(missing)} of {len(wanted)} tensors can be loaded, {len(missing)} are missing "
+            f"and {len(foreign)} are unexpected:\n" + "\n".join(lines)
+        )
+
+
+def load_shards(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of ``state`` (sharded or not) from a diffusers model folder; each rank reads its own part only.
+
+    Raises:
+        UserError: names differ.
+    """
+    files = weight_files(folder)
+    check_names(folder, set(files), set(state))
+    with tempfile.TemporaryDirectory() as links:  # the reader takes all safetensors files of a folder, variants too
+        for file in set(files.values()):
+            os.symlink(file.resolve(), Path(links) / file.name)
+        dcp.load(dict(state), storage_reader=HuggingFaceStorageReader(links))
+
+
+def copy_full(target: Tensor, full: Tensor) -> None:
+    """Write a whole tensor that every rank holds into a sharded (or plain) one."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            placed = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(placed)
+        else:
+            target.copy_(full)
+
+
+def full_cpu(value: Tensor, dtype: torch.dtype | None, *, keep: bool) -> Tensor | None:
+    """The whole tensor as a CPU copy on the ranks with ``keep``; all ranks must call it in the same order."""
+    whole = value.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    if not keep:
+        return None
+    return whole.to("cpu", dtype if dtype is not None and whole.is_floating_point() else whole.dtype, copy=True)

@@ -20,9 +20,7 @@ def train_on_ranks(count: int, config: Path, folder: Path, *overrides: str, resu
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in place.items()}}
         with (folder / f"rank_{rank}.log").open("ab") as log:
-            processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(DEADLINE_S) for process in processes]
     finally:

@@ -195,3 +195,18 @@ def test_only_what_is_needed_is_decoded_after_a_resume() -> None:
     dataset = Counting(Item(torch.zeros(3, 1, 1), str(i)) for i in range(100))
     assert len(list(load_batches(dataset, MapStream(100, 2, 0), 40, 44))) == 4
     assert dataset.calls == 8
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_picture_is_a_user_error_in_workers_too(tmp_path: Path, num_workers: int) -> None:
+    for name in "ab":
+        save_pair(tmp_path, name)
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"^\S+b\.png: cannot be read as a picture"):
+        list(load_batches(LocalPairs(tmp_path, 8, 8), MapStream(2, 2, 0), 0, 1, num_workers=num_workers))
+
+
+def test_positions_of_a_long_run_are_made_while_they_are_needed() -> None:
+    stream = MapStream(1_000_000, 10, 0, shuffle=False)
+    batches = load_batches([Item(torch.zeros(3, 1, 1), "x")] * 1_000_000, stream, 0, 10**9)
+    assert next(batches).positions[0].sample_id == 0

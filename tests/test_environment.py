@@ -81,4 +81,4 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     assert "neither a pipeline folder" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 2
     assert main(["export", str(tmp_path / "made"), "--out", str(tmp_path / "new")]) == 2
-    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert "holds no whole checkpoint" in capsys.readouterr().err

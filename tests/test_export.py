@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
@@ -167,3 +168,47 @@ def test_a_warm_start_from_an_export_continues_its_policy(write_toml: Callable[.
     stored = load_file(folder / "model.safetensors")
     own = adapter_state(model.transformer, "default")
     assert all(torch.equal(stored[f"transformer.{k}"], v) for k, v in own.items())
+
+
+def test_an_adapter_of_another_name_is_exported_alone_and_loads(
+    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer]
+) -> None:
+    names = ('--policy.lora.lora_names=["first", "second"]', '--policy.lora.primary_adapter="second"')
+    run = train(write_toml(), *names, "--policy.diffusers.max_prompt_length=256")
+    trainer = last_trainer[-1]
+    assert all(".second." in name for name in trainer.params)
+    noise = noise_for(trainer.model)
+    theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
+    assert (policy_picture(trainer, noise) - theirs).abs().max() <= 1e-5
+    assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["attn", "to_q", "a.b", ""])
+def test_adapter_names_that_collide_with_modules_are_refused(write_toml: Callable[..., Path], name: str) -> None:
+    with pytest.raises(UserError, match="cannot name an adapter"):
+        train(write_toml(), f'--policy.lora.lora_names=["{name}"]')
+
+
+def test_initialisations_that_change_the_base_are_refused(write_toml: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="not runnable yet: policy.lora.init_lora_weights"):
+        train(write_toml(), '--policy.lora.init_lora_weights="pissa"')
+
+
+def test_an_export_without_hard_links_copies(write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    run = train(write_toml(lora=False), "--train.ckpt.save_freq=3")
+    vae = "vae/diffusion_pytorch_model.safetensors"
+    assert (run / "safetensors/step_6" / vae).read_bytes() == (run / "safetensors/step_3" / vae).read_bytes()
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_the_end_of_a_resumed_run_is_always_exported(write_toml: Callable[..., Path], step: int) -> None:
+    config = write_toml()
+    run = train(config, "--train.ckpt.export_safetensors=false", "--train.ckpt.save_freq=2")
+    train(config, f"--train.max_num_steps={step}", "--train.ckpt.export_safetensors=false", resume=(run, step))
+    assert (run / f"safetensors/step_{step}/lora/model.safetensors").is_file()
+    with pytest.raises(UserError, match="is step 6, but this run ends after 3 steps"):
+        train(config, "--train.max_num_steps=3", resume=(run, 6))

@@ -1,5 +1,6 @@
 """Adapters: what they touch, how they start, which mistakes are refused."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,44 @@ def test_latents_are_shifted_and_scaled_and_decode_undoes_it(tiny_sd3: Path) -> 
     torch.testing.assert_close(latents, (mean - shift) * scale, rtol=0, atol=1e-6)
     raw = model.vae.decode(mean).sample.detach()
     torch.testing.assert_close(model.decode(latents), (raw / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-5)
+
+
+def test_text_is_cast_to_the_compute_dtype_whatever_the_encoders_have(tiny_sd3: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        config = DiffusersConfig(max_prompt_length=16, inference_size=(32, 32), dtype=dtype)
+        model = SD3Model(config, model_str=str(tiny_sd3))
+        assert model.text_encoder.dtype == torch.bfloat16 if dtype == "bfloat16" else torch.float16
+        assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+        assert torch.isfinite(velocity(model)).all()
+
+
+def test_sizes_that_the_patches_do_not_divide_are_refused(tiny_sd3: Path) -> None:
+    with pytest.raises(UserError, match="needs multiples of 8"):
+        SD3Model(DiffusersConfig(inference_size=(36, 32)), model_str=str(tiny_sd3))
+
+
+def test_a_base_with_a_renamed_layer_is_refused(tiny_sd3: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_sd3, tmp_path / "base")
+    file = tmp_path / "base/transformer/diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["transformer_blocks.0.attn.to_x.weight"] = weights.pop("transformer_blocks.0.attn.to_q.weight")
+    save_file(weights, file)
+    with pytest.raises(UserError) as error:
+        build(tmp_path / "base")
+    assert "missing: transformer_blocks.0.attn.to_q.weight" in str(error.value)
+    assert "unexpected: transformer_blocks.0.attn.to_x.weight" in str(error.value)
+
+
+def test_the_scale_of_a_peft_folder_is_checked_too(tiny_sd3: Path, tmp_path: Path) -> None:
+    export_by_hand(build(tiny_sd3), tmp_path / "adapter_model.safetensors", "base_model.model.")
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 99, "rank_pattern": {}}')
+    with pytest.raises(UserError, match="trained with lora_alpha = 99"):
+        build(tiny_sd3, lora_path=str(tmp_path))
+
+
+def test_the_count_of_fused_optimisers_lives_with_the_parameter() -> None:
+    from cosmos_rl.checkpoint.state import _empty_moment
+
+    param = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    assert _empty_moment("step", param, True).device.type == "meta"
+    assert _empty_moment("step", param, False).device.type == "cpu"

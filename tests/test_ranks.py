@@ -43,12 +43,15 @@ def test_two_and_four_ranks_give_the_trace_the_pictures_and_the_export_of_one(
         assert others.keys() == weights.keys()
         for key, value in weights.items():
             torch.testing.assert_close(others[key], value, rtol=1e-4, atol=2e-5, msg=f"{name} {key}")
-        held_out = [[line["val/avg_loss"] for line in read_metrics(run / "metrics.jsonl") if "val/avg_loss" in line]
-                    for run in (runs["1"], runs[name])]
+        held_out = [
+            [line["val/avg_loss"] for line in read_metrics(run / "metrics.jsonl") if "val/avg_loss" in line]
+            for run in (runs["1"], runs[name])
+        ]
         np.testing.assert_allclose(held_out[1], held_out[0], rtol=1e-6, err_msg=name)
         folders = [run / "media/validation/step_6" for run in (runs["1"], runs[name])]
         files = [sorted(p.name for p in folder.glob("*.png")) for folder in folders]
-        assert files[0] == files[1] and len(files[0]) == 4
+        assert files[0] == files[1]
+        assert len(files[0]) == 4
         for file in files[0]:
             one, other = (np.asarray(Image.open(folder / file), dtype=int) for folder in folders)
             assert np.abs(one - other).max() <= 1  # rounding to 8 bits

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.loop import HOOKS
 from cosmos_rl.tracking.console import duration
 from cosmos_rl.tracking.media import save_pictures, slug
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
@@ -84,7 +85,7 @@ def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
 
     monkeypatch.setattr(SD3Model, "training_sft_step", sometimes_nan)
     run = train(write_toml(), "--train.max_nonfinite_steps=3")
-    assert [math.isfinite(loss) for loss in losses(run)] == [True, True, False, False, True, True]
+    assert [loss is not None for loss in losses(run)] == [True, True, False, False, True, True]
     exported = run / "safetensors/step_6/lora/model.safetensors"
     assert exported.is_file()
 
@@ -119,27 +120,73 @@ def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
     write_toml: Callable[..., Path], picture_folder: Path
 ) -> None:
     seen: list[tuple[int, float]] = []
-    hooks: list[tuple[str, int]] = []
+    hooks: list[tuple[str, str, dict[str, object]]] = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _owner, data: hooks.append((name, data["step"]))
+        return lambda owner, data: hooks.append((name, type(owner).__name__, data))
 
     def failing(metrics: dict[str, float], step: int) -> None:
         raise OSError("disk of the logger is full")
 
-    names = ("pre_validation_hook", "post_validation_hook", "save_checkpoint_hook")
-    train(
+    run = train(
         write_toml(VALIDATION.format(picture_folder)),
         "--validation.val_before_train=false",
-        "--validation.freq=3",
+        "--validation.freq=6",
+        "--validation.batch_size=6",
         "--train.ckpt.save_freq=6",
         custom_logger_fns=[failing, lambda metrics, step: seen.append((step, metrics["train/loss_avg"]))],
-        hook_fns={name: note(name) for name in names},
+        hook_fns={name: note(name) for name in HOOKS},
     )
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
-    expected = [("pre_validation_hook", 3), ("post_validation_hook", 3)]
-    expected += [("pre_validation_hook", 6), ("post_validation_hook", 6), ("save_checkpoint_hook", 6)]
-    assert hooks == expected
+    names = [f"{when}_per_step_validation_hook" for _ in range(2) for when in ("pre", "post")]
+    names = ["pre_validation_hook", *names, "post_validation_hook", "save_checkpoint_hook"]
+    assert [name for name, _, _ in hooks] == names
+    by_name = {name: data for name, _, data in hooks}
+    assert by_name["pre_validation_hook"] == {"current_epoch": 2, "is_last_step": True}
+    assert by_name["pre_per_step_validation_hook"] == {"current_epoch": 2, "batch_index": 1}
+    average = read_metrics(run / "metrics.jsonl")[-1]["val/avg_loss"]
+    assert by_name["post_validation_hook"] == {"current_epoch": 2, "val_avg_loss": average}
+    scores = [data["val_score"] for name, _, data in hooks if name == "post_per_step_validation_hook"]
+    assert sum(scores) / 2 == pytest.approx(average)  # type: ignore[arg-type]
+    assert by_name["save_checkpoint_hook"]["checkpoint_path"] == str(run / "checkpoints/step_6/policy")
+    assert [owner for name, owner, _ in hooks if "checkpoint" in name] == ["CheckpointManager"]
+    with pytest.raises(UserError, match="unknown hooks pre_validation; known are"):
+        train(write_toml(), hook_fns={"pre_validation": print})
+
+
+def test_the_weight_that_a_loss_returns_is_what_its_sum_is_divided_by(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(write_toml(lora=False))
+    honest = SD3Model.training_sft_step
+
+    def scaled(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        return total * 0.1, weight * 0.1
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", scaled)
+    other = train(write_toml(lora=False))
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-5)  # float32 products
+
+
+def test_a_resumed_run_remembers_how_many_steps_were_not_finite(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, options = write_toml(), ("--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=2")
+    honest = SD3Model.training_sft_step
+
+    def broken(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        return total * math.nan, weight
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", broken)
+    with pytest.raises(FloatingPointError, match="in 3 steps in a row"):
+        train(config, *options)
+    run = max(p for p in config.parent.joinpath("out").iterdir() if p.name.isdigit())
+    with pytest.raises(FloatingPointError, match="the last is step 3"):
+        train(config, *options, resume=(run, 2))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["train/loss_avg"] is None  # JSON has no NaN
 
 
 def test_users_data_sets_are_taken_as_objects_or_functions(write_toml: Callable[..., Path]) -> None:
@@ -158,6 +205,8 @@ def test_users_data_sets_are_taken_as_objects_or_functions(write_toml: Callable[
     assert len(losses(train(write_toml(), dataset=Random()))) == 6
     with pytest.raises(UserError, match="dataset: need an object with __len__"):
         train(write_toml(), dataset=iter([1]))
+    with pytest.raises(UserError, match="dataset: give an object of the class Random"):
+        train(write_toml(), dataset=Random)
     with pytest.raises(UserError, match="dataset: is empty"):
         train(write_toml(), dataset=[])
 

@@ -61,7 +61,7 @@ def _check_pairs(file: Path) -> None:
         keys = set(opened.keys())
     downs = {k.removesuffix("lora_A.weight") for k in keys if k.endswith("lora_A.weight")}
     ups = {k.removesuffix("lora_B.weight") for k in keys if k.endswith("lora_B.weight")}
-    if downs != ups or len(keys) != 2 * len(downs) or not all(k.startswith("transformer.") for k in keys):
+    if not downs or downs != ups or len(keys) != 2 * len(downs) or not all(k.startswith("transformer.") for k in keys):
         raise RuntimeError(f"{file}: the exported adapter has keys that diffusers would not load: {sorted(keys)[:4]}")
 
 
@@ -113,7 +113,16 @@ def _copy_part(source: Path, target: Path, earlier: Path | None) -> None:
         (target / inside).mkdir(parents=True, exist_ok=True)
         for name in names:
             twin = earlier / inside / name if earlier else None
-            if twin is not None and twin.is_file():
-                os.link(twin, target / inside / name)
-            else:  # copyfile follows the hub cache's links to the blobs
-                shutil.copyfile(Path(folder) / name, target / inside / name)
+            if twin is None or not _linked(twin, target / inside / name):
+                shutil.copyfile(
+                    Path(folder) / name, target / inside / name
+                )  # follows the hub cache's links to its blobs
+
+
+def _linked(existing: Path, new: Path) -> bool:
+    """Whether ``new`` could be made another name of ``existing``; not every file system can do that."""
+    try:
+        os.link(existing, new)
+    except OSError:
+        return False
+    return True

@@ -8,6 +8,8 @@ import re
 import shutil
 from pathlib import Path
 
+from cosmos_rl.errors import UserError
+
 COMMIT_MARKER = "COMMITTED.json"
 TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"step_(\d+)")
@@ -59,6 +61,30 @@ def broken_steps(checkpoints: Path) -> dict[int, str]:
     """Step number -> what is wrong, for folders that look like a checkpoint and are not whole."""
     reasons = {n: why_not_whole(policy_dir(checkpoints, n)) for n in committed_steps(checkpoints)}
     return {n: why for n, why in reasons.items() if why is not None}
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The whole ``step_<N>/policy`` that ``path`` names: itself, the folder around it, or the newest of a run folder.
+
+    Raises:
+        UserError: no whole checkpoint there.
+    """
+    path = path.expanduser().resolve()
+    step = path.parent if path.name == "policy" else path
+    if _STEP.fullmatch(step.name) and step.is_dir():
+        why = why_not_whole(step / "policy")
+        if why is None:
+            return step / "policy"
+        raise UserError(f"{path} is not a whole checkpoint: {why}")
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    whole, broken = whole_steps(checkpoints), broken_steps(checkpoints)
+    if whole:
+        return policy_dir(checkpoints, whole[-1])
+    reasons = "".join(f"\n  {policy_dir(checkpoints, number)}: {why}" for number, why in broken.items())
+    found = f"holds no whole checkpoint{':' if reasons else ''}" if path.exists() else "does not exist"
+    raise UserError(
+        f"{path} {found}{reasons}\n  give a path such as <output_dir>/<timestamp>/checkpoints/step_<N>/policy"
+    )
 
 
 def marker_text(policy: Path) -> str:

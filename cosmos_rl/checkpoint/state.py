@@ -49,7 +49,8 @@ def restore(
     for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
         if moments and optimizer is not None:
-            optimizer.state[param] = {k: _empty_moment(k, param) for k in moments}
+            fused = bool(optimizer.param_groups[0].get("fused"))
+            optimizer.state[param] = {k: _empty_moment(k, param, fused) for k in moments}
     target = collect(params, optimizer, ema)
     _check_shapes(folder, stored, target)
     with warnings.catch_warnings():
@@ -57,9 +58,9 @@ def restore(
         dcp.load(target, checkpoint_id=folder)
 
 
-def _empty_moment(key: str, param: torch.nn.Parameter) -> Tensor:
-    if key == "step":  # torch's optimisers keep the count as a float32 scalar
-        return torch.zeros((), dtype=torch.float32)
+def _empty_moment(key: str, param: torch.nn.Parameter, fused: bool) -> Tensor:
+    if key == "step":  # torch's optimisers count in a float32 scalar, fused ones on the parameter's device
+        return torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
     return torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
@@ -68,7 +69,7 @@ def _check_names(
 ) -> None:
     wanted = {f"model.{n}" for n in params} | {f"ema.{n}" for n in ema or {}}
     missing = sorted(wanted - stored)
-    foreign = sorted(key for key in stored - wanted if key.startswith("model."))
+    foreign = sorted(key for key in stored - wanted if key.startswith(("model.", "ema.")))
     if missing or foreign:
         lines = [f"  not in the checkpoint: {key}" for key in missing[:5]]
         lines += [f"  only in the checkpoint: {key}" for key in foreign[:5]]

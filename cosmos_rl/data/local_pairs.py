@@ -107,6 +107,11 @@ class LocalPairs(Sequence[Item]):
                 raise UserError(f"{text}\nMore is left out than used; {expected_layout()}")
             logger.warning(text)
 
+    @property
+    def prompts(self) -> list[str]:
+        """All captions, in the order of the pairs; no picture is decoded for them."""
+        return [pair.prompt for pair in self.pairs]
+
     def __len__(self) -> int:
         return len(self.pairs)
 

@@ -53,10 +53,7 @@ class MapStream:
 
     def positions(self, step: int) -> list[Position]:
         """The ``batch`` positions of 0-based ``step``."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        order = self.order(epoch)
-        first = step_in_epoch * self.batch
-        return [Position(step * self.batch + k, order[(first + k) % self.length]) for k in range(self.batch)]
+        return next(self.batches(step, step + 1))
 
     def batches(self, first_step: int, last_step: int) -> Iterator[list[Position]]:
         """Positions of the steps ``first_step`` ... ``last_step - 1``; each epoch is permuted once."""
@@ -83,12 +80,36 @@ class _ByPosition(Dataset[Any]):
     def __init__(self, dataset: Sequence[Any]) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, position: Position) -> tuple[Position, Item]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return position, as_item(self._dataset[position.index], position.index)
+    def __getitem__(self, position: Position) -> "_Fetched":  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            return position, as_item(self._dataset[position.index], position.index)
+        except UserError as error:  # as a value: a worker process would wrap it into a traceback
+            return position, error
 
 
-def _as_batch(pairs: list[tuple[Position, Item]]) -> Batch:
-    return Batch(positions=tuple(p for p, _ in pairs), items=tuple(item for _, item in pairs))
+_Fetched = tuple[Position, Item | UserError]
+
+
+class _ShareOfSteps:
+    """Positions of this rank step by step, made while they are needed."""
+
+    def __init__(self, stream: MapStream, first_step: int, last_step: int, rank: int, world_size: int) -> None:
+        self._steps = (stream, first_step, last_step)
+        self._share = slice(rank, None, world_size)
+
+    def __iter__(self) -> Iterator[list[Position]]:
+        stream, first_step, last_step = self._steps
+        for positions in stream.batches(first_step, last_step):
+            yield positions[self._share]
+
+
+def _as_batch(pairs: list[_Fetched]) -> Batch | UserError:
+    items: list[Item] = []
+    for _, item in pairs:
+        if isinstance(item, UserError):
+            return item
+        items.append(item)
+    return Batch(positions=tuple(position for position, _ in pairs), items=tuple(items))
 
 
 def load_batches(
@@ -105,11 +126,14 @@ def load_batches(
 
     Only what is consumed counts: prefetched items have no state.
     """
-    mine = [positions[rank::world_size] for positions in stream.batches(first_step, last_step)]
+    mine = _ShareOfSteps(stream, first_step, last_step, rank, world_size)
     loader = DataLoader(
         _ByPosition(dataset),
         batch_sampler=mine,
         num_workers=num_workers,
         collate_fn=_as_batch,  # pyright: ignore
     )
-    yield from loader
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch

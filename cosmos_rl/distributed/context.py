@@ -88,6 +88,7 @@ def pick_device(name: str) -> torch.device:
 
 def use_deterministic_kernels() -> None:
     """Ask torch for deterministic kernels; an operation that has none warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; cuBLAS needs it
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
 

@@ -28,13 +28,11 @@ class Sharding:
     reduce_dtype: torch.dtype = torch.float32
     """Dtype in which gradients are reduced."""
     reshard: str = "default"
-    """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (in all but the root)."""
+    """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (not in the root)."""
 
     def apply(self, module: nn.Module, param_dtype: torch.dtype) -> None:
         """Shard ``module`` in place; its gathered weights have ``param_dtype``."""
-        shard_module(
-            module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=self.reshard
-        )
+        shard_module(module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=self.reshard)
 
 
 def shard_module(
@@ -99,8 +97,8 @@ def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
     if missing or foreign:
         lines = [f"  missing: {name}" for name in missing[:5]] + [f"  unexpected: {name}" for name in foreign[:5]]
         raise UserError(
-            f"{folder}: {len(wanted) - len(missing)} of {len(wanted)} tensors can be loaded, {len(missing)} are missing "
-            f"and {len(foreign)} are unexpected:\n" + "\n".join(lines)
+            f"{folder}: {len(wanted) - len(missing)} of {len(wanted)} tensors can be loaded, {len(missing)} are "
+            f"missing and {len(foreign)} are unexpected:\n" + "\n".join(lines)
         )
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.arguments import Launch, parse_launch, worker_command
-from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.launcher.arguments import DEFAULT_MODULE, Launch, parse_launch, worker_command
+from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.output import output_to
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.signals import EXIT_USER_ERROR, StopRequest, listening
@@ -43,7 +43,8 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
         logger.setLevel(logging.DEBUG)
     config = _sized(load_config(asked.config, asked.overrides), asked.nproc_per_node)
     refuse_unbuilt(config)
-    check_environment(config)
+    check_environment(config, pairs=asked.script == DEFAULT_MODULE)
+    config = with_absolute_paths(config)
     script = worker_command(asked.script)
     stop = StopRequest()
     with listening(stop), prepared_run(config, argv) as run:

@@ -6,15 +6,44 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 
 
-def check_environment(config: Config) -> None:
-    """Raise `UserError` with all folders and files that are named and are not there."""
-    problems = [*_model(config), *_pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)]
-    if config.validation.enable:
-        problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
+def check_environment(config: Config, *, pairs: bool) -> None:
+    """Raise `UserError` with all folders and files that are named and are not there.
+
+    `pairs`: the data folders must hold captioned pictures; a script of the user's own may read anything.
+    """
+    problems = _model(config)
+    if pairs:
+        problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
+        if config.validation.enable:
+            problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with local paths made absolute: what is written beside a run must lead there from anywhere."""
+
+    def absolute(value: str) -> str:
+        path = Path(value).expanduser()
+        return str(path.absolute()) if value and path.exists() else value
+
+    policy, train, validation = config.policy, config.train, config.validation
+    lora = policy.lora
+    if lora is not None and lora.lora_path:
+        lora = lora.model_copy(update={"lora_path": absolute(lora.lora_path)})
+    name = absolute(policy.model_name_or_path)
+    policy = policy.model_copy(update={"model_name_or_path": name, "lora": lora})
+    job = train.train_policy
+    data = job.dataset.model_copy(update={"local_dir": absolute(job.dataset.local_dir)})
+    resume = absolute(train.resume) if isinstance(train.resume, str) else train.resume
+    output = str(Path(train.output_dir).expanduser().absolute())
+    job = job.model_copy(update={"dataset": data})
+    train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
+    held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
+    validation = validation.model_copy(update={"dataset": held_out})
+    return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
 
 
 def _missing(key: str, value: str) -> list[str]:

@@ -1,10 +1,9 @@
 """Which run folder a command writes to, and which checkpoint it starts from. Reads the disk, changes nothing."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl.checkpoint.layout import broken_steps, policy_dir, whole_steps, why_not_whole
+from cosmos_rl.checkpoint.layout import broken_steps, find_checkpoint, policy_dir, whole_steps
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage.run_folder import RunFolder, runs
@@ -30,7 +29,7 @@ def plan_resume(config: Config) -> ResumePlan:
     """
     resume = config.train.resume
     if isinstance(resume, str):
-        step = _checkpoint_at(Path(resume).expanduser())
+        step = find_checkpoint(Path(resume))
         return ResumePlan(None, step, f"starting from {step}")
     if not resume:
         return ResumePlan(None, None, "")
@@ -55,7 +54,7 @@ def resume_from(config: Config, run: RunFolder, restart_count: int) -> Path | No
         if steps:
             return policy_dir(run.checkpoints, steps[-1])
     if isinstance(config.train.resume, str):
-        return _checkpoint_at(Path(config.train.resume).expanduser())
+        return find_checkpoint(Path(config.train.resume))
     return None
 
 
@@ -75,24 +74,3 @@ def _continue(run: RunFolder, older: list[RunFolder]) -> ResumePlan:
         lines.append(f"  start from one of these with --train.resume={choices[-1]}")
     lines.append("  or start anew without train.resume")
     raise UserError("\n".join(lines))
-
-
-def _checkpoint_at(path: Path) -> Path:
-    """The whole `step_<N>/policy` that `path` names: itself, the folder around it, or the newest of a run folder."""
-    path = path.absolute()
-    step = path.parent if path.name == "policy" else path
-    if re.fullmatch(r"step_\d+", step.name) and step.is_dir():
-        why = why_not_whole(step / "policy")
-        if why is None:
-            return step / "policy"
-        raise UserError(f"train.resume: {path} is not a whole checkpoint: {why}")
-    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    whole, broken = whole_steps(checkpoints), broken_steps(checkpoints)
-    if whole:
-        return policy_dir(checkpoints, whole[-1])
-    reasons = "".join(f"\n  {policy_dir(checkpoints, number)}: {why}" for number, why in broken.items())
-    found = f"holds no whole checkpoint{':' if reasons else ''}" if path.exists() else "does not exist"
-    raise UserError(
-        f"train.resume: {path} {found}{reasons}\n"
-        "  give true, or a path such as <output_dir>/<timestamp>/checkpoints/step_<N>/policy"
-    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
 
 
@@ -36,9 +37,10 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a run folder (its newest step), …/step_<N> or …/step_<N>/policy")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     given = parser.parse_args(argv)
-    from cosmos_rl.policy.trainer.offline import export_checkpoint, find_checkpoint  # imports torch: seconds
+    policy = find_checkpoint(given.checkpoint)
+    from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
-    print(export_checkpoint(find_checkpoint(given.checkpoint), given.out))
+    print(export_checkpoint(policy, given.out))
     return 0
 
 
@@ -66,6 +68,10 @@ def sample(argv: Sequence[str]) -> int:
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
     size = dict(zip(("height", "width"), given.size, strict=True)) if given.size else {}
+    if given.size and any(side % pipe.vae_scale_factor for side in given.size):
+        raise UserError(
+            f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {pipe.vae_scale_factor}"
+        )
     pictures = [
         pipe(
             prompt,
@@ -97,7 +103,10 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
     for folder in (place, place / "lora"):
         config = folder / "adapter_config.json"
         if config.is_file():
-            return json.loads(config.read_text())["base_model_name_or_path"], folder
+            base = json.loads(config.read_text()).get("base_model_name_or_path")
+            if not base:
+                raise UserError(f"{config} does not name its base model (base_model_name_or_path)")
+            return base, folder
     if place.is_dir() and not (place / "model_index.json").is_file():
         raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter")
     return source, None

@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import split_overrides
-from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.resume import resume_from
 from cosmos_rl.launcher.signals import StopRequest
@@ -101,7 +101,8 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     os.environ.setdefault("COSMOS_ROLE", "Controller" if os.environ.get("RANK", "0") == "0" else "Policy")
     config = load_config(path, split_overrides(rest)[0])
     refuse_unbuilt(config)
-    check_environment(config)
+    check_environment(config, pairs=False)
+    config = with_absolute_paths(config)
     with prepared_run(config, sys.argv) as run:
         yield _named(config, run), run
 

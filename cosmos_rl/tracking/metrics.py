@@ -1,6 +1,7 @@
 """``metrics.jsonl``: one JSON object per step, the truth about a run."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ class MetricsFile:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps({"step": step, **{k: _plain(v) for k, v in metrics.items()}}) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:

@@ -20,11 +20,12 @@ class ModelRegistry:
     """Pipeline class name (``_class_name`` of ``model_index.json``) -> model class."""
 
     _models: ClassVar[dict[str, type]] = {}
-    _mappers: ClassVar[dict[str, type[WeightMapper]]] = {}
 
     @classmethod
     def register(cls, weight_mapper: type[WeightMapper], *, allow_override: bool = False) -> Callable[[ModelT], ModelT]:
         """Class decorator: serve every name in the class's ``supported_model_types()``.
+
+        ``weight_mapper`` belongs to the documented signature; diffusers models keep their own names.
 
         Raises:
             ValueError: another class already serves one of the names and ``allow_override`` is false.
@@ -36,7 +37,6 @@ class ModelRegistry:
                 if known is not None and not allow_override and _origin(known) != _origin(model):
                     raise ValueError(f"{name} is already registered by {known.__module__}.{known.__qualname__}")
                 cls._models[name] = model
-                cls._mappers[name] = weight_mapper
             return model
 
         return decorate
@@ -70,6 +70,8 @@ class ModelRegistry:
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         name, revision = config.policy.model_name_or_path, config.policy.model_revision
+        if Path(name).expanduser().is_dir():
+            name = str(Path(name).expanduser())
         if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():
             hint = ""
             if "checkpoints" in Path(name).parts:

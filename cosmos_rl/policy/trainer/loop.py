@@ -1,5 +1,6 @@
 """The loop that all jobs share: step, validate, log, save, stop."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,14 @@ from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.wandb_logger import WandbLogger
 from cosmos_rl.utils.logging import logger
 
+HOOKS = (
+    "pre_validation_hook",
+    "pre_per_step_validation_hook",
+    "post_per_step_validation_hook",
+    "post_validation_hook",
+    "save_checkpoint_hook",
+    "load_checkpoint_hook",
+)
 EXIT_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 
 
@@ -54,17 +63,18 @@ class TrainLoop:
             is_main=context.is_main,
         )
         self._saved_step: int | None = None
+        self._skipped_in_a_row = 0
+        unknown = sorted(set(hooks) - set(HOOKS))
+        if unknown:
+            raise UserError(f"hook_fns: unknown hooks {', '.join(unknown)}; known are {', '.join(HOOKS)}")
 
     def run(self, resume_from: Path | None) -> int:
         """Train to the end or to a stop request; the exit code."""
-        try:
-            start = self._restore(resume_from)
-            code = self._train(start)
-        finally:
-            self._manager.close()
+        with contextlib.ExitStack() as stack:  # every part is ended, whatever the others meet
             if self._wandb is not None:
-                self._wandb.finish()
-        return code
+                stack.callback(self._wandb.finish)
+            stack.callback(self._manager.close)
+            return self._train(self._restore(resume_from))
 
     def _train(self, start: int) -> int:
         task, total = self._task, self._task.total_steps
@@ -72,13 +82,12 @@ class TrainLoop:
         task.start(start)
         if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
             self._log(0, self._validate(0))
-        skipped_in_a_row = 0
         for step in range(start, total):
             began = time.perf_counter()
             report = task.train_step(step)
             done = step + 1
-            skipped_in_a_row = 0 if report.applied else skipped_in_a_row + 1
-            self._guard(done, skipped_in_a_row)
+            self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
+            self._guard(done, self._skipped_in_a_row)
             metrics = {"train/iteration_time": time.perf_counter() - began, **report.metrics}
             if self._validation_due(done):
                 metrics |= self._validate(done)
@@ -125,10 +134,13 @@ class TrainLoop:
         last = done == self._task.total_steps
         export = self._export_of(done) if ckpt.export_safetensors or last else None
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
-        job = SaveJob(done, state, {"step": done, **self._task.trainer_state()}, export)
+        own = {"skipped_in_a_row": self._skipped_in_a_row}
+        kept = {"step": done, "run": self._task.identity(), "loop": own, "task": self._task.progress()}
+        job = SaveJob(done, state, kept, export)
         self._manager.save(job, block=final)
         self._saved_step = done
-        self._call_hook("save_checkpoint_hook", done)
+        where = {"checkpoint_path": str(policy_dir(self._run.checkpoints, done)), "step": done}
+        self._notify("save_checkpoint_hook", {**where, "total_steps": self._task.total_steps}, owner=self._manager)
 
     def _export_of(self, done: int) -> WriteExport:
         """Copies the weights now; writes them when called."""
@@ -136,6 +148,7 @@ class TrainLoop:
         return lambda: write(folder) if self._context.is_main else None
 
     def _end_early(self, done: int, signal_name: str) -> int:
+        """Save, also where checkpoints are off: a stopped run loses nothing."""
         logger.warning(f"{signal_name}: saving step {done} and stopping")
         if self._saved_step != done:
             self._save(done, final=True)
@@ -145,11 +158,12 @@ class TrainLoop:
 
     def _finish(self, total: int, *, trained: bool) -> None:
         """The export of the last step always exists at the end, also without checkpoints."""
+        self._manager.wait()
         folder = step_dir(self._run.safetensors, total)
         if not trained:
             logger.info(f"Nothing left to train: step {total} of {total} is done already")
         (missing,) = self._context.max_over_ranks([float(self._context.is_main and not folder.exists())])
-        if self._saved_step != total and missing:
+        if missing:
             self._manager.save(SaveJob(total, None, {}, self._export_of(total)))
         self._manager.wait()
         logger.info(f"Finished after {total} steps. Result: {folder.absolute()}")
@@ -160,18 +174,27 @@ class TrainLoop:
             self._rewind(-1)
             return 0
         state = read_trainer_state(resume_from)
-        for name, now in self._task.trainer_state().items():
-            if state.get(name) != now:
+        step = int(state["step"])
+        if step > self._task.total_steps:
+            raise UserError(
+                f"{resume_from} is step {step}, but this run ends after {self._task.total_steps} steps (train.epoch, "
+                "train.max_num_steps); raise them or resume an earlier step"
+            )
+        for name, now in self._task.identity().items():
+            before = state["run"].get(name)
+            if before != now:
                 raise UserError(
-                    f"{resume_from} was saved with {name} = {state.get(name)!r}, this run has {now!r}: data and noise "
+                    f"{resume_from} was saved with {name} = {before!r}, this run has {now!r}: data and noise "
                     "would not go on where they stopped. Use the old value, or start a new run."
                 )
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
-        step = int(state["step"])
+        self._task.restore_progress(state["task"])
+        self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])
         self._rewind(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
         logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
-        self._call_hook("load_checkpoint_hook", step)
+        data = {"checkpoint_path": str(resume_from), "extra_vars": state}
+        self._notify("load_checkpoint_hook", data, owner=self._manager)
         return step
 
     def _rewind(self, step: int) -> None:
@@ -188,15 +211,16 @@ class TrainLoop:
         return validation.enable and (done % validation.freq == 0 or done == self._task.total_steps)
 
     def _validate(self, done: int) -> dict[str, float]:
-        self._call_hook("pre_validation_hook", done)
         began = time.perf_counter()
-        report = self._task.validate(done)
+        about = {"current_epoch": self._task.epoch(done)}
+        self._notify("pre_validation_hook", {**about, "is_last_step": done == self._task.total_steps})
+        report = self._task.validate(done, lambda name, data: self._notify(name, {**about, **data}))
         if report.pictures is not None and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
             files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
             if self._wandb is not None:
                 self._wandb.log_pictures(done, "val/pictures", files, report.pictures.prompts)
-        self._call_hook("post_validation_hook", done)
+        self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
         return {**report.metrics, "val/time": time.perf_counter() - began}
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -228,6 +252,7 @@ class TrainLoop:
             config=self._config.model_dump(mode="json"),
         )
 
-    def _call_hook(self, name: str, step: int) -> None:
+    def _notify(self, name: str, data: dict[str, Any], owner: Any = None) -> None:
+        """Call the user's hook: ``fn(loop or checkpoint manager, data)``."""
         if name in self._hooks:
-            self._hooks[name](self, {"step": step, "total_steps": self._task.total_steps})
+            self._hooks[name](owner or self, data)

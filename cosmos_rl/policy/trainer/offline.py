@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-from cosmos_rl.checkpoint import layout
 from cosmos_rl.checkpoint.state import restore
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
@@ -12,27 +11,8 @@ from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
 
 
-def find_checkpoint(place: Path) -> Path:
-    """``…/step_<N>/policy`` for that folder itself, its step folder, or a run folder (its newest whole step).
-
-    Raises:
-        UserError: no whole checkpoint there.
-    """
-    place = place.expanduser().resolve()
-    if (place / "checkpoints").is_dir():
-        steps = layout.whole_steps(place / "checkpoints")
-        if not steps:
-            raise UserError(f"{place}: the run has no whole checkpoint")
-        return layout.policy_dir(place / "checkpoints", steps[-1])
-    policy = place / "policy" if (place / "policy").is_dir() else place
-    problem = layout.why_not_whole(policy)
-    if problem:
-        raise UserError(f"{place} is not a whole checkpoint: {problem}")
-    return policy
-
-
 def export_checkpoint(policy: Path, out: Path) -> Path:
-    """Write the export of a checkpoint into the new folder ``out``: ``out/lora/`` or a whole pipeline; returns it.
+    """Write the export of a checkpoint (``…/step_<N>/policy``) into the new folder ``out``; returns it.
 
     The configuration is the ``config.toml`` of the checkpoint's run. EMA weights are exported when the run kept them.
 

@@ -38,6 +38,10 @@ class ValidationReport:
     pictures: Pictures | None = None
 
 
+Notify = Callable[[str, dict[str, Any]], None]
+"""(hook name, data) -> None."""
+
+
 class Task(Protocol):
     """One kind of training job."""
 
@@ -54,14 +58,26 @@ class Task(Protocol):
         """One step: data, losses, optimiser, averages."""
         ...
 
-    def validate(self, step: int) -> ValidationReport:
-        """Judge the weights after ``step`` steps; changes no trained tensor."""
+    def validate(self, step: int, notify: Notify) -> ValidationReport:
+        """Judge the weights after ``step`` steps; changes no trained tensor. ``notify`` is called around each batch."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """In which 0-based pass over the data the run is after ``step`` steps."""
         ...
 
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy what the export needs; the result writes it into a step's folder, later and in another thread."""
         ...
 
-    def trainer_state(self) -> dict[str, Any]:
-        """What a resumed run must have in common with this one."""
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one (JSON-ready)."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """Counters that a resumed run goes on from (JSON-ready)."""
+        ...
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
         ...

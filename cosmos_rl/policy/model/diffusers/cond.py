@@ -33,13 +33,9 @@ class Cond:
             element_mask=None if self.element_mask is None else change(self.element_mask),
         )
 
-    def expand(self, num: int) -> "Cond":
-        """``num`` copies of a single condition, as a view."""
-        return self._map(lambda value: value.expand(num, *value.shape[1:]))
-
-    def select(self, rows: Tensor) -> "Cond":
-        """The conditions at ``rows`` (int64 ``[N]``)."""
-        return self._map(lambda value: value[rows.to(value.device)])
+    def rows(self, which: slice) -> "Cond":
+        """The conditions of some samples, as a view."""
+        return self._map(lambda value: value[which])
 
     def to(self, device: torch.device) -> "Cond":
         """The same on ``device``."""

@@ -27,6 +27,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.utils.logging import logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,10 +94,13 @@ class DiffuserModel(abc.ABC):
         for name, part in self.pipeline.components.items():
             setattr(self, name, part)
         self._check_is_video()
+        if sharding is None:  # diffusers leaves what is missing without values
+            folder = self.base_folder / "transformer"
+            check_names(folder, set(weight_files(folder)), set(self.transformer.state_dict()))
         self._freeze_and_place()
         self._prepare_transformer(sharding, seed)
-        if gradient_checkpointing and getattr(self.transformer, "_supports_gradient_checkpointing", False):
-            self.transformer.enable_gradient_checkpointing()
+        if gradient_checkpointing:
+            self._checkpoint_gradients()
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
         self.text_encoders = []
         self.tokenizers = []
@@ -178,11 +182,18 @@ class DiffuserModel(abc.ABC):
             twin = None if negative is None else self._encode([negative] * len(prompts), each)
         return Cond(text=text, negative=twin)
 
-    def encode_visuals(self, visuals: Sequence[Tensor], height: int, width: int) -> Tensor:
-        """Pictures in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place)."""
+    def encode_visuals(
+        self, visuals: Sequence[Tensor], height: int, width: int, *, at_once: int | None = None
+    ) -> Tensor:
+        """Pictures in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place).
+
+        ``at_once`` bounds how many are encoded in one pass.
+        """
+        size = at_once or len(visuals)
+        keywords = _accepted(self.visual_embedding, {"height": height, "width": width, "device": self.device})
         with torch.no_grad(), self.on_device(self.vae):
-            keywords = {"height": height, "width": width, "device": self.device}
-            return self.visual_embedding(list(visuals), **_accepted(self.visual_embedding, keywords))
+            chunks = [list(visuals[first : first + size]) for first in range(0, len(visuals), size)]
+            return torch.cat([self.visual_embedding(chunk, **keywords) for chunk in chunks])
 
     def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
         """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and every loss call.
@@ -205,7 +216,7 @@ class DiffuserModel(abc.ABC):
 
     def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
         """One call of the transformer at its own ``timestep``; the result has the dtype of ``latents``."""
-        inputs = self.transformer_input(latents, timestep, dict(cond.text))
+        inputs = self.transformer_input(latents, timestep.to(latents.device), dict(cond.text))
         with self._autocast():
             return self.transformer(**inputs)[0].to(latents.dtype)
 
@@ -285,7 +296,7 @@ class DiffuserModel(abc.ABC):
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     def synchronise_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks; off for all but a step's last micro-batch."""
+        """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
         if isinstance(self.transformer, FSDPModule):
             self.transformer.set_requires_gradient_sync(wanted)
 
@@ -293,8 +304,16 @@ class DiffuserModel(abc.ABC):
 
     @property
     def _master_dtype(self) -> torch.dtype:
-        """Dtype of the transformer's stored weights: what is trained keeps its precision, a frozen base need not."""
-        return self.param_dtype if self.lora_config is not None else DTYPES[self.config.dtype]
+        """Dtype of the transformer's stored weights. What is trained is held in float32, whatever it computes in: a
+        half-precision weight would not feel a small step. A frozen base is stored as it computes."""
+        return self.param_dtype if self.lora_config is not None else torch.float32
+
+    def _checkpoint_gradients(self) -> None:
+        if getattr(self.transformer, "_supports_gradient_checkpointing", False):
+            self.transformer.enable_gradient_checkpointing()
+        else:
+            name = type(self.transformer).__name__
+            logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
 
     def _load_pipeline(self, *, whole: bool) -> Any:
         """The pipeline from its files; with ``whole`` false its transformer is a shell without memory."""
@@ -333,10 +352,8 @@ class DiffuserModel(abc.ABC):
             sharding.apply(self.transformer, self.param_dtype)
             materialise(self.transformer, self.device)
             load_shards(folder, lora.base_state(self.transformer))
-        else:
-            check_names(folder, set(weight_files(folder)), set(lora.base_state(self.transformer)))
         if self.lora_config is not None:
-            lora.initialise(self.transformer, self.lora_config, seed, sharded=sharding is not None)
+            lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:
                 lora.warm_start(self.transformer, self.primary_adapter, self.lora_config.lora_path)
 
@@ -382,7 +399,8 @@ class DiffuserModel(abc.ABC):
         distinct = prompts if each else list(dict.fromkeys(prompts))
         keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
         encoded = self.text_embedding(distinct, **_accepted(self.text_embedding, keywords))
-        given = {k: v for k, v in encoded.items() if v is not None}
+        compute = self.param_dtype
+        given = {k: v.to(compute) if v.is_floating_point() else v for k, v in encoded.items() if v is not None}
         if len(distinct) == len(prompts):
             return given
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)

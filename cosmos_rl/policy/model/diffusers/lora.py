@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     """
     transformer.requires_grad_(False)
     names = [name for name, _ in transformer.named_modules()]
+    _check_config(config, names)
     targets = linear_names(transformer) if config.target_modules == "all-linear" else list(config.target_modules)
     check_targets(targets, names)
     peft_config = {
@@ -80,20 +82,13 @@ def base_state(transformer: Any) -> dict[str, torch.Tensor]:
     return {k.replace(".base_layer.", "."): v for k, v in state.items()}
 
 
-def initialise(transformer: Any, config: LoraConfig, seed: int, *, sharded: bool) -> None:
+def initialise(transformer: Any, config: LoraConfig, seed: int) -> None:
     """Start values of fresh adapters, drawn by (seed, name): the same for any number of ranks.
 
     As in PEFT: A is Kaiming-uniform (``true``) or normal with standard deviation 1/r (``gaussian``), B is zero; with
-    ``false`` B is drawn like A. The initialisations that decompose the base weights are PEFT's own.
-
-    Raises:
-        UserError: one of those with sharded weights.
+    ``false`` B is drawn like A.
     """
     kind = config.init_lora_weights
-    if kind not in (True, False, "gaussian"):
-        if sharded:
-            raise UserError(f'policy.lora.init_lora_weights = "{kind}" needs the whole base weights: use one rank for it')
-        return
     for name, param in transformer.named_parameters():
         if ".lora_" not in name:
             continue
@@ -110,7 +105,23 @@ def activate(transformer: Any, adapter: str) -> None:
     """Make ``adapter`` the active and the only trainable one."""
     transformer.set_adapter(adapter)
     for name, param in transformer.named_parameters():
-        param.requires_grad_(f".{adapter}." in name and ".lora_" in name)
+        param.requires_grad_(re.search(rf"\.lora_[AB]\.{re.escape(adapter)}\.", name) is not None)
+
+
+def _check_config(config: LoraConfig, module_names: list[str]) -> None:
+    """PEFT tells adapters apart by their name between dots; exports hold the difference to the base's own weights."""
+    parts = {part for name in module_names for part in name.split(".")}
+    taken = [name for name in config.lora_names if name in parts or not name.isidentifier()]
+    if taken:
+        raise UserError(
+            f"policy.lora.lora_names: {', '.join(map(repr, taken))} cannot name an adapter: names are identifiers that "
+            "no part of the transformer has"
+        )
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise UserError(
+            f'not runnable yet: policy.lora.init_lora_weights = "{config.init_lora_weights}" changes the base weights, '
+            'which an exported adapter cannot carry; use true or "gaussian"'
+        )
 
 
 def adapter_state(transformer: Any, adapter: str) -> dict[str, torch.Tensor]:
@@ -149,7 +160,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
     with safe_open(file, framework="pt") as opened:
         weights = {_plain_key(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    _check_scales(transformer, adapter, metadata, file)
+    _check_scales(transformer, adapter, _stored_scales(file, metadata), file)
     own = adapter_state(transformer, adapter)
     problems = [f"  {key}: not in the adapter" for key in sorted(weights.keys() - own.keys())]
     problems += [f"  {key}: not in the file" for key in sorted(own.keys() - weights.keys())]
@@ -173,11 +184,16 @@ def _plain_key(key: str) -> str:
     return key.removeprefix("base_model.model.").removeprefix(TRANSFORMER_PREFIX)
 
 
-def _check_scales(transformer: Any, adapter: str, metadata: dict[str, str], file: Path) -> None:
+def _stored_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Rank, alpha and patterns as the file's header or the ``adapter_config.json`` beside it tells them."""
+    if METADATA_KEY in metadata:
+        return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
+    beside = file.parent / "adapter_config.json"
+    return json.loads(beside.read_text()) if beside.is_file() else {}
+
+
+def _check_scales(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> None:
     """The scale alpha / r is not in the weights: when the file says it, it must be the adapter's."""
-    if METADATA_KEY not in metadata:
-        return
-    stored = {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
     own = transformer.peft_config[adapter]
     for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if name in stored and (stored[name] or None) != (getattr(own, name) or None):

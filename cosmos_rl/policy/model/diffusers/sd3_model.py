@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
@@ -21,6 +22,12 @@ class SD3Model(DiffuserModel):
 
     def __init__(self, config: DiffusersConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        factor = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+        if any(side % factor for side in config.inference_size):
+            raise UserError(
+                f"policy.diffusers.inference_size = {list(config.inference_size)}: {self.model_str} needs multiples of "
+                f"{factor} (VAE times patch size)"
+            )
         self.set_scheduler_timestep(self.train_sampling_steps)
         self.text_encoders = [self.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3]
         self.tokenizers = [self.tokenizer, self.pipeline.tokenizer_2, self.pipeline.tokenizer_3]
@@ -43,7 +50,10 @@ class SD3Model(DiffuserModel):
         """Latents ``(mean - shift_factor) * scaling_factor``, ``[B, C, H/8, W/8]`` float32 (the posterior's mean)."""
         pictures = torch.stack(visual_list).to(device, self.vae.dtype)
         if pictures.shape[-2:] != (height, width):
-            raise ValueError(f"pictures are {tuple(pictures.shape[-2:])}, expected ({height}, {width})")
+            raise UserError(
+                f"the data set gives pictures of {tuple(pictures.shape[-2:])} pixels, policy.diffusers.inference_size "
+                f"is ({height}, {width})"
+            )
         mean = self.vae.encode(pictures).latent_dist.mode()
         shift = self.vae.config.shift_factor or 0.0
         return ((mean - shift) * self.vae.config.scaling_factor).float()

@@ -1,7 +1,11 @@
 """Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
 
+import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,12 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
-from cosmos_rl.optim.optimizer import StepResult
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer, prepare_export
-from cosmos_rl.policy.trainer.task import Pictures, StepReport, ValidationReport
+from cosmos_rl.policy.trainer.task import Notify, Pictures, StepReport, ValidationReport
 from cosmos_rl.utils.logging import logger
 
 MAX_VALIDATION_PROMPTS = 16
@@ -42,7 +46,7 @@ class SFTTrainer:
         self._context = context
         self._seed = config.train.seed
         self._dataset = _opened(dataset, config, "dataset")
-        self._val_dataset = _opened(val_dataset, config, "val_dataset") if config.validation.enable else None
+        self._val_dataset: Any = _opened(val_dataset, config, "val_dataset") if config.validation.enable else None
         batch = config.train.global_batch_size or config.train.train_batch_per_replica * context.world_size
         sft = config.train.train_policy
         self.stream = MapStream(
@@ -65,6 +69,7 @@ class SFTTrainer:
         self.ema: Ema | None = build_ema(self.params, config.train)
         self._batches: Iterator[Batch] = iter(())
         self._val_prompts: list[str] | None = None
+        self._optimizer_steps = 0  # those that were applied: what the EMA's decay counts
         self._describe()
 
     def start(self, step: int) -> None:
@@ -84,30 +89,34 @@ class SFTTrainer:
         batch = next(self._batches)
         torch.manual_seed(randomness.key(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
-        own_sum, weight = 0.0, float(self.stream.batch)
-        micros = list(_split(batch, self._config.train.train_policy.mini_batch))
-        for number, micro in enumerate(micros, 1):
-            self.model.synchronise_gradients(number == len(micros))
-            micro_sum, _ = self._loss(step, micro)
-            # sharded gradients are averaged over the ranks, so each rank's share is scaled up first
-            (micro_sum * self._context.dp_size / weight).backward()
-            own_sum += float(micro_sum.detach())
-        (loss_sum,) = self._context.sum_over_ranks([own_sum])
-        (loss_max,) = self._context.max_over_ranks([own_sum / len(batch.items)])
-        loss = loss_sum / weight
-        result = self.optimizer.step(step) if loss == loss and abs(loss) != float("inf") else self._skip(step)
-        if result.applied and self.ema is not None:
-            self.ema.update(step)
+        dropout = self._config.train.train_policy.caption_dropout
+        whole = self._prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
+        size = self._config.train.train_policy.mini_batch
+        own_sum, own_weight, count = 0.0, 0.0, len(batch.items)
+        for first in range(0, count, size):
+            self.model.synchronise_gradients(first + size >= count)
+            micro_sum, micro_weight = whole.rows(slice(first, first + size)).loss(self.model)
+            micro_sum.backward()
+            own_sum, own_weight = own_sum + float(micro_sum.detach()), own_weight + float(micro_weight)
+        loss_sum, weight = self._context.sum_over_ranks([own_sum, own_weight])
+        (loss_max,) = self._context.max_over_ranks([own_sum / max(own_weight, 1e-12)])
+        loss = loss_sum / max(weight, 1e-12)
+        # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
+        result = self.optimizer.step(step, scale=self._context.dp_size / max(weight, 1e-12), loss=loss)
+        if result.applied:
+            if self.ema is not None:
+                self.ema.update(self._optimizer_steps)
+            self._optimizer_steps += 1
         metrics = {
             "train/loss_avg": loss,
             "train/loss_max": loss_max,
             "optimizer/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
-            "train/epoch": step // self.stream.steps_per_epoch,
+            "train/epoch": self.epoch(step),
         }
         return StepReport(metrics=metrics, applied=result.applied)
 
-    def validate(self, step: int) -> ValidationReport:
+    def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Held-out loss at fixed levels and noise, and pictures from fixed noise, both with the EMA weights if kept."""
         if self._val_dataset is None:
             return ValidationReport()
@@ -115,28 +124,30 @@ class SFTTrainer:
         with swap, torch.no_grad(), self.model.evaluating():
             if isinstance(self._val_dataset[0], str):
                 return ValidationReport(pictures=self._pictures(list(self._val_dataset)))
-            return ValidationReport({"val/avg_loss": self.held_out_loss()}, self._pictures(self._held_out_prompts()))
+            loss = self.held_out_loss(notify)
+            return ValidationReport({"val/avg_loss": loss}, self._pictures(self._held_out_prompts()))
 
-    def held_out_loss(self) -> float:
+    def held_out_loss(self, notify: Notify) -> float:
         """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
         total, weight = 0.0, 0.0
-        for ids, counts in self._dealt(len(self._val_dataset)):
+        for number, (ids, counts) in enumerate(self._dealt(len(self._val_dataset))):
+            notify("pre_per_step_validation_hook", {"batch_index": number})
             items = [as_item(self._val_dataset[i], i) for i in ids]
-            micro_sum, micro_weight = self._flow_loss("validation", 0, ids, items, dropout=0.0)
+            micro_sum, micro_weight = self._prepare("validation", 0, ids, items, 0.0).loss(self.model)
             if counts:
                 total, weight = total + float(micro_sum), weight + float(micro_weight)
+            score = float(micro_sum) / max(float(micro_weight), 1e-12)
+            notify("post_per_step_validation_hook", {"batch_index": number, "val_score": score})
         total, weight = self._context.sum_over_ranks([total, weight])
         return total / weight
 
     def _held_out_prompts(self) -> list[str]:
         """Up to ``MAX_VALIDATION_PROMPTS`` distinct captions of the held-out pairs, in their order."""
         if self._val_prompts is None:
-            found: dict[str, None] = {}
-            for i in range(len(self._val_dataset)):
-                found[as_item(self._val_dataset[i], i).prompt] = None
-                if len(found) == MAX_VALIDATION_PROMPTS:
-                    break
-            self._val_prompts = list(found)
+            data = self._val_dataset
+            # a data set that knows its captions need not decode its pictures for them
+            prompts = getattr(data, "prompts", None) or (as_item(data[i], i).prompt for i in range(len(data)))
+            self._val_prompts = list(itertools.islice(dict.fromkeys(prompts), MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 
     def _dealt(self, count: int) -> Iterator[tuple[list[int], bool]]:
@@ -148,7 +159,8 @@ class SFTTrainer:
         size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
         rank, world = self._context.dp_rank, self._context.dp_size
         own = list(range(rank, count, world))
-        rounds = -(-(-(-count // world)) // size)
+        most = math.ceil(count / world)
+        rounds = math.ceil(most / size)
         for number in range(rounds):
             chunk = own[number * size : (number + 1) * size]
             yield chunk or [rank % count], bool(chunk)
@@ -158,7 +170,19 @@ class SFTTrainer:
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
             return prepare_export(self.model, keep=self._context.is_main)
 
-    def trainer_state(self) -> dict[str, Any]:
+    def epoch(self, step: int) -> int:
+        """In which 0-based pass over the data the run is after ``step`` steps."""
+        return step // self.stream.steps_per_epoch
+
+    def progress(self) -> dict[str, Any]:
+        """Counters that a resumed run goes on from."""
+        return {"optimizer_steps": self._optimizer_steps}
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
+        self._optimizer_steps = int(progress["optimizer_steps"])
+
+    def identity(self) -> dict[str, Any]:
         """What the positions in the data and the draws depend on."""
         sft = self._config.train.train_policy
         return {
@@ -172,17 +196,13 @@ class SFTTrainer:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _loss(self, step: int, micro: Batch) -> tuple[Tensor, Tensor]:
-        ids = [position.sample_id for position in micro.positions]
-        dropout = self._config.train.train_policy.caption_dropout
-        return self._flow_loss("train", step, ids, micro.items, dropout=dropout)
-
-    def _flow_loss(
-        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], *, dropout: float
-    ) -> tuple[Tensor, Tensor]:
-        """Flow-matching ``(sum, weight)`` of items; all draws are keyed by (seed, purpose, step, id)."""
+    def _prepare(
+        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], dropout: float
+    ) -> "NoisedSamples":
+        """Encode items and draw their noise levels and noise; all draws are keyed by (seed, purpose, step, id)."""
         config = self._config.policy.diffusers
-        clean = self.model.encode_visuals([item.visual for item in items], *config.inference_size)
+        at_once = self._config.train.train_policy.mini_batch
+        clean = self.model.encode_visuals([item.visual for item in items], *config.inference_size, at_once=at_once)
         prompts = [item.prompt for item in items]
         if dropout > 0.0:
             drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
@@ -194,8 +214,7 @@ class SFTTrainer:
         else:
             level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
         u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std)
-        index = index_from_density(u, self.model.train_sampling_steps).to(clean.device)
-        return self.model.training_sft_step(clean, cond, timestep=index, noise=noise)
+        return NoisedSamples(clean, cond, noise, index_from_density(u, self.model.train_sampling_steps))
 
     def _pictures(self, prompts: Sequence[str]) -> Pictures:
         """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
@@ -204,7 +223,7 @@ class SFTTrainer:
         shape = self.model.latent_shape(*config.inference_size)
         all_prompts = [prompt for prompt in prompts for _ in range(count)]
         world = self._context.dp_size
-        own = torch.zeros(-(-len(all_prompts) // world), *config.inference_size, 3, dtype=torch.uint8)
+        own = torch.zeros(math.ceil(len(all_prompts) / world), *config.inference_size, 3, dtype=torch.uint8)
         for ids, counts in self._dealt(len(all_prompts)):
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, ids)
             steps = config.sample.eval_num_steps or config.sample.num_steps
@@ -216,10 +235,6 @@ class SFTTrainer:
         order = [(i % world) * len(own) + i // world for i in range(len(all_prompts))]
         return Pictures(gathered[order], all_prompts)
 
-    def _skip(self, step: int) -> StepResult:
-        self.optimizer.torch_optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=float("nan"), learning_rate=self.optimizer.learning_rate(step), applied=False)
-
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())
         what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
@@ -230,14 +245,33 @@ class SFTTrainer:
         )
 
 
-def _split(batch: Batch, size: int) -> Iterator[Batch]:
-    """Micro-batches of at most ``size`` items."""
-    for first in range(0, len(batch.items), size):
-        yield Batch(batch.positions[first : first + size], batch.items[first : first + size])
+@dataclass(frozen=True)
+class NoisedSamples:
+    """Encoded samples with everything that was drawn for them."""
+
+    clean: Tensor
+    """Latents ``[B, C, ...]`` float32."""
+    cond: Cond
+    noise: Tensor
+    """Like ``clean``."""
+    index: Tensor
+    """int64 ``[B]`` on the CPU: places in the ascending training grid."""
+
+    def rows(self, which: slice) -> "NoisedSamples":
+        """Some of the samples, as a view."""
+        return NoisedSamples(self.clean[which], self.cond.rows(which), self.noise[which], self.index[which])
+
+    def loss(self, model: DiffuserModel) -> tuple[Tensor, Tensor]:
+        """Flow-matching ``(sum, weight)``."""
+        return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
 
 
 def _opened(given: Any, config: Config, name: str) -> Any:
     """A data set, or what its factory makes of the configuration."""
+    if inspect.isclass(given):
+        raise UserError(
+            f"{name}: give an object of the class {given.__name__}, or a function of the config that makes one"
+        )
     if callable(given) and not hasattr(given, "__getitem__"):
         return _opened(given(config), config, name)
     dataset: Any = given

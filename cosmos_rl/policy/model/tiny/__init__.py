@@ -1,0 +1,51 @@
+"""Tiny, complete, offline model folders made of the real classes: for tests, demonstrations and the quickstart.
+
+`build` is the one entry; it knows families and presets without importing torch, so a command can list and check them
+at no cost.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+
+# family -> preset -> one line for a help text
+FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "sd3": {
+        "digits": "32 x 32 pictures, 1.0 M weights, sized to learn ten digits in two CPU minutes",
+        "unit": "2 layers of width 64, a forward in milliseconds, for tests",
+    },
+}
+
+
+def build(family: str, out: Path, preset: str, seed: int) -> Path:
+    """Writes a tiny pipeline folder that `DiffusionPipeline.from_pretrained` loads, and returns its path.
+
+    The same seed gives the same bytes. The folder appears whole or not at all. Raises `UserError` for an unknown
+    family or preset and for an output folder that already holds something.
+    """
+    _check_known(family, preset)
+    out = Path(out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"{out} already holds something: name a new or an empty folder for the tiny model")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        from cosmos_rl.policy.model.tiny.sd3 import build_sd3  # imports torch and diffusers: seconds
+
+        build_sd3(aside, size=preset, seed=seed)
+        aside.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        os.replace(aside, out)  # replaces an empty folder too
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def _check_known(family: str, preset: str) -> None:
+    if family not in FAMILIES:
+        raise UserError(f"no tiny model family {family!r}: choose one of {', '.join(FAMILIES)}")
+    if preset not in FAMILIES[family]:
+        raise UserError(f"no preset {preset!r} for tiny {family}: choose one of {', '.join(FAMILIES[family])}")

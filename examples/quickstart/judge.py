@@ -1,0 +1,83 @@
+"""Judges generated digits with a classifier fitted on real digits that no training ever saw.
+
+    python examples/quickstart/judge.py FOLDER
+
+FOLDER holds pictures and, beside each, a `<name>.json` with {"prompt": ...}, as digits.py writes them.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from digits import WORDS, enlarge, load_part
+from PIL import Image
+from sklearn.svm import SVC
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge says about a set of pictures. Every figure is a fraction."""
+
+    accuracy: float
+    per_digit: dict[str, float]
+    judge_accuracy_real: float  # the same judge on real digits that it was not fitted on
+    spread_ratio: float  # within-class spread of the pictures / of real digits; 1 = as varied as real ones
+    pictures: int
+
+
+def features(pictures: Sequence[Image.Image]) -> np.ndarray:
+    """Returns pictures of any size as brightness `[N, 64]` in 0..1: each of 8 x 8 cells averaged."""
+    small = [picture.convert("L").resize((8, 8), Image.Resampling.BOX) for picture in pictures]
+    return np.stack([np.asarray(picture, dtype=np.float32).ravel() / 255 for picture in small])
+
+
+def spread(cells: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the mean over digits of the root-mean-square over cells of the standard deviation within the digit."""
+    return float(np.mean([np.sqrt(cells[labels == digit].var(axis=0).mean()) for digit in np.unique(labels)]))
+
+
+class Judge:
+    """A support vector machine on 8 x 8 cells, fitted on the real digits of one part and tested on another."""
+
+    def __init__(self, fit_part: str = "judge_fit", test_part: str = "judge_test") -> None:
+        fit_digits, fit_labels = load_part(fit_part)
+        real = features([enlarge(digit) for digit in fit_digits])
+        self.classifier = SVC(C=10.0, gamma=0.2).fit(real, fit_labels)  # pyright: ignore[reportArgumentType]
+        self.spread_real = spread(real, fit_labels)
+        test_digits, test_labels = load_part(test_part)
+        self.accuracy_real = float(np.mean(self.labels([enlarge(digit) for digit in test_digits]) == test_labels))
+
+    def labels(self, pictures: Sequence[Image.Image]) -> np.ndarray:
+        """Returns the digit `[N]` that the judge sees in each picture."""
+        return self.classifier.predict(features(pictures))
+
+    def judge(self, pictures: Sequence[Image.Image], asked: np.ndarray) -> Verdict:
+        """Compares pictures with the digits `[N]` that were asked for."""
+        right = self.labels(pictures) == asked
+        per_digit = {WORDS[digit]: float(right[asked == digit].mean()) for digit in np.unique(asked)}
+        ratio = spread(features(pictures), asked) / self.spread_real
+        return Verdict(float(right.mean()), per_digit, self.accuracy_real, ratio, len(pictures))
+
+
+def read_folder(folder: Path) -> tuple[list[Image.Image], np.ndarray]:
+    """Returns a folder's pictures and the digits `[N]` that their prompts ask for."""
+    pictures, asked = [], []
+    for record in sorted(folder.glob("*.json")):
+        words = json.loads(record.read_text())["prompt"].split()
+        with Image.open(record.with_suffix(".png")) as picture:
+            pictures.append(picture.convert("RGB"))
+        asked.append(next(index for index, word in enumerate(WORDS) if word in words))
+    return pictures, np.asarray(asked)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Judge a folder of generated digits.")
+    parser.add_argument("folder", type=Path)
+    print(json.dumps(asdict(Judge().judge(*read_folder(parser.parse_args(argv).folder))), indent=2))
+
+
+if __name__ == "__main__":
+    main()

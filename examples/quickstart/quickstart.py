@@ -1,0 +1,217 @@
+"""From random weights to judged pictures: `make quickstart`.
+
+Writes real handwritten digits as a captioned picture folder, fine-tunes a tiny SD3 pipeline on them with the normal
+command (stopping it once and resuming it), teaches the result a style with a LoRA adapter, samples with plain diffusers
+from the exports, and has the pictures judged by a classifier fitted on real digits that no training ever saw.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from digits import WORDS, enlarge, load_part, prompt_of, write_all
+from judge import Judge, Verdict
+from PIL import Image
+
+HERE = Path(__file__).parent
+COSMOS_RL = [sys.executable, "-m", "cosmos_rl.launcher.cli"]
+DATASET = "cosmos_rl.tools.dataset.diffusers_dataset"
+PER_DIGIT = 50
+BATCH = 50
+COLUMNS = 3  # pictures of each digit in a row of the grid
+STOP_AT_STEP = 300
+DEADLINE_S = 1800
+
+
+def main() -> int:
+    """Run everything for one seed and write `summary.json` and `grid.png`; returns 1 when the goal is missed."""
+    parser = argparse.ArgumentParser(description="Fine-tune a tiny SD3 pipeline on handwritten digits and judge it.")
+    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    out: Path = given.out.absolute()
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+
+    heading("1/5  real handwritten digits as a folder of captioned pictures")
+    for name, count in write_all(out / "data").items():
+        print(f"{out / 'data' / name}: {count} pictures")
+    heading("2/5  a tiny SD3 pipeline with random weights")
+    command("tiny-model", "sd3", "--preset", "digits", "--out", str(out / "tiny_sd3"), "--seed", str(given.seed))
+    heading("3/5  fine-tune all weights; the run is stopped once and resumed")
+    tuned = fine_tune(out, given.seed)
+    heading("4/5  teach the result a style with a LoRA adapter")
+    adapter = style(out, tuned, given.seed)
+    heading("5/5  sample with plain diffusers and judge")
+    return judge(out, tuned, adapter, given.seed)
+
+
+def heading(text: str) -> None:
+    """A line that stands out in the log."""
+    print(f"\n=== {text}", flush=True)
+
+
+def command(*arguments: str, expect: int = 0) -> None:
+    """The `cosmos-rl` command as a user types it."""
+    print("$ cosmos-rl", *arguments, flush=True)
+    code = subprocess.run([*COSMOS_RL, *arguments], timeout=DEADLINE_S).returncode
+    if code != expect:
+        raise SystemExit(f"cosmos-rl ended with exit code {code}, expected {expect}")
+
+
+def fine_tune(out: Path, seed: int) -> Path:
+    """Train all weights; SIGTERM after some steps, then the same command with resume. Returns the exported pipeline."""
+    arguments = [
+        *("--config", str(HERE / "sft.toml")),
+        f"--policy.model_name_or_path={out / 'tiny_sd3'}",
+        f"--train.output_dir={out / 'sft'}",
+        f"--train.seed={seed}",
+        f"--train.train_policy.dataset.local_dir={out / 'data' / 'train'}",
+        f"--validation.dataset.local_dir={out / 'data' / 'validation'}",
+        DATASET,
+    ]
+    print("$ cosmos-rl", *arguments, flush=True)
+    process = subprocess.Popen([*COSMOS_RL, *arguments])
+    try:
+        wait_for_step(out / "sft", STOP_AT_STEP, process)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(DEADLINE_S)
+    finally:
+        process.kill()
+    if code != 75:
+        raise SystemExit(f"the stopped run ended with exit code {code}, expected 75 (saved and stopped)")
+    command(*arguments[:-1], "--train.resume=true", DATASET)
+    return newest_export(out / "sft")
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Return when `metrics.jsonl` of the run holds `step` lines."""
+    end = time.monotonic() + DEADLINE_S
+    while sum(len(path.read_text().splitlines()) for path in output.glob("2*/metrics.jsonl")) < step:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended early with exit code {process.returncode}")
+        if time.monotonic() > end:
+            raise SystemExit(f"step {step} was not reached in {DEADLINE_S} s")
+        time.sleep(0.2)
+
+
+def newest_export(output: Path) -> Path:
+    """`<output>/safetensors/step_<N>` with the largest N, by the documented path."""
+    return max((output / "safetensors").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def style(out: Path, base: Path, seed: int) -> Path:
+    """Train an adapter on red digits; returns its folder."""
+    command(
+        *("--config", str(HERE / "lora.toml")),
+        f"--policy.model_name_or_path={base}",
+        f"--train.output_dir={out / 'lora'}",
+        f"--train.seed={seed}",
+        f"--train.train_policy.dataset.local_dir={out / 'data' / 'red'}",
+        DATASET,
+    )
+    return newest_export(out / "lora") / "lora"
+
+
+def sampler(base: Path, adapter: Path | None = None) -> Any:
+    """A stock diffusers pipeline, loaded the documented way."""
+    from diffusers import DiffusionPipeline
+
+    from cosmos_rl.policy.model.quiet import quiet_libraries
+
+    with quiet_libraries():
+        pipe: Any = DiffusionPipeline.from_pretrained(base)
+    pipe.set_progress_bar_config(disable=True)
+    if adapter is not None:
+        pipe.load_lora_weights(str(adapter), weight_name="model.safetensors", adapter_name="default")
+        pipe.set_adapters("default")
+    return pipe
+
+
+def sample(pipe: Any, labels: list[int], seed: int) -> list[Image.Image]:
+    """One picture for each label, with the settings of sft.toml."""
+    import torch
+
+    table = tomllib.loads((HERE / "sft.toml").read_text())["policy"]["diffusers"]
+    pictures: list[Image.Image] = []
+    generator = torch.Generator().manual_seed(seed)
+    for first in range(0, len(labels), BATCH):
+        pictures += pipe(
+            [prompt_of(label) for label in labels[first : first + BATCH]],
+            num_inference_steps=table["sample"]["num_steps"],
+            guidance_scale=table["sample"]["guidance_scale"],
+            max_sequence_length=table["max_prompt_length"],
+            generator=generator,
+        ).images
+    return pictures
+
+
+def judge(out: Path, tuned: Path, adapter: Path, seed: int) -> int:
+    """Sample, judge, draw the grid, write the summary; the exit code."""
+    import numpy as np
+
+    labels = [digit for digit in range(10) for _ in range(PER_DIGIT)]
+    few = [digit for digit in range(10) for _ in range(COLUMNS)]
+    untrained = sample(sampler(out / "tiny_sd3"), few, seed)
+    pictures = sample(sampler(tuned), labels, seed)
+    red = sample(sampler(tuned, adapter), few, seed)
+    verdict = Judge().judge(pictures, np.array(labels))
+
+    real_digits, real_labels = load_part("judge_fit")
+    real = [enlarge(digit).convert("RGB") for n in range(10) for digit in real_digits[real_labels == n][:COLUMNS]]
+    ours = [pictures[digit * PER_DIGIT + k] for digit in range(10) for k in range(COLUMNS)]
+    draw_grid([("real", real), ("random weights", untrained), ("fine-tuned", ours), ("+ LoRA", red)], out / "grid.png")
+    write_summary(out, verdict, seed)
+    goal = verdict.accuracy >= 0.85 and min(verdict.per_digit.values()) >= 0.6 and verdict.spread_ratio >= 0.7
+    print(f"\n{'goal reached' if goal else 'GOAL MISSED'}: >= 85 % in all, >= 60 % for each digit, spread >= 0.7")
+    print(f"pictures: {out / 'grid.png'}\npipeline: {tuned}\nadapter:  {adapter}\nsummary:  {out / 'summary.json'}")
+    return 0 if goal else 1
+
+
+def draw_grid(rows: list[tuple[str, list[Image.Image]]], path: Path) -> None:
+    """One labelled row of pictures for each kind, enlarged without smoothing."""
+    from PIL import ImageDraw, ImageFont
+
+    side, gap, left = 34, 2, 108
+    width = left + 10 * (COLUMNS * side + 6)
+    grid = Image.new("RGB", (width, len(rows) * (side + 10)), "white")
+    draw = ImageDraw.Draw(grid)
+    font = ImageFont.load_default(size=13)
+    for row, (name, pictures) in enumerate(rows):
+        top = row * (side + 10) + 5
+        draw.text((6, top + 9), name, fill="black", font=font)
+        for k, picture in enumerate(pictures):
+            x = left + k * side + (k // COLUMNS) * 6
+            grid.paste(picture.resize((side - gap, side - gap), Image.Resampling.BICUBIC), (x, top))
+    grid.save(path)
+
+
+def write_summary(out: Path, verdict: Verdict, seed: int) -> None:
+    """Print the table and write `summary.json`."""
+    print(f"\n{'digit':8} judged right")
+    for word in WORDS:
+        print(f"{word:8} {verdict.per_digit[word]:12.1%}")
+    print(f"{'all':8} {verdict.accuracy:12.1%}   (the judge on real digits: {verdict.judge_accuracy_real:.1%})")
+    print(f"spread within a digit, against real digits: {verdict.spread_ratio:.2f}")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    print(f"CPU-seconds: {cpu_seconds:.0f}")
+    summary = {**asdict(verdict), "cpu_seconds": round(cpu_seconds, 1), "seed": seed}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

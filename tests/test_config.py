@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, ConfigError, cross_check, dump_toml, load_config, not_runnable_yet
+from cosmos_rl.policy.config import (
+    Config,
+    ConfigError,
+    cross_check,
+    dump_toml,
+    load_config,
+    not_runnable_yet,
+    notes,
+)
 from cosmos_rl.policy.config.aliases import PRESENT_NAMES
 from cosmos_rl.policy.config.keys import dotted_keys, find_field
 
@@ -129,8 +136,26 @@ def test_later_overrides_win(toml):
         ("--validation.local_dir=x", "validation.local_dir: unknown key; did you mean validation.dataset.local_dir?"),
         ("--train.epoch=0", "train.epoch: found 0; allowed: a whole number > 0"),
         ("--train.epoch=true", "train.epoch: found true; allowed: a whole number > 0"),
-        ("--train.optm_lr=fast", 'train.optm_lr: found "fast"; allowed: a number > 0'),
-        ("--train.optm_lr=nan", "train.optm_lr: found NaN; allowed: a number > 0"),
+        ("--train.epsilon=fast", 'train.epsilon: found "fast"; allowed: a number > 0'),
+        ("--train.epsilon=nan", "train.epsilon: found NaN; allowed: a number > 0"),
+        (
+            "--train.optm_lr=0.0",
+            "train.optm_lr: found 0.0; allowed: a number > 0, alone or in a list, or a table of them",
+        ),
+        (
+            "--train.optm_lr=[1e-4,1e-5]",
+            "train.optm_lr: found [0.0001, 1e-05]; allowed: a number > 0, alone or in a list, or a table of them",
+        ),
+        ("--train.ckpt.upload_s3=some", 'train.ckpt.upload_s3: found "some"; allowed: one of false, "final", "all"'),
+        (
+            '--policy.freeze_pattern=["("]',
+            'policy.freeze_pattern: found ["("]; allowed: a list of values, each a regular expression',
+        ),
+        ("--train.train_policy.type=dpo", 'train.train_policy.type: found "dpo"; allowed: "sft" or "grpo"'),
+        (
+            '--train.train_policy={type="sft",kl_beta=1.0}',
+            'train.train_policy.kl_beta: belongs to type = "grpo"; here is type = "sft"',
+        ),
         ("--train.ckpt.save_mode=later", 'train.ckpt.save_mode: found "later"; allowed: one of "async", "sync"'),
         ("--train=3", "train: found 3; allowed: a table"),
         ("--train.epoch.x=3", "train.epoch: found 2, which has no keys, so train.epoch.x cannot be set (line 7)"),
@@ -143,7 +168,7 @@ def test_a_slip_is_named_with_what_is_allowed(toml, override, line):
     assert problems_of(path, override) == [line]
 
 
-@pytest.mark.parametrize("key", ["policy.diffusers.timestep_fraction", "train.bogus", "bogus"])
+@pytest.mark.parametrize("key", ["train.bogus", "train.train_policy.bogus", "bogus"])
 def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml, key):
     [line] = problems_of(toml(), f"--{key}=1")
     assert line.startswith(f"{key}: unknown key; known")
@@ -160,9 +185,20 @@ def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml, key):
         (['policy.lora.lora_names=["a","a"]'], "policy.lora.lora_names: found"),
         (["policy.lora.target_modules=[]"], "policy.lora.target_modules: found []"),
         (["policy.diffusers.inference_size=[60, 64]"], "policy.diffusers.inference_size: found [60, 64]"),
-        (["policy.parallelism.tp_size=2"], "policy.parallelism.tp_size: found 2; allowed: 1"),
         (["policy.parallelism.dp_shard_size=0"], "policy.parallelism.dp_shard_size: found 0"),
-        (["train.compile=true"], "train.compile: found true; allowed: false"),
+        (["train.optm_lr={'to_q'=1e-4}"], "train.optm_lr.global: missing"),
+        (["train.ckpt.upload_hf=true"], "train.ckpt.hf_repo_name: missing"),
+        (["train.ckpt.upload_s3=all"], "train.ckpt.s3_bucket: missing"),
+        (["policy.freeze_pattern=['a']", "policy.trainable_pattern=['b']"], "policy.trainable_pattern: given together"),
+        (
+            ["policy.freeze_pattern=['a']", "policy.lora.r=1"],
+            "policy.freeze_pattern: given together with [policy.lora]",
+        ),
+        (["train.train_policy.dataloader_prefetch_factor=2"], "train.train_policy.dataloader_prefetch_factor: found 2"),
+        (
+            ["policy.diffusers.is_video=true", "policy.diffusers.train_frames=40"],
+            "policy.diffusers.train_frames: found 40",
+        ),
         (["train.ckpt.max_keep=0"], "train.ckpt.max_keep: found 0"),
         (["train.ckpt.max_keep=-2"], "train.ckpt.max_keep: found -2"),
         (["train.optm_warmup_steps=0.6", "train.optm_decay_ratio=0.5"], "train.optm_warmup_steps: found 0.6"),
@@ -214,7 +250,7 @@ def test_a_problem_in_the_file_names_its_line(toml):
         "train.seed: found -1; allowed: a whole number >= 0",
         "train.ckpt.save_freq: found 0; allowed: a whole number > 0 (line 9)",
         "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a .json "
-        "file of prompts",
+        "file of prompts (or hold out training samples with train.train_policy.dataset.test_size)",
     ]
 
 
@@ -268,15 +304,94 @@ def test_every_present_name_exists():
     [
         ("policy.diffusers.is_video=true", "policy.diffusers.is_video"),
         ("policy.is_diffusers=false", "policy.is_diffusers"),
-        ("policy.parallelism.dp_shard_size=8", "dp_shard_size = 8"),
-        ("policy.parallelism.dp_shard_size=-1", "dp_shard_size = -1"),
-        ("train.train_policy.type=grpo", "train.train_policy.type"),
+        ("policy.parallelism.tp_size=2", "policy.parallelism.tp_size = 2; today only 1"),
+        ("policy.parallelism.cp_size=2", "policy.parallelism.cp_size = 2; today only 1"),
+        ("policy.parallelism.n_init_replicas=2", "policy.parallelism.n_init_replicas = 2"),
+        ("train.compile=true", "train.compile = true; today only false"),
+        ("train.fsdp_offload=true", "train.fsdp_offload = true"),
+        ("train.train_policy.dataset.name=pickscore", 'train.train_policy.dataset.name = "pickscore"; today only ""'),
         ("train.train_policy.trainer_type=other", "train.train_policy.trainer_type"),
     ],
 )
 def test_what_is_documented_but_not_built_is_valid_and_named(toml, override, part):
     [line] = not_runnable_yet(load_config(toml(), [override]))
     assert part in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.parallelism.dp_shard_size=8",
+        "policy.parallelism.dp_shard_size=-1",
+        "policy.parallelism.dp_replicate_size=2",
+        "train.optm_lr={global=1e-4, '^x'=1e-5}",
+        "train.optm_lr=[1e-4]",
+        "train.optm_impl=['foreach']",
+        "train.optm_name=AdamW8bit",
+        "train.fsdp_reshard_after_forward=never",
+        "policy.diffusers.weighting_scheme=cosmap",
+        "policy.trainable_map={'^blocks'=false}",
+        "train.ckpt.save_freq_in_epoch=1",
+        "train.train_policy.enable_dataset_cache=true",
+        "train.train_policy.cache.max_gb=0.5",
+        "logging.logger=['tensorboard','trackio']",
+        "profiler.enable_profiler=true",
+        "validation.dataset.name=pickscore",  # not read, as nothing is validated
+    ],
+)
+def test_what_this_version_can_do_is_runnable_and_noted_nowhere(toml, override):
+    config = load_config(toml(), [override])
+    assert not_runnable_yet(config) == []
+    assert notes(config) == []
+
+
+def test_the_type_of_the_job_follows_from_its_keys():
+    for key, value in {"kl_beta": 0.1, "use_remote_reward": True, "epsilon_low": 0.1, "temperature": 0.9}.items():
+        assert Config.from_dict({"train": {"train_policy": {key: value}}}).train.train_policy.type == "grpo"
+    assert Config.from_dict({"train": {"train_policy": {"mini_batch": 2}}}).train.train_policy.type == "sft"
+    given = {"train": {"train_policy": {"type": "grpo", "mini_batch": 2}}}
+    assert Config.from_dict(given).train.train_policy.type == "grpo"
+
+
+def test_a_learning_rate_may_be_a_number_a_list_or_a_table_by_parameter_name():
+    def train(value):
+        return Config.from_dict({"train": {"optm_lr": value, "optm_impl": ["foreach"]}}).train
+
+    assert [train(value).global_lr for value in (1e-3, [1e-3], {"^a": 1.0, "global": 1e-3})] == [1e-3] * 3
+    assert train({"^b": 2.0, "global": 1e-3, "^a": 1.0}).lr_patterns == {"^b": 2.0, "^a": 1.0}
+    assert train(1e-3).lr_patterns == {}
+    assert train(1e-3).optimizer_impl == "foreach"
+
+
+def test_the_upstream_cache_switch_means_both_caches():
+    def caches(**keys):
+        sft = Config.from_dict({"train": {"train_policy": keys}}).train.train_policy
+        return sft.cached_latents, sft.cached_text
+
+    assert caches() == (False, False)
+    assert caches(enable_dataset_cache=True) == (True, True)
+    assert caches(cache={"text": True}) == (False, True)
+
+
+def test_a_key_without_effect_is_accepted_and_named_once(toml):
+    config = load_config(toml(more="sync_weight_interval = 2\nasync_tp_enabled = false\n[rollout]\nbackend = 'vllm'\n"))
+    assert not_runnable_yet(config) == []
+    assert notes(config) == [
+        "Upstream keys that can have no effect here: train.sync_weight_interval, rollout.backend",
+    ]
+
+
+def test_keys_of_another_job_are_named_as_not_read(toml):
+    config = load_config(toml(more="[rollout]\nn_generation = 8\n[policy.diffusers]\ntrain_frames = 93\n"))
+    assert not_runnable_yet(config) == []
+    assert notes(config) == [
+        "Keys of other jobs that this one does not read: policy.diffusers.train_frames, rollout.n_generation",
+    ]
+
+
+def test_a_run_that_saves_nothing_is_told_so(toml):
+    [note] = notes(load_config(toml(), ["train.ckpt.enable_checkpoint=false"]))
+    assert note.startswith("train.ckpt.enable_checkpoint = false: a run that is interrupted")
 
 
 def test_a_plain_run_breaks_no_rule(toml):
@@ -321,9 +436,3 @@ def test_a_dump_read_back_is_the_same_configuration(custom, patterns, ranks, out
     again = Config.from_dict(tomllib.loads(dump_toml(config)))
     assert again == config
     assert type(again.train.optm_warmup_steps) is type(warmup)
-
-
-def test_shipped_recipes_load():
-    recipes = sorted((Path(__file__).parents[1] / "configs").rglob("*.toml"))
-    for recipe in recipes:
-        load_config(recipe)

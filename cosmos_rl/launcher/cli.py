@@ -3,8 +3,10 @@
 import importlib
 import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import DEFAULT_MODULE, Launch, parse_launch, worker_command
@@ -12,13 +14,15 @@ from cosmos_rl.launcher.environment import check_environment, with_absolute_path
 from cosmos_rl.launcher.output import output_to
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.signals import EXIT_USER_ERROR, StopRequest, listening
-from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config import Config, load_config, notes, world_size
+from cosmos_rl.policy.config.ranks import described, resized
 from cosmos_rl.utils.logging import logger
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
     "sample": ("cosmos_rl.launcher.verbs:sample", "make pictures from a pipeline or an exported adapter"),
+    "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),
 }
 
@@ -41,8 +45,12 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
     """Check, prepare and run one training job; returns its exit code."""
     if asked.debug:
         logger.setLevel(logging.DEBUG)
-    config = _sized(load_config(asked.config, asked.overrides), asked.nproc_per_node)
+    config = load_config(
+        asked.config, asked.overrides, sized=lambda config: _sized(config, asked.nproc_per_node, _gpus())
+    )
     refuse_unbuilt(config)
+    for note in notes(config):
+        logger.info(note)
     check_environment(config, pairs=asked.script == DEFAULT_MODULE)
     config = with_absolute_paths(config)
     script = worker_command(asked.script)
@@ -59,7 +67,7 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
                 command,
                 environment=environment,
                 stop=stop,
-                nproc=asked.nproc_per_node or 1,
+                nproc=world_size(config.policy.parallelism),
                 max_restarts=asked.max_restarts,
                 debug=asked.debug,
             )
@@ -69,21 +77,45 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
     return code
 
 
-def _sized(config: Config, nproc: int | None) -> Config:
-    """The configuration for `nproc` ranks: dp_shard_size takes up the difference."""
-    if nproc is None:
+def _sized(config: Config, nproc: int | None, gpus: int) -> Config:
+    """The configuration for the ranks that will run: `nproc`, else one on a CPU, else as many as it asks for.
+
+    Raises:
+        UserError: the machine has fewer GPUs than that, or the sizes do not divide `nproc`.
+    """
+    asked = config.policy.parallelism
+    if asked.dp_shard_size == 0:  # an error that the rules name
         return config
-    parallelism = config.policy.parallelism
-    rest = parallelism.tp_size * parallelism.cp_size * parallelism.pp_size * parallelism.dp_replicate_size
-    if nproc % rest:
+    on_cpu = gpus == 0 or config.train.device == "cpu"
+    wanted = nproc or (1 if on_cpu else world_size(asked))
+    if wanted == -1:
+        wanted = gpus
+    if not on_cpu and wanted > gpus:
+        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        why = f"--nproc-per-node {nproc}" if nproc else f"[policy.parallelism] ({described(asked)} = {wanted} ranks)"
         raise UserError(
-            f"--nproc-per-node {nproc} is not a multiple of {rest}, the product of the other parallel sizes"
+            f"{why} needs {wanted} GPUs, this machine has {has}; --nproc-per-node {gpus} runs on what is there"
         )
-    if parallelism.dp_shard_size == nproc // rest:
+    if wanted == world_size(asked):
         return config
-    logger.info("--nproc-per-node %d: policy.parallelism.dp_shard_size = %d", nproc, nproc // rest)
-    resized = parallelism.model_copy(update={"dp_shard_size": nproc // rest})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"parallelism": resized})})
+    config = resized(config, wanted)
+    logger.info(
+        "%s: %s, policy.parallelism.dp_shard_size = %d in place of %d",
+        f"--nproc-per-node {nproc}" if nproc else f"{gpus} GPUs" if not on_cpu else "on a CPU",
+        "1 rank" if wanted == 1 else f"{wanted} ranks",
+        config.policy.parallelism.dp_shard_size,
+        asked.dp_shard_size,
+    )
+    return config
+
+
+def _gpus() -> int:
+    """GPUs that a worker would see, counted without torch."""
+    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
 def _verb(name: str) -> Callable[[Sequence[str]], int]:

@@ -90,6 +90,19 @@ def sample(argv: Sequence[str]) -> int:
     return 0
 
 
+def schema(argv: Sequence[str]) -> int:
+    """Print all configuration keys: the JSON schema, or the documentation page, or a TOML file of all defaults."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl schema", description=schema.__doc__, allow_abbrev=False)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="the page docs/configuration.md")
+    form.add_argument("--toml", action="store_true", help="all keys with their defaults, to start a file from")
+    given = parser.parse_args(argv)
+    from cosmos_rl.policy.config.document import json_schema, markdown, toml_template
+
+    print(markdown() if given.markdown else toml_template() if given.toml else json_schema(), end="")
+    return 0
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:

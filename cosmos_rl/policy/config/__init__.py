@@ -1,6 +1,6 @@
 """The configuration of a run: schema, loading, overrides and checks. Imports no torch."""
 
-from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, world_size
+from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, notes, world_size
 from cosmos_rl.policy.config.load import dump_toml, load_config, read_toml
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
@@ -10,29 +10,47 @@ from cosmos_rl.policy.config.policy import (
     SampleConfig,
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
-from cosmos_rl.policy.config.schema import Config, LoggingConfig, ValidationConfig
-from cosmos_rl.policy.config.train import CheckpointConfig, DatasetConfig, TrainConfig, TrainPolicyConfig
+from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFnConfig, RolloutConfig
+from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
+from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
+from cosmos_rl.policy.config.train_policy import (
+    CacheConfig,
+    DatasetConfig,
+    GrpoPolicyConfig,
+    SftPolicyConfig,
+    TrainPolicyConfig,
+    ValidationDatasetConfig,
+)
 
 __all__ = [
+    "CacheConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",
     "DatasetConfig",
     "DiffusersConfig",
+    "GrpoPolicyConfig",
     "LoggingConfig",
     "LoraConfig",
     "ParallelismConfig",
     "PolicyConfig",
     "Problem",
+    "ProfilerConfig",
+    "RemoteRewardConfig",
+    "RewardFnConfig",
+    "RolloutConfig",
     "SampleConfig",
+    "SftPolicyConfig",
     "TrainConfig",
     "TrainPolicyConfig",
     "ValidationConfig",
+    "ValidationDatasetConfig",
     "cross_check",
     "data_ranks",
     "dump_toml",
     "load_config",
     "not_runnable_yet",
+    "notes",
     "read_toml",
     "world_size",
 ]

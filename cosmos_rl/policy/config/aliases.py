@@ -7,9 +7,12 @@ from cosmos_rl.utils.logging import logger
 PRESENT_NAMES = {
     "policy.diffusers.lora": "policy.lora",
     "policy.lora.rank_pattern": "policy.lora.r_pattern",
+    "policy.diffusers.timestep_fraction": "policy.diffusers.timesteps_fraction",
     "train.enable_validation": "validation.enable",
     "train.validation_step": "validation.freq",
     "train.validation_batch_per_replica": "validation.batch_size",
+    "train.train_policy.load_balanced_max_steps": "train.max_num_steps",
+    "train.train_policy.fully_on_policy": "train.train_policy.on_policy",
 }
 _warned: set[str] = set()
 

@@ -1,82 +1,127 @@
-"""Rules between keys: what cannot work (`cross_check`) and what is documented but not built (`not_runnable_yet`)."""
+"""What a configuration asks for: rules between keys (`cross_check`), parts not built (`not_runnable_yet`), `notes`."""
 
-from cosmos_rl.policy.config.policy import ParallelismConfig
+from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.problems import shown
+from cosmos_rl.policy.config.ranks import data_ranks, world_size
+from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+
+__all__ = ["cross_check", "data_ranks", "not_runnable_yet", "notes", "world_size"]
 
 
 def cross_check(config: Config) -> list[str]:
     """Every rule between keys that `config` breaks, one line each, starting with the dotted key."""
-    return [*_model_rules(config), *_batch_rules(config), *_schedule_rules(config), *_data_rules(config)]
+    return [
+        *_model_rules(config),
+        *_lora_rules(config),
+        *_sft_batch_rules(config),
+        *_schedule_rules(config),
+        *_saving_rules(config),
+        *_data_rules(config),
+        *rl_rules(config),
+    ]
 
 
 def not_runnable_yet(config: Config) -> list[str]:
     """Documented settings of `config` that this version cannot run, one line each."""
-    policy, train_policy = config.policy, config.train.train_policy
+    train_policy = config.train.train_policy
     lines = []
-    if train_policy.type != "sft":
+    if isinstance(train_policy, GrpoPolicyConfig):
         lines.append(f'train.train_policy.type = "{train_policy.type}" (reinforcement learning)')
     elif train_policy.trainer_type != "sft":
         lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "sft"')
-    if not policy.is_diffusers:
+    if not config.policy.is_diffusers:
         lines.append("policy.is_diffusers = false (vision-language models); set it to true for a diffusers pipeline")
-    if policy.diffusers.is_video:
-        lines.append("policy.diffusers.is_video = true (videos)")
-    if world_size(policy.parallelism) != 1 or policy.parallelism.n_init_replicas != 1:
-        lines.append(f"more than one rank ({_ranks(policy.parallelism)}); set every size in [policy.parallelism] to 1")
+    for key in keys_of(config):
+        matters = config.validation.enable or not key.path.startswith("validation.")
+        if key.kind is Kind.LATER and key.value != key.default and matters:
+            today = "unset" if key.default is None else shown(key.default)
+            lines.append(f"{key.path} = {shown(key.value)}; today only {today}")
     return lines
 
 
-def world_size(parallelism: ParallelismConfig) -> int:
-    """Ranks that the configuration asks for; -1 when dp_shard_size leaves it open."""
-    if parallelism.dp_shard_size == -1:
-        return -1
-    return data_ranks(parallelism) * parallelism.tp_size * parallelism.cp_size * parallelism.pp_size
+def notes(config: Config) -> list[str]:
+    """What is worth knowing about `config` but is no mistake, one line each."""
+    changed = [key for key in keys_of(config) if key.value != key.default]
+    read = _kinds_read(config)
+    lines = []
+    idle = [key.path for key in changed if key.kind is Kind.NO_EFFECT]
+    if idle:
+        lines.append(f"Upstream keys that can have no effect here: {', '.join(idle)}")
+    unread = [key.path for key in changed if key.kind in {Kind.RL, Kind.VIDEO, Kind.VLM} - read]
+    if unread:
+        lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
+    if not config.train.ckpt.enable_checkpoint:
+        lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
+    rl = config.train.train_policy
+    if isinstance(rl, GrpoPolicyConfig) and rl.advantage_low != -rl.advantage_high:
+        lines.append(
+            f"train.train_policy.advantage_low = {rl.advantage_low} is not -advantage_high: DiffusionNFT scales by "
+            f"advantage_high = {rl.advantage_high} alone"
+        )
+    return lines
 
 
-def data_ranks(parallelism: ParallelismConfig) -> int:
-    """Ranks that see different samples."""
-    return max(parallelism.dp_shard_size, 1) * parallelism.dp_replicate_size
-
-
-def _ranks(parallelism: ParallelismConfig) -> str:
-    sizes = parallelism.model_dump()
-    return ", ".join(f"policy.parallelism.{name} = {size}" for name, size in sizes.items() if size != 1)
+def _kinds_read(config: Config) -> set[Kind]:
+    reads = {
+        Kind.RL: isinstance(config.train.train_policy, GrpoPolicyConfig),
+        Kind.VIDEO: config.policy.diffusers.is_video,
+        Kind.VLM: not config.policy.is_diffusers,
+    }
+    return {kind for kind, read in reads.items() if read}
 
 
 def _model_rules(config: Config) -> list[str]:
     policy, lines = config.policy, []
     if not policy.model_name_or_path:
         lines.append("policy.model_name_or_path: missing; give the folder or the hub name of a diffusers pipeline")
-    if policy.lora and policy.lora.active_adapter not in policy.lora.lora_names:
-        lines.append(
-            f'policy.lora.primary_adapter: found "{policy.lora.primary_adapter}"; allowed: one of '
-            f"policy.lora.lora_names = {list(policy.lora.lora_names)}"
-        )
-    if policy.lora and len(set(policy.lora.lora_names)) != len(policy.lora.lora_names):
-        lines.append(f"policy.lora.lora_names: found {list(policy.lora.lora_names)}; allowed: different names")
-    if policy.lora and not policy.lora.target_modules:
-        lines.append('policy.lora.target_modules: found []; allowed: name endings of layers, or "all-linear"')
     height, width = policy.diffusers.inference_size
     if height % 8 or width % 8:
         lines.append(
             f"policy.diffusers.inference_size: found [{height}, {width}]; allowed: [height, width], multiples of 8"
         )
-    parallelism = policy.parallelism
-    if parallelism.dp_shard_size == 0:
-        lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")
-    for name in ("tp_size", "pp_size", "ep_size"):
-        if policy.is_diffusers and getattr(parallelism, name) != 1:
+    for name in ("train_frames", "inference_frames"):
+        frames = getattr(policy.diffusers, name)
+        if policy.diffusers.is_video and frames % 4 != 1:
+            near = [frames - (frames - 1) % 4, frames - (frames - 1) % 4 + 4]
             lines.append(
-                f"policy.parallelism.{name}: found {getattr(parallelism, name)}; allowed: 1 for diffusers pipelines"
+                f"policy.diffusers.{name}: found {frames}; allowed: a multiple of 4, plus 1, as {near[0]} or {near[1]}"
             )
-    if config.train.compile:
-        lines.append("train.compile: found true; allowed: false")
+    if policy.parallelism.dp_shard_size == 0:
+        lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")
+    selections = [name for name in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, name)]
+    if len(selections) > 1:
+        lines.append(f"policy.{selections[1]}: given together with policy.{selections[0]}; allowed: only one of them")
+    if selections and policy.lora:
+        lines.append(
+            f"policy.{selections[0]}: given together with [policy.lora]; allowed: without, as adapters freeze the rest"
+        )
     return lines
 
 
-def _batch_rules(config: Config) -> list[str]:
+def _lora_rules(config: Config) -> list[str]:
+    lora, lines = config.policy.lora, []
+    if lora is None:
+        return []
+    if lora.active_adapter not in lora.lora_names:
+        lines.append(
+            f'policy.lora.primary_adapter: found "{lora.primary_adapter}"; allowed: one of '
+            f"policy.lora.lora_names = {list(lora.lora_names)}"
+        )
+    if len(set(lora.lora_names)) != len(lora.lora_names):
+        lines.append(f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: different names")
+    if not lora.target_modules:
+        lines.append('policy.lora.target_modules: found []; allowed: name endings of layers, or "all-linear"')
+    return lines
+
+
+def _sft_batch_rules(config: Config) -> list[str]:
     train, ranks = config.train, data_ranks(config.policy.parallelism)
     mini_batch, total = train.train_policy.mini_batch, train.global_batch_size
+    if isinstance(train.train_policy, GrpoPolicyConfig):
+        return []
     if total is None:
         if train.train_batch_per_replica % mini_batch == 0:
             return []
@@ -96,8 +141,8 @@ def _batch_rules(config: Config) -> list[str]:
 
 def _schedule_rules(config: Config) -> list[str]:
     train, lines = config.train, []
-    if train.ckpt.max_keep == 0:
-        lines.append("train.ckpt.max_keep: found 0; allowed: -1 (keep all) or a whole number >= 1")
+    if isinstance(train.optm_lr, dict) and "global" not in train.optm_lr:
+        lines.append("train.optm_lr.global: missing; the learning rate of parameters that no pattern finds")
     warmup, steps = train.optm_warmup_steps, train.max_num_steps
     if isinstance(warmup, float) and train.optm_decay_ratio is not None and warmup + train.optm_decay_ratio > 1:
         lines.append(
@@ -114,13 +159,30 @@ def _schedule_rules(config: Config) -> list[str]:
     return lines
 
 
-def _data_rules(config: Config) -> list[str]:
-    lines = []
-    if config.validation.enable and not config.validation.dataset.local_dir:
-        lines.append(
-            "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "
-            ".json file of prompts"
-        )
+def _saving_rules(config: Config) -> list[str]:
+    ckpt, lines = config.train.ckpt, []
+    if ckpt.max_keep == 0:
+        lines.append("train.ckpt.max_keep: found 0; allowed: -1 (keep all) or a whole number >= 1")
+    if ckpt.upload_hf and not ckpt.hf_repo_name:
+        lines.append("train.ckpt.hf_repo_name: missing; the name of a repository on the hub, for upload_hf = true")
+    if ckpt.upload_s3 and not ckpt.s3_bucket:
+        lines.append(f"train.ckpt.s3_bucket: missing; the name of a bucket, for upload_s3 = {shown(ckpt.upload_s3)}")
     if config.train.resume == "":
         lines.append('train.resume: found ""; allowed: true, false or the path of a checkpoint')
+    return lines
+
+
+def _data_rules(config: Config) -> list[str]:
+    train_policy, validation, lines = config.train.train_policy, config.validation, []
+    if train_policy.dataloader_prefetch_factor is not None and train_policy.dataloader_num_workers == 0:
+        lines.append(
+            f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "
+            "only with train.train_policy.dataloader_num_workers >= 1"
+        )
+    named = validation.dataset.local_dir or validation.dataset.name or train_policy.dataset.test_size
+    if validation.enable and not named:
+        lines.append(
+            "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "
+            ".json file of prompts (or hold out training samples with train.train_policy.dataset.test_size)"
+        )
     return lines

@@ -1,26 +1,67 @@
-"""The map of all configuration keys: dotted names, what each accepts, and the nearest name to a misspelt one."""
+"""The map of all configuration keys: dotted names, what each accepts and does, and the nearest to a misspelt one."""
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from cosmos_rl.policy.config.base import Kind, Words
+
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
 
 
-def tables_of(annotation: object) -> list[type[BaseModel]]:
-    """The tables a key may hold: none for a plain value, several for a union of tables."""
+@dataclass(frozen=True)
+class Key:
+    """A key with a value, its place and what it does in this version."""
+
+    path: str
+    field: FieldInfo
+    kind: Kind
+    value: object
+
+    @property
+    def default(self) -> object:
+        """The value without which nothing was asked for."""
+        return self.field.get_default(call_default_factory=True)
+
+
+def keys_of(table: BaseModel, prefix: str = "", kind: Kind = Kind.WORKS) -> Iterator[Key]:
+    """Every key of a filled table that is not a table itself."""
+    for name, field in type(table).model_fields.items():
+        value, own = getattr(table, name), kind_of(field.metadata, kind)
+        if isinstance(value, BaseModel):
+            branches = dict(branches_of(field.annotation, own))
+            yield from keys_of(value, f"{prefix}{name}.", branches[type(value)])
+        else:
+            yield Key(prefix + name, field, own, value)
+
+
+def kind_of(metadata: Sequence[object], inherited: Kind) -> Kind:
+    """What a key with this metadata does; without a mark of its own, what its table does."""
+    return next((mark for mark in metadata if isinstance(mark, Kind)), inherited)
+
+
+def branches_of(annotation: object, kind: Kind) -> Iterator[tuple[type[BaseModel], Kind]]:
+    """The tables a key may hold, or a list in it, each with its kind: none for a plain value."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Annotated:
-        return tables_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [table for part in get_args(annotation) for table in tables_of(part)]
-    return []
+        yield annotation, kind
+    elif origin is Annotated:
+        yield from branches_of(arguments[0], kind_of(arguments[1:], kind))
+    elif origin in (Union, UnionType) or (origin is tuple and arguments[-1] is Ellipsis):
+        for part in arguments:
+            yield from branches_of(part, kind)
+
+
+def tables_of(annotation: object) -> list[type[BaseModel]]:
+    """The tables a key may hold, or a list in it: none for a plain value, several for a union of tables."""
+    return [table for table, _ in branches_of(annotation, Kind.WORKS)]
 
 
 def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | None:
@@ -30,18 +71,24 @@ def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | Non
     return next((table.model_fields[name] for table in tables if name in table.model_fields), None)
 
 
-def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key and table of `model`, as dotted names."""
+def dotted_keys(model: type[BaseModel]) -> list[str]:
+    """Every key and table of `model`, as dotted names, each once."""
+    return list(dict.fromkeys(_dotted(model, "")))
+
+
+def _dotted(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
         for table in tables_of(field.annotation):
-            yield from dotted_keys(table, f"{prefix}{name}.")
+            yield from _dotted(table, f"{prefix}{name}.")
 
 
 def find_field(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
-    """The field at a dotted path, or None when there is no such key."""
+    """The field at a dotted path, or None when there is no such key; numbers count the items of a list."""
     tables, field = [model], None
     for name in path:
+        if name.isdecimal() and field is not None:
+            continue
         field = field_of(tables, name)
         if field is None:
             return None
@@ -66,6 +113,9 @@ def allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
         inner, *more = get_args(annotation)
         return allowed(inner, [*more, *metadata])
     limits = list(_flattened(metadata))
+    words = next((limit.text for limit in limits if isinstance(limit, Words)), None)
+    if words:
+        return words
     pattern = next((found for limit in limits if (found := getattr(limit, "pattern", None))), None)
     bounds = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in _BOUNDS if hasattr(limit, name)]
     return " ".join([_plain(annotation), *([f"matching {pattern}"] if pattern else []), " and ".join(bounds)]).rstrip()
@@ -82,24 +132,27 @@ def _flattened(metadata: Sequence[object]) -> Iterator[object]:
 def _plain(annotation: object) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if tables_of(annotation):
-        return "a table"
+        return "a list of tables" if origin is tuple else "a table"
     if origin in (Union, UnionType):
         return " or ".join(allowed(part) for part in arguments if part is not NoneType)
     if origin is Literal:
-        choices = ", ".join(f'"{choice}"' for choice in arguments)
+        choices = ", ".join(json.dumps(choice) for choice in arguments)
         return f"one of {choices}" if len(arguments) > 1 else choices
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"a list of values, each {allowed(arguments[0])}"
+    if origin is tuple and len(arguments) == 1:
+        return f"a list of one value: {allowed(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)} values: " + ", ".join(allowed(part) for part in arguments)
     if origin is dict:
-        return f"a table of values, each {allowed(arguments[1])}"
+        return "a table" if arguments[1] is object else f"a table of values, each {allowed(arguments[1])}"
     return _NAMES.get(annotation if isinstance(annotation, type) else object, "a value")
 
 
 def suggestion(model: type[BaseModel], unknown: str) -> str | None:
     """The key that was probably meant: the same name in another table first, then the nearest spelling."""
-    known = list(dotted_keys(model))
+    known = dotted_keys(model)
+    unknown = ".".join(name for name in unknown.split(".") if not name.isdecimal())
     table, _, leaf = unknown.rpartition(".")
     same_name = [key for key in known if key.rpartition(".")[2].lower() == leaf.lower()]
     if same_name:
@@ -108,5 +161,7 @@ def suggestion(model: type[BaseModel], unknown: str) -> str | None:
     near_leaf = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     if near_leaf:
         return siblings[near_leaf[0]]
+    if table in known:  # names that share only their table are not alike
+        return None
     near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     return near[0] if near else None

@@ -2,7 +2,8 @@
 
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -15,13 +16,22 @@ from cosmos_rl.policy.config.problems import ConfigError, Problem, shown, valida
 from cosmos_rl.policy.config.schema import Config
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a TOML file; `overrides` are `a.b.0.c=VALUE`, with or without leading dashes."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, sized: Callable[[Config], Config] = lambda config: config
+) -> Config:
+    """The checked configuration of a TOML file; `overrides` are `a.b.0.c=VALUE`, with or without leading dashes.
+
+    `sized` fits the number of ranks to a machine before the rules between keys are checked.
+    """
     tree = read_toml(path)
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
     config, invalid = validated(Config, tree)
     problems += invalid
     if config is not None:
+        try:
+            config = sized(config)
+        except UserError as error:
+            problems.append(Problem("", str(error)))
         # A rule that involves a rejected value would complain about the default in its place.
         wrong = [problem.key for problem in problems]
         problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
@@ -63,12 +73,15 @@ def _with_line(problem: str, toml: str, overridden: Collection[str]) -> str:
     key = problem.partition(":")[0]
     if key in overridden:
         return problem
-    table = ""
+    table, items = "", Counter[str]()
     for number, line in enumerate(toml.splitlines(), 1):
         header = re.match(r"\s*\[+([^\]]+)\]", line)
         assignment = re.match(r"\s*([\w.\-\"' ]+?)\s*=", line)
         if header:
             table = name = re.sub(r"[\s\"']", "", header[1])
+            if line.lstrip().startswith("[["):
+                items[name] += 1
+                table = name = f"{name}.{items[name] - 1}"
         elif assignment:
             name = ".".join(filter(None, [table, re.sub(r"[\s\"']", "", assignment[1])]))
         else:

@@ -1,4 +1,4 @@
-"""`[policy]`: which model is trained, and which part of it."""
+"""`[policy]`: which model is trained, which part of it, and over how many ranks."""
 
 from typing import Annotated, Literal
 
@@ -6,14 +6,26 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     FloatDtype,
+    ForRl,
+    ForVideo,
+    ForVlm,
     HalfOpenFraction,
+    Later,
+    NoEffect,
     NonNegativeFloat,
+    Pattern,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Table,
+    Words,
 )
 
-LoraInit = StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")]
+LoraInit = Annotated[
+    StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")],
+    Words('true, false, "gaussian", "eva", "olora", "pissa" or "pissa_niter_<number>"'),
+]
+Solver = Literal["flow", "euler", "dance", "ddim", "dpm1", "dpm2"]
 
 
 class LoraConfig(Table):
@@ -26,10 +38,12 @@ class LoraConfig(Table):
     lora_dropout: HalfOpenFraction = 0.0
     """Dropout on the adapters' input while training."""
     lora_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("default",)
-    """Adapters to create, all with the same settings."""
+    """Adapters to create, all with the same settings. DiffusionNFT needs "default" and "old"."""
     primary_adapter: str | None = None
     """The adapter that is trained; unset: the first of lora_names."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...], Words('a list of name endings of layers, or "all-linear"')
+    ] = "all-linear"
     """Name endings of the layers that get adapters, or "all-linear"."""
     init_lora_weights: LoraInit = True
     """How adapters start: true (no change of the base model), false, "gaussian", "eva", "olora", "pissa" or
@@ -42,6 +56,8 @@ class LoraConfig(Table):
     """lora_alpha for layers whose name matches the regular expression."""
     r_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
     """r for layers whose name matches the regular expression."""
+    modules_to_save: Later[tuple[str, ...] | None] = None
+    """Layers trained as a whole beside the adapters."""
 
     @property
     def active_adapter(self) -> str:
@@ -50,14 +66,35 @@ class LoraConfig(Table):
 
 
 class SampleConfig(Table):
-    """`[policy.diffusers.sample]`: how pictures are sampled."""
+    """`[policy.diffusers.sample]`: how pictures and videos are sampled."""
 
     num_steps: PositiveInt = 40
-    """Sampling steps."""
+    """Sampling steps, in rollouts and in validation."""
     eval_num_steps: PositiveInt | None = None
     """Sampling steps for validation; unset: num_steps."""
     guidance_scale: NonNegativeFloat = 4.5
     """Classifier-free guidance; 1 or less switches it off."""
+    solver: ForRl[Solver] = "dpm2"
+    """Sampler of rollouts; "euler" is "flow" without noise."""
+    deterministic_sampling: ForRl[StrictBool] = False
+    """Sample without noise between the steps; "dpm1", "dpm2" and "euler" need it, "dance" cannot have it."""
+    noise_level: ForRl[NonNegativeFloat] = 1.0
+    """Strength of the noise between the steps."""
+    global_std: ForRl[StrictBool] = True
+    """Divide advantages by the deviation of all rewards of a step; false: by that of the prompt's own."""
+
+
+class TokenizerConfig(Table):
+    """`[policy.diffusers.tokenizer]`: the Wan2.1 VAE that packs videos for the reward service."""
+
+    chunk_duration: PositiveInt = 81
+    """Frames encoded at once."""
+    load_mean_std: StrictBool = False
+    """Normalise by the stored mean and deviation."""
+    compile_encode: StrictBool = False
+    """Compile the encoder."""
+    temporal_window: PositiveInt = 16
+    """Frames of the encoder's window."""
 
 
 class DiffusersConfig(Table):
@@ -65,41 +102,67 @@ class DiffusersConfig(Table):
 
     dtype: FloatDtype = "float32"
     """Type in which the transformer's weights are held and trained, and type of the text encoders."""
-    is_video: StrictBool = False
+    is_video: Later[StrictBool] = False
     """Train on videos in place of pictures."""
     max_prompt_length: PositiveInt = 300
     """Longest prompt in tokens."""
-    weighting_scheme: Literal["logit_normal", "none"] = "logit_normal"
+    weighting_scheme: Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"] = "logit_normal"
     """Density of the training timesteps; "none" is uniform."""
     logit_mean: StrictFloat = 0.0
     """Mean of the logit-normal density."""
     logit_std: PositiveFloat = 1.0
     """Standard deviation of the logit-normal density."""
+    mode_scale: StrictFloat = 1.29
+    """Scale of the "mode" density: more than 0 favours the middle, less than 0 the ends."""
+    train_flow_shift: NoEffect[StrictFloat] = 3.0
+    """The shift of the pipeline's own scheduler applies."""
     offload: StrictBool = True
     """Keep VAE and text encoders on the CPU between uses."""
     inference_size: tuple[PositiveInt, PositiveInt] = (1024, 1024)
-    """[height, width] of training and validation pictures, in pixels."""
+    """[height, width] of training, validation and rollout pictures, in pixels."""
+    train_frames: ForVideo[PositiveInt] = 41
+    """Frames of a training video and of a rollout: a multiple of 4, plus 1."""
+    inference_frames: ForVideo[PositiveInt] = 41
+    """Frames of a validation video: a multiple of 4, plus 1."""
+    timesteps_fraction: ForRl[PositiveFraction] = 1.0
+    """Share of the sample.num_steps sampling steps that are trained."""
+    nft_beta: ForRl[PositiveFloat] = 1.0
+    """How far DiffusionNFT's implicit policies lie from the old one."""
+    weight_copy_decay_type: ForRl[Literal[0, 1, 2]] = 0
+    """How slowly the old policy follows: 0 copies, 1 and 2 are schedules of DiffusionNFT."""
     sample: SampleConfig = SampleConfig()
-    """How pictures are sampled."""
+    """How pictures and videos are sampled."""
+    tokenizer: ForRl[TokenizerConfig] = TokenizerConfig()
+    """The VAE that packs videos for the reward service."""
 
 
 class ParallelismConfig(Table):
-    """`[policy.parallelism]`: how the ranks share the work."""
+    """`[policy.parallelism]` and `[rollout.parallelism]`: how the ranks share the work."""
 
-    n_init_replicas: PositiveInt = 1
+    n_init_replicas: Later[PositiveInt] = 1
     """Replicas of the whole set of ranks."""
-    tp_size: PositiveInt = 1
+    tp_size: Later[PositiveInt] = 1
     """Tensor parallel ranks."""
-    cp_size: PositiveInt = 1
+    cp_size: Later[PositiveInt] = 1
     """Context parallel ranks."""
-    ep_size: PositiveInt = 1
+    ep_size: Later[PositiveInt] = 1
     """Expert parallel ranks."""
-    pp_size: PositiveInt = 1
+    pp_size: Later[PositiveInt] = 1
     """Pipeline parallel ranks."""
     dp_shard_size: Annotated[StrictInt, Field(ge=-1)] = 1
-    """Ranks over which parameters are sharded; -1: all that are left."""
+    """Ranks over which parameters are sharded; -1: all that are left. Each sees its own samples."""
     dp_replicate_size: PositiveInt = 1
     """Replicas of the sharded group."""
+    pp_dynamic_shape: NoEffect[StrictBool] = False
+    """Pipeline stages exchange tensors of any shape."""
+    pp_micro_batch_size: NoEffect[PositiveInt] = 1
+    """Samples per pipeline micro-batch."""
+    pp_schedule: NoEffect[str] = "Interleaved1F1B"
+    """Order of the pipeline's work."""
+    pp_layers_per_stage: NoEffect[PositiveInt] = 2
+    """Layers of one pipeline stage."""
+    cp_rotate_method: NoEffect[str] = "allgather"
+    """How context parallel ranks exchange keys and values."""
 
 
 class PolicyConfig(Table):
@@ -109,10 +172,28 @@ class PolicyConfig(Table):
     """Folder or hub name of the pipeline; required for a run."""
     model_revision: str | None = None
     """Branch, tag or commit on the hub."""
+    model_safetensor_path: ForVlm[str | None] = None
+    """Folder of the weights, when they are not with the model."""
+    model_max_length: ForVlm[PositiveInt] = 4096
+    """Longest sample in tokens."""
     is_diffusers: StrictBool = False
-    """The model is a diffusers pipeline."""
+    """The model is a diffusers pipeline. false (vision-language models) is not runnable yet."""
     model_gradient_checkpointing: StrictBool = True
     """Recompute activations in the backward pass to save memory."""
+    freeze_pattern: tuple[Pattern, ...] | None = None
+    """Transformer parameters with a name that one of these regular expressions finds are not trained."""
+    trainable_pattern: tuple[Pattern, ...] | None = None
+    """Only transformer parameters with a name that one of these regular expressions finds are trained."""
+    trainable_map: dict[Pattern, StrictBool] | None = None
+    """Whether transformer parameters with a matching name are trained; the last match counts, others are trained."""
+    enable_liger_kernel: NoEffect[StrictBool] = False
+    """Liger kernels of language models."""
+    enable_liger_cross_entropy: NoEffect[StrictBool] = False
+    """Liger's cross entropy."""
+    enable_liger_fused_cross_entropy: NoEffect[StrictBool] = False
+    """Liger's fused cross entropy."""
+    aux_loss_coeff: NoEffect[StrictFloat] = 0.0
+    """Weight of the balance loss of expert models."""
     lora: LoraConfig | None = None
     """Train adapters; without this table all weights of the transformer are trained."""
     diffusers: DiffusersConfig = DiffusersConfig()

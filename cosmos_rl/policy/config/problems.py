@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.aliases import with_present_names
-from cosmos_rl.policy.config.keys import allowed, field_of, suggestion, tables_of
+from cosmos_rl.policy.config.keys import allowed, field_of, find_field, suggestion, tables_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -61,16 +61,18 @@ def _located(model: type[BaseModel], error: ValidationError) -> dict[tuple[str, 
     found: dict[tuple[str, ...], bool] = {}
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         tables, path = [model], []
-        for part in item["loc"]:
+        unknown = item["type"] == "extra_forbidden"
+        for part in item["loc"][: -1 if unknown else None]:
             field = field_of(tables, part)
             if field is not None:
                 path.append(part)
                 tables = tables_of(field.annotation)
             elif not tables:
                 break  # inside a plain value: a list index, a key of a free table, the branch of a union
-        unknown = item["type"] == "extra_forbidden"
-        if unknown:
-            path.append(str(item["loc"][-1]))
+            elif isinstance(part, int):
+                path.append(str(part))
+        if unknown or item["type"] == "union_tag_invalid":
+            path.append(str(item["loc"][-1]) if unknown else "type")
         found.setdefault(tuple(path), unknown)
     return found
 
@@ -79,27 +81,49 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
     key = ".".join(path)
     if not path:
         return Problem("", "the configuration is not a table")
+    tables = _tables_at(model, path[:-1])
+    holder = _value_at(tree, path[:-1])
     if unknown:
-        near = suggestion(model, key)
-        return Problem(key, f"unknown key; did you mean {near}?" if near else f"unknown key; {_known(model, path)}")
-    field = None
-    tables: list[type[BaseModel]] = [model]
-    value: object = tree
+        return Problem(key, _unknown(model, tables, holder, path))
+    fields = [table.model_fields[path[-1]] for table in tables if path[-1] in table.model_fields]
+    kinds = dict.fromkeys(allowed(field.annotation, field.metadata) for field in fields)
+    if path[-1].isdecimal():
+        kinds = {"a table": None}
+    if isinstance(holder, Mapping) and path[-1] not in holder:
+        return Problem(key, f"missing; allowed: {' or '.join(kinds)}")
+    return Problem(key, f"found {shown(_value_at(tree, path))}; allowed: {' or '.join(kinds)}")
+
+
+def _unknown(model: type[BaseModel], tables: list[type[BaseModel]], holder: object, path: tuple[str, ...]) -> str:
+    """Why a key is not known where it stands, and which was probably meant."""
+    elsewhere = [table for table in tables if path[-1] in table.model_fields]
+    if elsewhere:  # several tables can stand here, and this is a key of another one
+        chosen = holder.get("type", "sft") if isinstance(holder, Mapping) else None
+        right = " or ".join(shown(table.model_fields["type"].default) for table in elsewhere)
+        return f"belongs to type = {right}; here is type = {shown(chosen)}"
+    near = suggestion(model, ".".join(path))
+    if near:
+        return f"unknown key; did you mean {near}?"
+    names = ", ".join(dict.fromkeys(name for table in tables for name in table.model_fields))
+    return (
+        f"unknown key; known in [{'.'.join(path[:-1])}]: {names}" if len(path) > 1 else f"unknown key; known: {names}"
+    )
+
+
+def _tables_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    field = find_field(model, path)
+    return tables_of(field.annotation) if field else [model]
+
+
+def _value_at(tree: object, path: Sequence[str]) -> object:
     for name in path:
-        field = field_of(tables, name)
-        tables = tables_of(field.annotation) if field else []
-        value = value.get(name) if isinstance(value, Mapping) else None
-    what = allowed(field.annotation, field.metadata) if field else "a value"
-    return Problem(key, f"found {shown(value)}; allowed: {what}")
-
-
-def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
-    tables: list[type[BaseModel]] = [model]
-    for name in path[:-1]:
-        field = field_of(tables, name)
-        tables = tables_of(field.annotation) if field else []
-    names = dict.fromkeys(name for table in tables for name in table.model_fields)
-    return f"known in [{'.'.join(path[:-1])}]: {', '.join(names)}" if len(path) > 1 else f"known: {', '.join(names)}"
+        if isinstance(tree, Mapping):
+            tree = tree.get(name)
+        elif isinstance(tree, Sequence) and name.isdecimal() and int(name) < len(tree):
+            tree = tree[int(name)]
+        else:
+            return None
+    return tree
 
 
 def shown(value: object) -> str:
@@ -112,8 +136,6 @@ def shown(value: object) -> str:
 
 
 def _remove(tree: MutableMapping[str, object], path: tuple[str, ...]) -> None:
-    node: object = tree
-    for name in path[:-1]:
-        node = node.get(name) if isinstance(node, Mapping) else None
+    node = _value_at(tree, path[:-1])
     if isinstance(node, MutableMapping) and path:
         node.pop(path[-1], None)

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
-from cosmos_rl.policy.config.base import PositiveInt, Table
+from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
 from cosmos_rl.policy.config.policy import PolicyConfig
 from cosmos_rl.policy.config.problems import ConfigError, validated
-from cosmos_rl.policy.config.train import DatasetConfig, TrainConfig
+from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFunction, RolloutConfig
+from cosmos_rl.policy.config.train import TrainConfig
+from cosmos_rl.policy.config.train_policy import ValidationDatasetConfig
 
 
 class ValidationConfig(Table):
@@ -24,8 +26,24 @@ class ValidationConfig(Table):
     """Samples per forward pass; unset: as in training."""
     n_generation: PositiveInt = 1
     """Pictures per validation prompt."""
-    dataset: DatasetConfig = DatasetConfig()
+    dataset: ValidationDatasetConfig = ValidationDatasetConfig()
     """Where the validation data is."""
+    use_remote_reward: ForRl[StrictBool | None] = None
+    """Unset: as in training, which it must equal."""
+    remote_reward: ForRl[RemoteRewardConfig | None] = None
+    """Unset: as in training."""
+    temperature: NoEffect[StrictFloat] = 0.0
+    """Of language models, like all keys that follow."""
+    top_p: NoEffect[StrictFloat | None] = None
+    """Token sampling."""
+    top_k: NoEffect[StrictInt | None] = 1
+    """Token sampling."""
+    repetition_penalty: NoEffect[StrictFloat] = 1.0
+    """Token sampling."""
+    max_response_length: NoEffect[PositiveInt | None] = None
+    """Longest answer."""
+    reward_function: NoEffect[RewardFunction] = ()
+    """Built-in rewards for answers."""
 
 
 def _lowered(value: object) -> object:
@@ -37,37 +55,89 @@ def _none_word_to_none(value: object) -> object:
     return None if value in ("", "None", "none") else value
 
 
-LoggerName = Annotated[Literal["console", "wandb"], BeforeValidator(_lowered)]
+LoggerName = Annotated[Literal["console", "wandb", "tensorboard", "trackio"], BeforeValidator(_lowered)]
 
 
 class LoggingConfig(Table):
     """`[logging]`: where metrics are shown. `metrics.jsonl` in the run folder is written in any case."""
 
     logger: tuple[LoggerName, ...] = ("console",)
-    """Places that show metrics: "console", "wandb"."""
+    """Places that show metrics: "console", "wandb", "tensorboard", "trackio"."""
+    log_interval: PositiveInt = 1
+    """Steps between two lines on the console."""
+    multi_modal_log_interval: PositiveInt | None = None
+    """Steps between two galleries of generated pictures or videos; unset: only validation makes them."""
     project_name: str = "cosmos_rl"
     """Project in wandb."""
     group_name: str | None = None
     """Group in wandb."""
     experiment_name: Annotated[str | None, BeforeValidator(_none_word_to_none)] = None
     """Name of the run in wandb; unset: the output folder."""
+    report_mfu: NoEffect[StrictBool] = False
+    """Share of the GPU's peak speed."""
+
+
+class ProfilerWindowConfig(Table):
+    """`[profiler.sub_profiler_config]`: which steps are recorded, and what of them."""
+
+    wait_steps: NonNegativeInt = 1
+    """Steps before the profiler is started."""
+    warmup_steps: NonNegativeInt = 1
+    """Steps that are then profiled and thrown away."""
+    active_steps: PositiveInt = 1
+    """Steps that are then recorded."""
+    rank_filter: tuple[NonNegativeInt, ...] = ()
+    """Ranks that record; empty: rank 0."""
+    record_shape: StrictBool = False
+    """Record shapes of tensors."""
+    profile_memory: StrictBool = False
+    """Record memory."""
+    with_stack: StrictBool = False
+    """Record where in the source an operation was called."""
+    with_modules: StrictBool = False
+    """Record the modules that called an operation."""
+    do_profile: NoEffect[StrictBool] = False
+    """Set by upstream while it runs."""
+
+
+class ProfilerConfig(Table):
+    """`[profiler]`: a trace of a few steps by torch's profiler, written into the run folder."""
+
+    enable_profiler: StrictBool = False
+    """Record the steps of sub_profiler_config."""
+    sub_profiler_config: ProfilerWindowConfig = ProfilerWindowConfig()
+    """Which steps are recorded, and what of them."""
+    enable_nsys: NoEffect[StrictBool] = False
+    """Mark the steps for Nsight Systems."""
 
 
 class Config(Table):
     """Everything a run needs to know; `Config()` holds the defaults."""
 
-    mode: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Placement of rollouts; ignored by supervised fine-tuning."""
+    mode: ForRl[Literal["disaggregated", "colocated", "colocated_separated"]] = "disaggregated"
+    """Placement of rollouts; reinforcement learning needs "colocated"."""
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
     train: TrainConfig = TrainConfig()
     """The run, its data, its optimiser and its checkpoints."""
+    rollout: ForRl[RolloutConfig] = RolloutConfig()
+    """How samples are generated for reinforcement learning."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out loss and pictures while training."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are shown."""
+    profiler: ProfilerConfig = ProfilerConfig()
+    """A trace of a few steps."""
     custom: dict[str, object] = Field(default_factory=dict)
     """Free table for your own scripts; the only place where any key is allowed."""
+    redis: NoEffect[str] = ""
+    """Port of upstream's broker: there is none."""
+    eth_ips: NoEffect[str] = ""
+    """Addresses of upstream's processes."""
+    distillation: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Distillation of language models."""
+    vla: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Vision-language-action models."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "Config":

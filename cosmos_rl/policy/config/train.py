@@ -5,24 +5,28 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
+    AnyTable,
     FloatDtype,
     Fraction,
     HalfOpenFraction,
+    Later,
+    NoEffect,
     NonNegativeFloat,
     NonNegativeInt,
     OpenFraction,
+    Pattern,
     PositiveFloat,
     PositiveInt,
     Table,
+    Words,
 )
+from cosmos_rl.policy.config.train_policy import SftPolicyConfig, TrainPolicy
 
-
-class DatasetConfig(Table):
-    """`[train.train_policy.dataset]` and `[validation.dataset]`: where the data is."""
-
-    local_dir: str = ""
-    """Folder of pairs (`x.json` beside `x.jpg`, `x.jpeg`, `x.png` or `x.webp`); for validation also a `.json` file
-    with a list of prompts."""
+LearningRate = Annotated[
+    PositiveFloat | tuple[PositiveFloat] | dict[Pattern, PositiveFloat],
+    Words("a number > 0, alone or in a list, or a table of them"),
+]
+OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 
 
 class CheckpointConfig(Table):
@@ -32,35 +36,24 @@ class CheckpointConfig(Table):
     """Save at all. The final export is written in any case."""
     save_freq: PositiveInt = 20
     """Steps between two saves; the last step is always saved."""
+    save_freq_in_epoch: NonNegativeInt = 0
+    """Epochs between two saves; more than 0 replaces save_freq."""
     save_mode: Literal["async", "sync"] = "async"
     """"async" writes in the background while training goes on."""
     max_keep: Annotated[StrictInt, Field(ge=-1)] = 5
     """How many checkpoints are kept; -1 keeps all."""
     export_safetensors: StrictBool = True
     """Export a loadable pipeline or adapter at every save; false: only at the end."""
-
-
-class TrainPolicyConfig(Table):
-    """`[train.train_policy]`: what is trained on what."""
-
-    type: Literal["sft", "grpo"] = "sft"
-    """Supervised fine-tuning, or reinforcement learning."""
-    trainer_type: str = "sft"
-    """Name of the trainer."""
-    dataset: DatasetConfig = DatasetConfig()
-    """Where the training data is."""
-    mini_batch: PositiveInt = 1
-    """Samples per forward pass; must divide the batch of one rank."""
-    dataloader_shuffle: StrictBool = True
-    """Take the samples in a new random order each epoch."""
-    dataloader_seed: NonNegativeInt = 0
-    """Seed of that order."""
-    dataloader_num_workers: NonNegativeInt = 0
-    """Processes that read data ahead; 0 reads in the training process."""
-    dataloader_drop_last: StrictBool = True
-    """Leave out the last, smaller batch of an epoch."""
-    caption_dropout: Fraction = 0.0
-    """Share of samples that are trained with an empty prompt."""
+    upload_hf: StrictBool = False
+    """Upload the final export to the hub."""
+    hf_repo_name: str | None = None
+    """Name of the repository on the hub, to which the run's start time is added; needed for upload_hf."""
+    upload_s3: Later[Literal[False, "final", "all"]] = False
+    """Upload the final checkpoint, or all, to S3."""
+    s3_bucket: Later[str | None] = None
+    """Bucket, needed for upload_s3."""
+    s3_prefix: Later[str] = "outputs"
+    """Folder in the bucket."""
 
 
 class TrainConfig(Table):
@@ -88,14 +81,22 @@ class TrainConfig(Table):
     """Where to train; "auto" takes a GPU if there is one."""
     param_dtype: FloatDtype = "bfloat16"
     """Type in which the model computes, and type of exported weights."""
-    compile: StrictBool = False
-    """Must be false: compiling is not supported."""
+    fsdp_reduce_dtype: FloatDtype = "float32"
+    """Type in which gradients are added up over ranks."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward pass; "default": all but the last block's."""
+    fsdp_offload: Later[StrictBool] = False
+    """Keep sharded parameters, gradients and moments in host memory."""
+    activation_offload: Later[StrictBool] = False
+    """Keep activations in host memory until the backward pass."""
+    compile: Later[StrictBool] = False
+    """Compile the transformer."""
 
-    optm_name: Literal["Adam", "AdamW"] = "AdamW"
-    """Optimiser."""
-    optm_lr: PositiveFloat = 1e-6
-    """Learning rate."""
-    optm_impl: Literal["fused", "foreach", "for-loop"] = "fused"
+    optm_name: Literal["Adam", "AdamW", "Adam8bit", "AdamW8bit"] = "AdamW"
+    """Optimiser; the 8-bit ones keep their moments in 8 bits."""
+    optm_lr: LearningRate = 1e-6
+    """Learning rate. As a table: `global`, and rates for parameters whose name a regular expression finds."""
+    optm_impl: OptimizerImpl | tuple[OptimizerImpl] = "fused"
     """Implementation of the optimiser's step."""
     optm_weight_decay: NonNegativeFloat = 0.01
     """Weight decay."""
@@ -128,5 +129,54 @@ class TrainConfig(Table):
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """When and how the run is saved."""
-    train_policy: TrainPolicyConfig = TrainPolicyConfig()
+    train_policy: TrainPolicy = SftPolicyConfig()
     """What is trained on what."""
+
+    non_text: NoEffect[StrictBool] = False
+    """Rollouts are media."""
+    master_dtype: NoEffect[FloatDtype] = "float32"
+    """policy.diffusers.dtype counts."""
+    transfer_dtype: NoEffect[str | None] = None
+    """Type of transferred weights: none are transferred."""
+    logprob_dtype: NoEffect[FloatDtype] = "float32"
+    """Log-probabilities are always computed in float32 or better."""
+    async_tp_enabled: NoEffect[StrictBool] = False
+    """Overlap of tensor parallel transfers."""
+    local_dataset: NoEffect[StrictBool | None] = True
+    """Every rank reads its own samples."""
+    sync_weight_interval: NoEffect[PositiveInt] = 1
+    """Steps between weight transfers."""
+    coalesce_weight_sync: NoEffect[StrictBool] = False
+    """Form of weight transfers."""
+    save_ckpt_at_exit: NoEffect[StrictBool] = True
+    """A stopped run is always saved."""
+    signal_to_handle: NoEffect[tuple[str, ...]] = ("SIGUSR1",)
+    """SIGTERM and SIGUSR1 both stop a run."""
+    sequence_packing: NoEffect[StrictBool] = False
+    """Several texts in one row."""
+    fa_version: NoEffect[StrictInt | None] = None
+    """Version of flash attention."""
+    force_use_hf: NoEffect[StrictBool] = False
+    """Upstream's choice between implementations of a model."""
+    fp8: NoEffect[AnyTable] = Field(default_factory=dict)
+    """8-bit training of language models."""
+    fp4: NoEffect[AnyTable] = Field(default_factory=dict)
+    """4-bit training of language models."""
+
+    @property
+    def global_lr(self) -> float:
+        """The learning rate of parameters that no pattern of a table finds."""
+        if isinstance(self.optm_lr, dict):
+            return self.optm_lr["global"]
+        return self.optm_lr[0] if isinstance(self.optm_lr, tuple) else self.optm_lr
+
+    @property
+    def lr_patterns(self) -> dict[str, float]:
+        """Regular expressions over parameter names and the learning rates of what they find, in order."""
+        rates = self.optm_lr if isinstance(self.optm_lr, dict) else {}
+        return {pattern: rate for pattern, rate in rates.items() if pattern != "global"}
+
+    @property
+    def optimizer_impl(self) -> OptimizerImpl:
+        """The implementation of the optimiser's step."""
+        return self.optm_impl[0] if isinstance(self.optm_impl, tuple) else self.optm_impl

@@ -1,0 +1,149 @@
+"""Rules between keys of reinforcement learning on diffusers pipelines."""
+
+from collections.abc import Iterator
+
+from cosmos_rl.policy.config.policy import SampleConfig
+from cosmos_rl.policy.config.ranks import data_ranks
+from cosmos_rl.policy.config.rollout import RemoteRewardConfig
+from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+
+_NOISELESS = ("dpm1", "dpm2", "euler")
+
+
+def rl_rules(config: Config) -> list[str]:
+    """Every broken rule, one line each, starting with the dotted key; none for other jobs."""
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig) or not config.policy.is_diffusers:
+        return []
+    return [
+        *_placement(config, job),
+        *_sampling(config.policy.diffusers.sample, config.policy.diffusers.timesteps_fraction),
+        *_advantages(config, job),
+        *_batches(config, job),
+        *_rewards(config, job),
+    ]
+
+
+def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    if config.mode != "colocated":
+        yield f'mode: found "{config.mode}"; allowed: "colocated" with train.train_policy.type = "grpo"'
+    if not job.uncentralized_training:
+        yield "train.train_policy.uncentralized_training: found false; allowed: true for diffusers pipelines"
+    if job.variant != "grpo":
+        yield f'train.train_policy.variant: found "{job.variant}"; allowed: "grpo" for diffusers pipelines'
+    lora = config.policy.lora
+    if lora and job.trainer_type == "diffusion_nft" and not {"default", "old"} <= set(lora.lora_names):
+        yield (
+            f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "
+            '"default" (trained) and "old" (samples) for "diffusion_nft"'
+        )
+    ours, rollouts = config.policy.parallelism, config.rollout.parallelism
+    for name in ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size"):
+        if rollouts and getattr(rollouts, name) != getattr(ours, name):
+            yield (
+                f"rollout.parallelism.{name}: found {getattr(rollouts, name)}; allowed: "
+                f"{getattr(ours, name)} as in policy.parallelism, or leave [rollout.parallelism] out"
+            )
+
+
+def _sampling(sample: SampleConfig, fraction: float) -> Iterator[str]:
+    if sample.solver in _NOISELESS and not sample.deterministic_sampling:
+        yield (
+            "policy.diffusers.sample.deterministic_sampling: found false; allowed: true with "
+            f'policy.diffusers.sample.solver = "{sample.solver}"'
+        )
+    if sample.solver == "dance" and sample.deterministic_sampling:
+        yield (
+            "policy.diffusers.sample.deterministic_sampling: found true; allowed: false with "
+            'policy.diffusers.sample.solver = "dance"'
+        )
+    if sample.solver not in _NOISELESS and not sample.deterministic_sampling and sample.noise_level == 0:
+        yield (
+            "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0, or "
+            "policy.diffusers.sample.deterministic_sampling = true"
+        )
+    if int(sample.num_steps * fraction) < 1:
+        yield (
+            f"policy.diffusers.timesteps_fraction: found {fraction}; of policy.diffusers.sample.num_steps = "
+            f"{sample.num_steps} it leaves int({sample.num_steps} * {fraction}) = 0 trained steps; allowed: at least 1"
+        )
+
+
+def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    if config.rollout.n_generation < 2:
+        yield "rollout.n_generation: found 1; allowed: 2 or more, as an advantage compares samples of one prompt"
+    if job.advantage_low >= 0:
+        yield f"train.train_policy.advantage_low: found {job.advantage_low}; allowed: less than 0"
+    if job.advantage_high <= 0:
+        yield f"train.train_policy.advantage_high: found {job.advantage_high}; allowed: more than 0"
+
+
+def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """Samples of a step = prompts x samples per prompt, dealt evenly over the ranks, in whole micro-batches."""
+    total, key = config.train.train_batch_per_replica, "train.train_batch_per_replica"
+    if config.train.global_batch_size is not None:
+        total, key = config.train.global_batch_size, "train.global_batch_size"
+    group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
+    if total % (group * ranks):
+        yield (
+            f"{key}: found {total}; allowed: a multiple of rollout.n_generation x data parallel ranks = "
+            f"{group} x {ranks} = {group * ranks}, the nearest {_nearest(total, group * ranks)}"
+        )
+        return
+    local = total // ranks
+    if local % job.mini_batch:
+        yield (
+            f"train.train_policy.mini_batch: found {job.mini_batch}; allowed: a divisor of the samples of a rank, "
+            f"{key} / ranks = {total} / {ranks} = {local}"
+        )
+    chunk = job.batch_size_per_optimize
+    if chunk is not None and (local % chunk or chunk % job.mini_batch):
+        yield (
+            f"train.train_policy.batch_size_per_optimize: found {chunk}; allowed: a multiple of "
+            f"train.train_policy.mini_batch = {job.mini_batch} that divides the samples of a rank, "
+            f"{key} / ranks = {total} / {ranks} = {local}"
+        )
+    at_once = config.rollout.n_generation_mini_batch
+    if at_once is not None and at_once > group:
+        yield f"rollout.n_generation_mini_batch: found {at_once}; allowed: at most rollout.n_generation = {group}"
+
+
+def _nearest(total: int, step: int) -> str:
+    below = total // step * step
+    return f"{below + step}" if below == 0 else f"{below} or {below + step}"
+
+
+def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    yield from _clips("train.train_policy.remote_reward", job.remote_reward)
+    validation = config.validation
+    if validation.remote_reward:
+        yield from _clips("validation.remote_reward", validation.remote_reward)
+    if validation.use_remote_reward not in (None, job.use_remote_reward):
+        yield (
+            f"validation.use_remote_reward: found {str(validation.use_remote_reward).lower()}; allowed: "
+            f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
+        )
+    rewards = [reward.name for reward in job.remote_reward.reward_fns]
+    if job.use_remote_reward and "gen_eval" in rewards and job.dataset.name != "geneval":
+        yield (
+            f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '
+            '"gen_eval", which needs its objects and tags'
+        )
+
+
+def _clips(table: str, reward: RemoteRewardConfig) -> Iterator[str]:
+    if reward.reward_clip_min >= reward.reward_clip_max:
+        yield (
+            f"{table}.reward_clip_min: found {reward.reward_clip_min}; allowed: less than "
+            f"reward_clip_max = {reward.reward_clip_max}"
+        )
+    for index, entry in enumerate(reward.reward_fns):
+        if entry.clip_min >= entry.clip_max:
+            yield (
+                f"{table}.reward_fns.{index}.clip_min: found {entry.clip_min}; allowed: less than "
+                f"clip_max = {entry.clip_max}"
+            )
+    names = [(entry.name, entry.score_key) for entry in reward.reward_fns]
+    if len(set(names)) != len(names):
+        yield f"{table}.reward_fns: found {[name for name, _ in names]}; allowed: each name and score_key once"

@@ -1,0 +1,95 @@
+"""`[rollout]` and the reward tables: how reinforcement learning generates samples and has them scored."""
+
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
+
+from cosmos_rl.policy.config.base import AnyTable, NoEffect, PositiveInt, Table
+from cosmos_rl.policy.config.policy import ParallelismConfig
+
+
+class RewardFnConfig(Table):
+    """`[[train.train_policy.remote_reward.reward_fns]]`: one reward of the service."""
+
+    name: str
+    """Reward type at the service."""
+    weight: StrictFloat = 1.0
+    """Weight in the sum over all rewards."""
+    score_key: str | None = None
+    """Field of the answer that holds the score, or "a+b" for a sum; unset: as name."""
+    clip_min: StrictFloat = -5.0
+    """Smaller scores count as this."""
+    clip_max: StrictFloat = 5.0
+    """Larger scores count as this."""
+
+
+class RemoteRewardConfig(Table):
+    """`[train.train_policy.remote_reward]`: scores from the reward service.
+
+    A sample's reward is scale * clip(sum of weight_i * clip(score_i)).
+    """
+
+    scale: StrictFloat = 1.0
+    """Factor of the clipped sum."""
+    reward_clip_min: StrictFloat = -5.0
+    """A smaller sum counts as this."""
+    reward_clip_max: StrictFloat = 5.0
+    """A larger sum counts as this."""
+    batch_size: PositiveInt = 1
+    """Most samples in one request."""
+    reward_fns: Annotated[tuple[RewardFnConfig, ...], Field(min_length=1)] = (
+        RewardFnConfig(name="dance_grpo", score_key="overall_reward"),
+    )
+    """The rewards that are added up."""
+
+
+class RolloutConfig(Table):
+    """`[rollout]`: how samples are generated for reinforcement learning."""
+
+    n_generation: PositiveInt = 16
+    """Samples per prompt."""
+    n_generation_mini_batch: PositiveInt | None = None
+    """Samples generated at once; unset: all of a prompt."""
+    batch_size: PositiveInt = 1
+    """Prompts per generation call and rank."""
+    parallelism: ParallelismConfig | None = None
+    """Unset: as policy.parallelism, which it must equal."""
+    backend: NoEffect[str] = "diffusion_nft_rollout"
+    """Rollouts run in the training process."""
+    seed: NoEffect[StrictInt | None] = None
+    """Rollout noise is keyed by train.seed."""
+    mode: NoEffect[str] = "sync"
+    """Waiting for rollouts or not."""
+    async_config: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Limits of asynchronous rollouts."""
+    prefetch_rollout: NoEffect[StrictBool] = False
+    """Generate ahead of training."""
+    prefetch_queue_maxsize: NoEffect[PositiveInt] = 2
+    """Rollouts generated ahead."""
+    n_generation_to_batch: NoEffect[StrictBool] = False
+    """Count samples in place of prompts."""
+    async_r2r_sync: NoEffect[str] = "disabled"
+    """Weight transfer between rollout processes."""
+    broadcast_all_params: NoEffect[StrictBool] = False
+    """Transfer frozen weights too."""
+    enforce_eager: NoEffect[StrictBool] = True
+    """vLLM: no CUDA graphs."""
+    include_stop_str_in_output: NoEffect[StrictBool] = False
+    """vLLM: keep the stop text."""
+    gpu_memory_utilization: NoEffect[StrictFloat] = 0.8
+    """vLLM: share of GPU memory."""
+    enable_chunked_prefill: NoEffect[StrictBool] = False
+    """vLLM: read prompts in pieces."""
+    max_response_length: NoEffect[PositiveInt] = 2048
+    """Longest answer of a language model."""
+    quantization: NoEffect[str] = "none"
+    """vLLM: type of quantised weights."""
+    sampling_config: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Token sampling of a language model."""
+    vllm_use_flashinfer: NoEffect[StrictBool] = False
+    """vLLM: attention kernel."""
+    multi_turn_config: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Conversations with tools."""
+
+
+RewardFunction = str | tuple[str, ...] | dict[str, StrictFloat]

@@ -1,0 +1,243 @@
+"""`[train.train_policy]`: what is trained on what; supervised fine-tuning or reinforcement learning by `type`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
+
+from cosmos_rl.policy.config.base import (
+    AnyTable,
+    ForRl,
+    ForVlm,
+    Fraction,
+    Later,
+    NoEffect,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenFraction,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+)
+from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFunction
+
+
+class DatasetConfig(Table):
+    """`[train.train_policy.dataset]`: where the training data is."""
+
+    local_dir: str = ""
+    """Folder of pairs: `x.json` beside `x.jpg`, `x.jpeg`, `x.png` or `x.webp`."""
+    test_size: PositiveInt | OpenFraction | None = None
+    """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
+    a share."""
+    name: Later[str] = ""
+    """Named prompt set (pickscore, ocr, geneval, dance_grpo_t2v) or data set on the hub."""
+    subset: Later[str | None] = None
+    """Subset of the data set on the hub."""
+    revision: Later[str | None] = None
+    """Branch, tag or commit of the data set on the hub."""
+    split: Later[str | tuple[str, ...]] = ""
+    """Split of the named data set; of several the first."""
+
+
+class ValidationDatasetConfig(DatasetConfig):
+    """`[validation.dataset]`: where the validation data is."""
+
+    local_dir: str = ""
+    """Folder of pairs as for training, or a `.json` file with a list of prompts."""
+    test_size: NoEffect[PositiveInt | OpenFraction | None] = None
+    """Counts in train.train_policy.dataset."""
+
+
+class CacheConfig(Table):
+    """`[train.train_policy.cache]`: what the frozen encoders give, kept on disk so that it is computed once."""
+
+    latents: StrictBool = False
+    """Keep the VAE's latents of the training pictures."""
+    text: StrictBool = False
+    """Keep the text encoders' output for the training prompts."""
+    dir: str | None = None
+    """Folder, which runs may share; unset: $COSMOS_CACHE, and without that the folder `cache` in train.output_dir."""
+    max_gb: PositiveFloat = 50.0
+    """When the folder is larger, the entries that were not used for longest are deleted."""
+
+
+class TrainPolicyConfig(Table):
+    """What supervised fine-tuning and reinforcement learning have in common."""
+
+    dataset: DatasetConfig = DatasetConfig()
+    """Where the training data is."""
+    mini_batch: PositiveInt = 1
+    """Samples per forward pass; must divide the batch of one rank."""
+    dataloader_shuffle: StrictBool = True
+    """Take the samples in a new random order each epoch."""
+    dataloader_seed: NonNegativeInt = 0
+    """Seed of that order."""
+    dataloader_num_workers: NonNegativeInt = 0
+    """Processes that read data ahead; 0 reads in the training process."""
+    dataloader_prefetch_factor: PositiveInt | None = None
+    """Batches that each of these processes reads ahead; unset: 2."""
+    dataloader_drop_last: StrictBool = True
+    """Leave out the last, smaller batch of an epoch."""
+    caption_dropout: Fraction = 0.0
+    """Share of samples that are trained with an empty prompt."""
+    max_skipped_frac: Fraction = 0.05
+    """Share of the samples that may be unreadable; each is named and left out. One always may, unless this is 0."""
+    enable_dataset_cache: StrictBool = False
+    """Short for cache.latents = true and cache.text = true."""
+    cache: CacheConfig = CacheConfig()
+    """What the frozen encoders give, kept on disk."""
+    dataloader_batch_size: NoEffect[StrictInt | None] = 1
+    """Samples per message between upstream's processes."""
+    data_dispatch_as_rank_in_mesh: NoEffect[StrictBool] = False
+    """Upstream's way to deal samples."""
+    balance_dp_token: NoEffect[StrictBool] = True
+    """Weigh samples by their tokens: losses are always divided by their global weight."""
+
+    @property
+    def cached_latents(self) -> bool:
+        """Whether latents are kept on disk."""
+        return self.enable_dataset_cache or self.cache.latents
+
+    @property
+    def cached_text(self) -> bool:
+        """Whether text features are kept on disk."""
+        return self.enable_dataset_cache or self.cache.text
+
+
+class SftPolicyConfig(TrainPolicyConfig):
+    """`[train.train_policy]` with `type = "sft"`: supervised fine-tuning."""
+
+    type: Literal["sft"] = "sft"
+    """"sft" or "grpo". Unset: "grpo" if temperature, epsilon_low, epsilon_high, kl_beta or use_remote_reward is given,
+    else "sft"."""
+    trainer_type: str = "sft"
+    """Name of the trainer."""
+    conversation_column_name: ForVlm[str] = "conversations"
+    """Column of the data set that holds conversations."""
+    system_prompt: ForVlm[str] = ""
+    """Put before each conversation."""
+    dataloader_broadcast: NoEffect[StrictBool] = False
+    """One rank reads for its model parallel group."""
+    enable_dp_load_balancing: ForVlm[StrictBool] = False
+    """Batches of similar length in tokens."""
+    load_balanced_pool_size: ForVlm[PositiveInt] = 32
+    """Samples among which such a batch is looked for."""
+    load_balanced_max_tokens_for_batch: ForVlm[PositiveInt | None] = None
+    """Tokens of such a batch; unset: policy.model_max_length."""
+    load_balanced_batching_strategy: ForVlm[Literal["prefer_closest", "prefer_first"]] = "prefer_closest"
+    """Which sample is added to such a batch next."""
+    load_balanced_batches_per_optimizer_step: ForVlm[PositiveInt] = 1
+    """Such batches per optimiser step."""
+
+
+class GrpoPolicyConfig(TrainPolicyConfig):
+    """`[train.train_policy]` with `type = "grpo"`: reinforcement learning.
+
+    It also has the keys of "sft" from mini_batch to balance_dp_token, and its tables.
+    """
+
+    type: Literal["grpo"] = "grpo"
+    """Reinforcement learning."""
+    trainer_type: str = "grpo"
+    """Name of the trainer: "diffusion_nft" for diffusers pipelines."""
+    variant: Literal["grpo", "gspo", "dapo"] = "grpo"
+    """Only "grpo" for diffusers pipelines."""
+    uncentralized_training: StrictBool = False
+    """Must be true: every rank runs the same loop."""
+    use_remote_reward: StrictBool = False
+    """Ask the reward service for scores; false: reward functions of your script."""
+    remote_reward: RemoteRewardConfig = RemoteRewardConfig()
+    """Scores from the reward service."""
+    bypass_reward: StrictBool = False
+    """All rewards are 0, to try things."""
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the distance to the reference model; 0: none is kept or run."""
+    advantage_low: StrictFloat = -5.0
+    """Smaller advantages count as this."""
+    advantage_high: StrictFloat = 5.0
+    """Larger advantages count as this; also the scale of DiffusionNFT's weights."""
+    mu_iterations: PositiveInt = 1
+    """Passes over the samples of a step."""
+    batch_size_per_optimize: PositiveInt | None = None
+    """Samples per rank and optimiser step; unset: all of the step."""
+    epsilon_low: NonNegativeFloat = 0.2
+    """How far the likelihood ratio may fall below 1."""
+    epsilon_high: NonNegativeFloat = 0.2
+    """How far the likelihood ratio may rise above 1."""
+    on_policy: StrictBool = False
+    """Sample with the weights that are trained."""
+    reference_reset_interval: PositiveInt | None = None
+    """Steps after which the reference becomes the present model; unset: never."""
+    reset_optimizer_with_reference: StrictBool = False
+    """Forget the optimiser's moments then."""
+    allowed_outdated_steps: NoEffect[NonNegativeInt] = 4
+    """Samples are never outdated: rollout and training share the weights."""
+    temperature: NoEffect[StrictFloat] = 1.0
+    """Of language models, like all keys that follow."""
+    prompt_column_name: NoEffect[str] = ""
+    """Column of prompts."""
+    response_column_name: NoEffect[str] = ""
+    """Column of answers."""
+    reward_function: NoEffect[RewardFunction] = ("single_choice",)
+    """Built-in rewards for answers."""
+    filter_reward_metric: NoEffect[str | tuple[str, ...]] = ""
+    """Rewards by which groups are dropped."""
+    group_reward_calculation: NoEffect[StrictBool] = False
+    """Rewards are computed for whole groups."""
+    positive_nll_coef: NoEffect[StrictFloat | None] = None
+    """Weight of the likelihood of good answers."""
+    lower_bound_ratio: NoEffect[StrictFloat] = 3.0
+    """Dual clip of the ratio."""
+    loss_type: NoEffect[str] = "token-mean"
+    """Mean over tokens or answers."""
+    unbiased_loss_max_tokens: NoEffect[StrictInt | None] = None
+    """Fixed number of tokens in that mean."""
+    unbiased_advantage: NoEffect[StrictBool] = False
+    """Advantages are not divided by the deviation."""
+    algo: NoEffect[str] = "grpo"
+    """Name of upstream's algorithm."""
+    overlong_reward: NoEffect[AnyTable] = Field(default_factory=dict)
+    """Penalty for long answers."""
+    unbiased_kl_estimate: NoEffect[StrictBool] = False
+    """Estimator of the distance to the reference."""
+    off_policy_masking_delta: NoEffect[StrictFloat | None] = None
+    """Leave out answers far from the policy."""
+    aipo_rho: NoEffect[StrictFloat | None] = None
+    """Clip of the importance weight."""
+    max_token_len_per_mini_batch: NoEffect[StrictInt | None] = None
+    """Tokens per forward pass."""
+    entropy_coeff: NoEffect[StrictFloat] = 0.0
+    """Weight of the entropy."""
+    outdated_rollout_fetch_batch_size: NoEffect[StrictInt] = 0
+    """Size of asynchronous fetches."""
+    max_inflight_steps: NoEffect[StrictInt | None] = None
+    """Steps generated ahead."""
+    min_filter_prefix_tokens: NoEffect[StrictInt | None] = None
+    """Shared beginning of answers."""
+    max_retry_for_on_policy: NoEffect[StrictInt] = -1
+    """Attempts to fill a batch."""
+    use_decoupled_loss: NoEffect[StrictBool] = False
+    """Separate weights of behaviour and policy."""
+    behav_imp_weight_cap: NoEffect[StrictFloat | None] = None
+    """Largest such weight."""
+    rollout_as_token_ids: NoEffect[StrictBool] = False
+    """Answers travel as tokens."""
+    collect_rollout_logprobs: NoEffect[StrictBool] = False
+    """Keep log-probabilities of tokens."""
+    use_rollout_logprobs_for_loss: NoEffect[StrictBool] = False
+    """Train with them."""
+
+
+_MEANS_GRPO = frozenset({"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"})
+
+
+def _with_type(value: object) -> object:
+    if not isinstance(value, Mapping) or "type" in value:
+        return value
+    return {"type": "sft" if _MEANS_GRPO.isdisjoint(value) else "grpo", **value}
+
+
+TrainPolicy = Annotated[
+    SftPolicyConfig | ForRl[GrpoPolicyConfig], Field(discriminator="type"), BeforeValidator(_with_type)
+]

@@ -1,0 +1,86 @@
+"""How many ranks a configuration gets on a machine."""
+
+import pytest
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.cli import _gpus, _sized
+from cosmos_rl.policy.config import Config, data_ranks, world_size
+from cosmos_rl.policy.config.ranks import resized
+
+
+def config(device="auto", **sizes):
+    tables = {"policy": {"parallelism": sizes}, "rollout": {"parallelism": sizes}, "train": {"device": device}}
+    return Config.from_dict(tables)
+
+
+def ranks_of(sized):
+    sizes = sized.policy.parallelism
+    return world_size(sizes), sizes.dp_shard_size, sizes.dp_replicate_size
+
+
+@pytest.mark.parametrize(
+    ("asked", "nproc", "gpus", "got"),
+    [
+        ({"dp_shard_size": 8}, None, 0, (1, 1, 1)),
+        ({"dp_shard_size": 4, "dp_replicate_size": 2}, None, 0, (1, 1, 1)),
+        ({"dp_shard_size": -1}, None, 0, (1, 1, 1)),
+        ({"dp_shard_size": 8}, 2, 0, (2, 2, 1)),
+        ({}, 4, 0, (4, 4, 1)),
+        ({"dp_shard_size": 4, "dp_replicate_size": 2}, 4, 0, (4, 2, 2)),
+        ({"dp_shard_size": 8}, None, 8, (8, 8, 1)),
+        ({"dp_shard_size": 2}, None, 8, (2, 2, 1)),
+        ({"dp_shard_size": -1}, None, 8, (8, 8, 1)),
+        ({"dp_shard_size": -1, "dp_replicate_size": 2}, None, 8, (8, 4, 2)),
+        ({"dp_shard_size": 8}, 1, 1, (1, 1, 1)),
+        ({"dp_shard_size": 8, "device": "cpu"}, None, 8, (1, 1, 1)),
+        ({"dp_shard_size": 8, "device": "cpu"}, 16, 8, (16, 16, 1)),
+    ],
+)
+def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(asked, nproc, gpus, got):
+    sized = _sized(config(**asked), nproc, gpus)
+    assert ranks_of(sized) == got
+    assert data_ranks(sized.policy.parallelism) == got[0]
+    assert sized.rollout.parallelism == sized.policy.parallelism
+
+
+@pytest.mark.parametrize(
+    ("asked", "nproc", "gpus", "told"),
+    [
+        (
+            {"dp_shard_size": 8},
+            None,
+            1,
+            "[policy.parallelism] (dp_shard_size 8 = 8 ranks) needs 8 GPUs, this machine has 1 GPU",
+        ),
+        ({"dp_shard_size": 2, "dp_replicate_size": 2}, None, 3, "(dp_shard_size 2 x dp_replicate_size 2 = 4 ranks)"),
+        (
+            {},
+            4,
+            2,
+            "--nproc-per-node 4 needs 4 GPUs, this machine has 2 GPUs; --nproc-per-node 2 runs on what is there",
+        ),
+        ({"dp_replicate_size": 2}, 3, 0, "3 ranks are not a multiple of 2, the product of the other sizes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(asked, nproc, gpus, told):
+    with pytest.raises(UserError) as caught:
+        _sized(config(**asked), nproc, gpus)
+    assert told in str(caught.value)
+
+
+def test_a_changed_number_of_ranks_is_told(capsys):
+    _sized(config(dp_shard_size=8), None, 0)
+    assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
+    _sized(config(), 2, 0)
+    assert "--nproc-per-node 2: 2 ranks, policy.parallelism.dp_shard_size = 2 in place of 1" in capsys.readouterr().out
+    _sized(config(), None, 0)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rollout_table_that_is_not_given_stays_so():
+    assert resized(Config(), 4).rollout.parallelism is None
+
+
+def test_hidden_gpus_do_not_count(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _gpus() == 0

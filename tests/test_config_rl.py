@@ -1,0 +1,194 @@
+"""The configuration of reinforcement learning: rules between keys, and how they are told."""
+
+import pytest
+
+from cosmos_rl.policy.config import ConfigError, load_config, not_runnable_yet, notes
+
+NFT = """
+mode = "colocated"
+[policy]
+model_name_or_path = "model"
+is_diffusers = true
+[policy.lora]
+lora_names = ["default", "old"]
+[policy.diffusers.sample]
+num_steps = 10
+deterministic_sampling = true
+[policy.parallelism]
+dp_shard_size = 8
+[rollout]
+n_generation = 24
+[train]
+train_batch_per_replica = 1152
+[train.train_policy]
+type = "grpo"
+trainer_type = "diffusion_nft"
+uncentralized_training = true
+mini_batch = 9
+use_remote_reward = true
+[[train.train_policy.remote_reward.reward_fns]]
+name = "pickscore"
+[[train.train_policy.remote_reward.reward_fns]]
+name = "ocr"
+weight = 0.5
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "nft.toml"
+    path.write_text(NFT)
+    return path
+
+
+def problems_of(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return list(caught.value.problems)
+
+
+def test_a_diffusion_nft_job_is_valid_and_not_runnable_for_one_reason(path):
+    config = load_config(path)
+    assert not_runnable_yet(config) == ['train.train_policy.type = "grpo" (reinforcement learning)']
+    assert notes(config) == []
+    assert config.train.train_policy.remote_reward.reward_fns[1].weight == 0.5
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(path):
+    assert problems_of(path, "train.train_batch_per_replica=1000") == [
+        "train.train_batch_per_replica: found 1000; allowed: a multiple of rollout.n_generation x data parallel ranks "
+        "= 24 x 8 = 192, the nearest 960 or 1152"
+    ]
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path):
+    assert problems_of(path, "train.train_policy.mini_batch=10") == [
+        "train.train_policy.mini_batch: found 10; allowed: a divisor of the samples of a rank, "
+        "train.train_batch_per_replica / ranks = 1152 / 8 = 144"
+    ]
+
+
+def test_the_global_batch_takes_the_place_of_the_replica_batch(path):
+    overrides = ["train.global_batch_size=48", "policy.parallelism.dp_shard_size=1", "train.train_policy.mini_batch=48"]
+    load_config(path, overrides)
+    [line] = problems_of(path, *overrides[:1])
+    assert line.startswith("train.global_batch_size: found 48; allowed: a multiple of rollout.n_generation")
+
+
+def test_the_rules_count_with_the_ranks_that_will_run(path):
+    def on_one(config):
+        one = config.policy.parallelism.model_copy(update={"dp_shard_size": 1})
+        return config.model_copy(update={"policy": config.policy.model_copy(update={"parallelism": one})})
+
+    load_config(path, ["train.train_batch_per_replica=72"], sized=on_one)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["mode=disaggregated"], 'mode: found "disaggregated"; allowed: "colocated"'),
+        (["train.train_policy.uncentralized_training=false"], "train.train_policy.uncentralized_training: found false"),
+        (["train.train_policy.variant=dapo"], 'train.train_policy.variant: found "dapo"; allowed: "grpo"'),
+        (
+            ['policy.lora.lora_names=["default"]'],
+            "policy.lora.lora_names: found ['default']; allowed: a list with \"def",
+        ),
+        (
+            ["rollout.parallelism.dp_shard_size=4"],
+            "rollout.parallelism.dp_shard_size: found 4; allowed: 8 as in policy",
+        ),
+        (
+            ["policy.diffusers.sample.deterministic_sampling=false"],
+            "policy.diffusers.sample.deterministic_sampling: found false; allowed: true with policy.diffusers.sam",
+        ),
+        (["policy.diffusers.sample.solver=dance"], "policy.diffusers.sample.deterministic_sampling: found true"),
+        (
+            [
+                "policy.diffusers.sample.solver=flow",
+                "policy.diffusers.sample.deterministic_sampling=false",
+                "policy.diffusers.sample.noise_level=0.0",
+            ],
+            "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0",
+        ),
+        (["policy.diffusers.timesteps_fraction=0.05"], "policy.diffusers.timesteps_fraction: found 0.05; of policy"),
+        (
+            ["policy.diffusers.timesteps_fraction=0.0"],
+            "policy.diffusers.timesteps_fraction: found 0.0; allowed: a number",
+        ),
+        (
+            ["policy.diffusers.weight_copy_decay_type=3"],
+            "policy.diffusers.weight_copy_decay_type: found 3; allowed: one of 0",
+        ),
+        (
+            ["policy.diffusers.sample.solver=nope"],
+            'policy.diffusers.sample.solver: found "nope"; allowed: one of "flow"',
+        ),
+        (["policy.diffusers.nft_beta=0.0"], "policy.diffusers.nft_beta: found 0.0"),
+        (["train.train_policy.kl_beta=-0.1"], "train.train_policy.kl_beta: found -0.1; allowed: a number >= 0"),
+        (["rollout.n_generation=1"], "rollout.n_generation: found 1; allowed: 2 or more"),
+        (["rollout.n_generation_mini_batch=25"], "rollout.n_generation_mini_batch: found 25"),
+        (["train.train_policy.advantage_low=0.0"], "train.train_policy.advantage_low: found 0.0; allowed: less than 0"),
+        (["train.train_policy.advantage_high=0.0"], "train.train_policy.advantage_high: found 0.0"),
+        (["train.train_policy.batch_size_per_optimize=20"], "train.train_policy.batch_size_per_optimize: found 20"),
+        (
+            ["train.train_policy.remote_reward.reward_fns.1.clip_min=5.0"],
+            "train.train_policy.remote_reward.reward_fns.1.clip_min: found 5.0; allowed: less than clip_max = 5.0",
+        ),
+        (
+            ["train.train_policy.remote_reward.reward_clip_max=-5.0"],
+            "train.train_policy.remote_reward.reward_clip_min: found -5.0",
+        ),
+        (
+            ["train.train_policy.remote_reward.reward_fns.1.name=pickscore"],
+            "train.train_policy.remote_reward.reward_fns: found",
+        ),
+        (["train.train_policy.remote_reward.reward_fns=[]"], "train.train_policy.remote_reward.reward_fns: found []"),
+        (
+            ["train.train_policy.remote_reward.reward_fns.1.wieght=2.0"],
+            "train.train_policy.remote_reward.reward_fns.1.wieght: unknown key; did you mean "
+            "train.train_policy.remote_reward.reward_fns.weight?",
+        ),
+        (
+            ["train.train_policy.remote_reward.reward_fns.1={}"],
+            "train.train_policy.remote_reward.reward_fns.1.name: missing; allowed: text",
+        ),
+        (["train.train_policy.remote_reward.reward_fns.0.name=gen_eval"], "train.train_policy.dataset.name: found"),
+        (["validation.use_remote_reward=false"], "validation.use_remote_reward: found false; allowed: true"),
+        (
+            ["train.train_policy.conversation_column_name=x"],
+            'train.train_policy.conversation_column_name: belongs to type = "sft"; here is type = "grpo"',
+        ),
+    ],
+)
+def test_a_broken_rule_is_one_line_that_starts_with_its_key(path, overrides, start):
+    [line] = [line for line in problems_of(path, *overrides) if not line.startswith("train.train_batch")]
+    assert line.startswith(start)
+
+
+def test_all_broken_rules_come_in_one_report(path):
+    lines = problems_of(
+        path, "mode=disaggregated", "rollout.n_generation=5", "train.train_policy.advantage_low=1.0", "train.bogus=1"
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "train.bogus",
+        "mode",
+        "train.train_policy.advantage_low",
+        "train.train_batch_per_replica",
+    ]
+
+
+def test_a_problem_in_a_list_of_tables_names_the_line_of_its_own_table(path):
+    path.write_text(NFT + "clip_min = 9.0\n")
+    [line] = problems_of(path)
+    assert line.endswith(f"allowed: less than clip_max = 5.0 (line {len(NFT.splitlines()) + 1})")
+
+
+def test_uneven_advantage_bounds_are_noted(path):
+    [note] = notes(load_config(path, ["train.train_policy.advantage_low=-1.0"]))
+    assert note.startswith("train.train_policy.advantage_low = -1.0 is not -advantage_high")
+
+
+def test_the_typo_of_upstreams_recipes_is_read_as_what_was_meant(path, capsys, monkeypatch):
+    monkeypatch.setattr("cosmos_rl.policy.config.aliases._warned", set())
+    assert load_config(path, ["policy.diffusers.timestep_fraction=0.99"]).policy.diffusers.timesteps_fraction == 0.99
+    assert "write policy.diffusers.timesteps_fraction" in capsys.readouterr().out

@@ -29,12 +29,14 @@ def test_every_missing_thing_is_named_and_no_run_folder_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_name_is_not_taken_for_a_missing_folder(
+def test_a_hub_name_that_cannot_be_had_is_told_at_once(
     write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--policy.model_name_or_path=stabilityai/none", "--train.train_policy.dataset.local_dir=no_data"]
     assert main(["--config", str(write_toml()), *options]) == 2
-    assert "model_name_or_path" not in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "the local cache of the hub does not have it, and HF_HUB_OFFLINE is set" in message
+    assert message.count("does not exist") == 1  # the data, not the model
 
 
 def test_folders_of_another_kind_are_described(

@@ -16,7 +16,7 @@ from cosmos_rl.launcher.cli import main
 
 CONFIG = """
 [policy]
-model_name_or_path = "nowhere"
+model_name_or_path = "MODEL"
 is_diffusers = true
 """
 # A worker without torch: `body(stop)` is what the trainer would be.
@@ -24,9 +24,16 @@ WORKER = """
 import json, os, sys, time
 from pathlib import Path
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.launcher.supervised import supervised as supervised_by_us
+from cosmos_rl.storage.run_folder import RunFolder, begin
 
 here = Path(__file__).parent
+
+def supervised(body):
+    def begun(stop):
+        begin(RunFolder(Path(os.environ["COSMOS_RUN_DIR"])))
+        return body(stop)
+    supervised_by_us(begun)
 
 def steps(stop):
     (here / "pid").write_text(str(os.getpid()))
@@ -75,7 +82,9 @@ def place(tmp_path, monkeypatch):
     folder = tmp_path / "my work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    (folder / "run.toml").write_text(CONFIG)
+    (folder / "model").mkdir()
+    (folder / "model" / "model_index.json").write_text("{}")
+    (folder / "run.toml").write_text(CONFIG.replace("MODEL", str(folder / "model")))
 
     def script(body, name="worker.py"):
         (folder / name).write_text(WORKER + body)
@@ -160,7 +169,7 @@ def test_a_script_gets_its_arguments_the_config_and_the_environment(place, capfd
     argv, environment, cwd = json.loads((folder / "seen.json").read_text())
     run = newest_run(elsewhere)
     script_args = ["one", "--own.flag=1", "--", "--config-like", "", "two words"]
-    assert argv[1:] == [*script_args, "--config", str(run / "config.toml")]
+    assert argv[1:] == [*script_args, "--config", str(run / ".next" / "config.toml")]
     assert cwd == str(elsewhere)
     assert environment["COSMOS_ROLE"] == "Controller"
     assert environment["COSMOS_RUN_DIR"] == str(run)
@@ -265,7 +274,7 @@ def test_a_restarted_worker_continues_its_own_run(place):
         "    if count == 2:\n"
         "        return 75\n"
         "    policy = policy_dir(run.checkpoints, 10 * count + 10)\n"
-        "    policy.mkdir(parents=True)\n"
+        "    policy.mkdir(parents=True, exist_ok=True)\n"
         "    (policy / 'state').write_text('x')\n"
         "    (policy / COMMIT_MARKER).write_text(marker_text(policy))\n"
         "    os._exit(1)\n"
@@ -310,7 +319,7 @@ def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(place, capfd
 
 def test_debug_reaches_the_worker(place):
     folder, script = place
-    script("(here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL'])\n")
+    script("supervised(lambda stop: (here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL']) * 0)\n")
     assert main(["--config", "run.toml", "--debug", "worker.py"]) == 0
     assert (folder / "level").read_text() == "DEBUG"
 
@@ -392,3 +401,27 @@ def test_a_run_that_is_still_being_written_is_not_joined(place, capfd):
 def test_verbs_have_their_own_help(capfd):
     assert main(["tiny-model", "--help"]) == 0
     assert "sd3" in capfd.readouterr().out
+
+
+def test_a_script_that_never_calls_us_is_a_failure(place, capfd):
+    folder, _ = place
+    (folder / "forgot.py").write_text("print('hi')\n")
+    assert main(["--config", "run.toml", "forgot.py"]) == 1
+    assert "ended without calling cosmos_rl.launcher.worker_entry.main" in capfd.readouterr().err
+
+
+def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(place, capfd):
+    folder, script = place
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    run = newest_run(folder)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    (folder / "refused.py").write_text(
+        "from cosmos_rl.errors import UserError\nfrom cosmos_rl.launcher.supervised import supervised\n"
+        "def body(stop):\n    raise UserError('other weights')\nsupervised(body)\n"
+    )
+    for options in (["--train.resume=true"], []):
+        assert main(["--config", "run.toml", "--train.seed=7", *options, "refused.py"]) == 2
+        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+        assert newest_run(folder) == run
+        assert (folder / "outputs" / "checkpoints").resolve() == run / "checkpoints"

@@ -191,4 +191,4 @@ def test_a_run_folder_knows_its_parts():
     assert run.name == NEW
     assert run.metrics.name == "metrics.jsonl"
     assert run.config.name == "config.toml"
-    assert {run.checkpoints.parent, run.safetensors.parent, run.media.parent, run.report.parent} == {run.root}
+    assert {run.checkpoints.parent, run.safetensors.parent, run.media.parent} == {run.root}

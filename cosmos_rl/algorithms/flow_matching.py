@@ -32,12 +32,12 @@ def flow_matching_loss(
         velocity: ``[B, C, ...]`` predicted, any float dtype; the difference is taken in float32.
         clean, noise: ``[B, C, ...]``, the two ends of the path.
         element_mask: which elements count, broadcastable to ``velocity``.
-        weight_B: weight of each sample, 1 when not given.
+        weight_B: factor on each sample's loss, 1 when not given.
 
     Returns:
-        ``(sum, weight)``, two scalars; ``weight`` is the sum of the sample weights.
+        ``(sum, weight)``, two scalars; ``weight`` is the number of samples: a factor scales a sample's loss, it does
+        not change what the mean is over.
     """
     per_sample_B = element_mean((velocity.float() - (noise.float() - clean.float())) ** 2, element_mask)
-    if weight_B is None:
-        weight_B = per_sample_B.new_ones(per_sample_B.shape)
-    return (per_sample_B * weight_B).sum(), weight_B.sum()
+    count = per_sample_B.new_tensor(float(len(per_sample_B)))
+    return (per_sample_B if weight_B is None else per_sample_B * weight_B).sum(), count

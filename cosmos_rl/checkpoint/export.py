@@ -97,7 +97,15 @@ class PipelineExport:
                 filename_pattern=_SHARDS,
                 max_shard_size="4GB",
             )
+            for file in transformer.iterdir():
+                file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _earlier_export(step_dir: Path) -> Path | None:

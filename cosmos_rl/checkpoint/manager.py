@@ -138,6 +138,9 @@ class CheckpointManager:
         for step in layout.whole_steps(self._checkpoints)[: -self._max_keep]:
             atomic.remove(layout.step_dir(self._checkpoints, step))
             atomic.remove(layout.step_dir(self._exports, step))
+            logger.info(
+                f"[Policy] Step: {step}, checkpoint and export removed (train.ckpt.max_keep = {self._max_keep})"
+            )
 
 
 def read_trainer_state(policy: Path) -> dict[str, Any]:

@@ -39,4 +39,7 @@ def as_item(raw: Any, index: int) -> Item:
         )
     if not isinstance(prompt, str):
         raise UserError(f"data set element {index}: 'prompt' must be a string, found {type(prompt).__name__}")
+    largest = float(visual.detach().abs().max()) if visual.numel() else 0.0
+    if not largest <= 1.01:  # NaN is refused too
+        raise UserError(f"data set element {index}: 'visual' must be in [-1, 1], its largest magnitude is {largest:g}")
     return Item(visual=visual.to(torch.float32), prompt=prompt, name=str(raw.get("name", index)))

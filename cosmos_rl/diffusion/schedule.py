@@ -20,18 +20,44 @@ def mix(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     return (1.0 - s) * clean.float() + s * noise.float()
 
 
-def density(normal_or_uniform_B: Tensor, scheme: str, logit_mean: float = 0.0, logit_std: float = 1.0) -> Tensor:
-    """Position ``u`` in [0, 1) of each sample in the ascending list of training noise levels.
+def density(
+    normal_or_uniform_B: Tensor,
+    scheme: str,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    mode_scale: float = 1.29,
+) -> Tensor:
+    """Position ``u`` in [0, 1] of each sample in the ascending list of training noise levels.
 
     Args:
-        normal_or_uniform_B: ``[B]`` standard normal draws for ``logit_normal``, uniform draws in [0, 1) for ``none``.
-        scheme: ``logit_normal`` (``u = sigmoid(mean + std * z)``, Esser et al. 2024, eq. 19) or ``none`` (uniform).
+        normal_or_uniform_B: ``[B]`` standard normal draws for ``logit_normal``, else uniform draws in [0, 1).
+        scheme: ``logit_normal`` (``u = sigmoid(mean + std * z)``), ``mode`` (``1 - r - s (cos(pi r / 2)^2 - 1 + r)``),
+            both of Esser et al. 2024 (arXiv 2403.03206), section 3.1; the others are uniform.
     """
     if scheme == "logit_normal":
         return torch.sigmoid(logit_mean + logit_std * normal_or_uniform_B.double())
-    if scheme == "none":
-        return normal_or_uniform_B.double()
+    r = normal_or_uniform_B.double()
+    if scheme == "mode":
+        return (1.0 - r - mode_scale * (torch.cos(torch.pi * r / 2) ** 2 - 1.0 + r)).clamp(0.0, 1.0)
+    if scheme in UNIFORM_SCHEMES:
+        return r
     raise ValueError(f"unknown weighting scheme {scheme!r}")
+
+
+UNIFORM_SCHEMES = ("none", "sigma_sqrt", "cosmap")
+
+
+def loss_weight(sigma_B: Tensor, scheme: str) -> Tensor | None:
+    """Weight of each sample's loss by its noise level, ``[B]`` float32; None where all weigh the same.
+
+    ``sigma_sqrt``: ``sigma^-2``; ``cosmap``: ``2 / (pi (1 - 2 sigma + 2 sigma^2))``, as in diffusers' SD3 training.
+    """
+    sigma = sigma_B.float()
+    if scheme == "sigma_sqrt":
+        return sigma**-2.0
+    if scheme == "cosmap":
+        return 2.0 / (torch.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
+    return None
 
 
 def index_from_density(u_B: Tensor, num_levels: int) -> Tensor:

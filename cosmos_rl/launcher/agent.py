@@ -51,6 +51,8 @@ def run_workers(
             if stop.requested and ended_by_us:  # it had not begun to work yet, so there is nothing to save
                 return stop.exit_code, ""
             return EXIT_FAILED, _describe(result)
+        if not any(exit_file.parent.glob("exit.*.ready")):
+            return EXIT_FAILED, "the script ended without calling cosmos_rl.launcher.worker_entry.main"
         codes = {int(path.read_text()) for path in exit_file.parent.glob("exit.*[0-9]")}
         return next((code for code in ON_PURPOSE if code in codes), 0), ""
 

@@ -56,7 +56,7 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
     script = worker_command(asked.script)
     stop = StopRequest()
     with listening(stop), prepared_run(config, argv) as run:
-        command = [sys.executable, *script, *asked.script_args, "--config", str(run.config)]
+        command = [sys.executable, *script, *asked.script_args, "--config", str(run.next / run.config.name)]
         environment = {"COSMOS_RUN_DIR": str(run.root)}
         if asked.debug:
             environment["COSMOS_LOG_LEVEL"] = "DEBUG"

@@ -1,9 +1,13 @@
 """What a configuration needs outside of itself, looked at before a run folder is made and before torch is loaded."""
 
+import os
 from pathlib import Path
 
+from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
+
+_HUB_TIMEOUT_S = 5.0
 
 
 def check_environment(config: Config, *, pairs: bool) -> None:
@@ -12,6 +16,8 @@ def check_environment(config: Config, *, pairs: bool) -> None:
     `pairs`: the data folders must hold captioned pictures; a script of the user's own may read anything.
     """
     problems = _model(config)
+    if config.train.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
+        problems.append('train.device = "cuda", but this machine has no NVIDIA device; use "auto" or "cpu"')
     if pairs:
         problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
         if config.validation.enable:
@@ -37,7 +43,8 @@ def with_absolute_paths(config: Config) -> Config:
     policy = policy.model_copy(update={"model_name_or_path": name, "lora": lora})
     job = train.train_policy
     data = job.dataset.model_copy(update={"local_dir": absolute(job.dataset.local_dir)})
-    resume = absolute(train.resume) if isinstance(train.resume, str) else train.resume
+    # resolved now: the links of the output folder will lead to the new run once it begins
+    resume = str(find_checkpoint(Path(train.resume))) if isinstance(train.resume, str) else train.resume
     output = str(Path(train.output_dir).expanduser().absolute())
     job = job.model_copy(update={"dataset": data})
     train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
@@ -62,7 +69,30 @@ def _model(config: Config) -> list[str]:
             hint = "; this looks like trainer state, exported pipelines are under safetensors/step_<N>"
         return [f'policy.model_name_or_path = "{name}": the folder has no model_index.json{hint}']
     is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
-    return [] if is_hub_name else _missing("policy.model_name_or_path", name)
+    if not is_hub_name:
+        return _missing("policy.model_name_or_path", name)
+    return _hub(name, config.policy.model_revision)
+
+
+def _hub(name: str, revision: str | None) -> list[str]:
+    """A hub name that is neither in the local cache nor reachable now: the libraries would retry for half a minute."""
+    import httpx  # late: only a hub name needs it
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "model_index.json", revision=revision), str):
+        return []
+    why = "HF_HUB_OFFLINE is set"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("", "0", "false", "no"):
+        try:
+            url = hf_hub_url(name, "model_index.json", revision=revision)
+            httpx.head(url, follow_redirects=True, timeout=_HUB_TIMEOUT_S)
+            return []  # there is an answer; what it means the libraries say best
+        except (httpx.HTTPError, ValueError) as error:
+            why = f"the hub does not answer ({type(error).__name__})"
+    return [
+        f'policy.model_name_or_path = "{name}": there is no such folder, the local cache of the hub does not have it, '
+        f"and {why}"
+    ]
 
 
 def _pairs(table: str, folder: str) -> list[str]:
@@ -71,6 +101,8 @@ def _pairs(table: str, folder: str) -> list[str]:
     key = f"{table}.local_dir"
     path = Path(folder).expanduser()
     problems = _missing(key, folder)
+    if path.is_file() and path.suffix != ".json":
+        return [f'{key} = "{folder}": is a file; give the folder of the pictures']
     if not problems and path.is_dir() and next(path.glob("*.json"), None) is None:
         kinds = sorted({entry.suffix or f"{entry.name}/" for entry in path.iterdir()})
         problems = [

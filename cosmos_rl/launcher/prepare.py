@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
 from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
 from cosmos_rl.storage.atomic import write_text
-from cosmos_rl.storage.run_folder import RunFolder, create, point_links, writing
+from cosmos_rl.storage.run_folder import RunFolder, claim, writing
 from cosmos_rl.utils.logging import logger
 
 _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
@@ -29,18 +30,23 @@ def refuse_unbuilt(config: Config) -> None:
 
 @contextlib.contextmanager
 def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
-    """Decide, make and describe the run folder (`config.toml`, `run.json`); within the block it is this command's."""
+    """Decide, make and describe the run folder; within the block it is this command's.
+
+    The description waits in `.next` until training begins. A new folder in which nothing began is removed again.
+    """
     plan = plan_resume(config)
-    run = plan.run or create(Path(config.train.output_dir), config.train.timestamp)
+    run = plan.run or claim(Path(config.train.output_dir), config.train.timestamp)
     with writing(run):
-        point_links(run)
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
-        write_text(run.config, dump_toml(config))
-        write_text(run.run_json, json.dumps(_record(config, run, plan, argv), indent=2) + "\n")
+        write_text(run.next / run.config.name, dump_toml(config))
+        write_text(run.next / run.run_json.name, json.dumps(_record(config, run, plan, argv), indent=2) + "\n")
         logger.info("run folder: %s", run.root)
-        yield run
+        try:
+            yield run
+        finally:
+            shutil.rmtree(run.next if run.has_begun else run.root)
 
 
 def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str]) -> dict[str, object]:

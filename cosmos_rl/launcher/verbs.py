@@ -121,7 +121,11 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
                 raise UserError(f"{config} does not name its base model (base_model_name_or_path)")
             return base, folder
     if place.is_dir() and not (place / "model_index.json").is_file():
-        raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter")
+        found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))
+        hint = f"; there is {found[-1].parent}" if found else ""
+        raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{hint}")
+    if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+        raise UserError(f"{place.absolute()} does not exist")
     return source, None
 
 
@@ -134,7 +138,7 @@ def _open(base: str, adapter: Path | None) -> Any:
     try:
         with quiet_libraries():
             pipe: Any = DiffusionPipeline.from_pretrained(base)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
     pipe.set_progress_bar_config(disable=True)
     if adapter is not None:

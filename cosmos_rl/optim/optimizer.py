@@ -1,6 +1,7 @@
-"""One optimiser step: clip, refuse what is not finite, follow the schedule."""
+"""One optimiser step: clip, refuse what is not finite, follow the schedule. Learning rates may differ by name."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.optim.schedule import LrSchedule
 
 
@@ -36,21 +38,25 @@ class Optimizer:
         impl: str,
         schedule: LrSchedule,
         max_grad_norm: float,
+        lr_patterns: Mapping[str, float] | None = None,
     ) -> None:
-        classes: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+        """``lr_patterns``: regular expression over parameter names -> base learning rate in place of ``lr``; the first
+        match counts. The schedule's factor is the same for all.
+
+        Raises:
+            UserError: a pattern that matches nothing, or an 8-bit optimiser without torchao.
+        """
         self._params = list(params.values())
         self._lr = lr
+        self._bases: list[float] = []
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
-        self.torch_optimizer: torch.optim.Optimizer = classes[name](
-            self._params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=impl == "fused",
-            foreach=impl == "foreach",
-        )
+        groups = _groups(params, lr, lr_patterns or {})
+        self._bases = [group["lr"] for group in groups]
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if not name.endswith("8bit"):
+            options |= {"fused": impl == "fused", "foreach": impl == "foreach"}
+        self.torch_optimizer: torch.optim.Optimizer = _optimizer_class(name)(groups, **options)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based optimiser step ``step``."""
@@ -71,8 +77,8 @@ class Optimizer:
             grads = [param.grad for param in self._params if param.grad is not None]
             torch._foreach_mul_(grads, scale)
         lr = self.learning_rate(step)
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
+        for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
+            group["lr"] = base * self._schedule.factor(step)
         bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -81,3 +87,26 @@ class Optimizer:
             self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
         return StepResult(grad_norm=norm, learning_rate=lr, applied=finite)
+
+
+def _optimizer_class(name: str) -> Any:
+    if not name.endswith("8bit"):
+        return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[name]
+    try:
+        from torchao.optim import Adam8bit, AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f'train.optm_name = "{name}" needs torchao: pip install torchao') from error
+    return {"AdamW8bit": AdamW8bit, "Adam8bit": Adam8bit}[name]
+
+
+def _groups(params: Mapping[str, torch.nn.Parameter], lr: float, patterns: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Parameter groups of equal base learning rate, in the order of the patterns, the rest last."""
+    members: dict[str | None, list[torch.nn.Parameter]] = {pattern: [] for pattern in patterns}
+    members[None] = []
+    for name, param in params.items():
+        members[next((pattern for pattern in patterns if re.search(pattern, name)), None)].append(param)
+    empty = [pattern for pattern in patterns if not members[pattern]]
+    if empty:
+        raise UserError(f"train.optm_lr: no trained parameter has a name that matches {', '.join(map(repr, empty))}")
+    rates = {**patterns, None: lr}
+    return [{"params": group, "lr": rates[pattern]} for pattern, group in members.items() if group]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.storage.atomic import replace_link
+from cosmos_rl.storage.atomic import replace_link, write_text
 
 _TIMESTAMP = "%Y%m%d%H%M%S"
 _LINKED = ("checkpoints", "safetensors")
@@ -58,21 +58,43 @@ class RunFolder:
         return self.root / "run.json"
 
     @property
-    def report(self) -> Path:
-        """A page that shows the run."""
-        return self.root / "report.html"
+    def next(self) -> Path:
+        """Folder of the `config.toml` and `run.json` of a command that has not begun to train yet."""
+        return self.root / ".next"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any command has trained here."""
+        return self.checkpoints.is_dir()
 
 
-def create(output_dir: Path, timestamp: str = "") -> RunFolder:
-    """Make a new run folder, named by `timestamp` or by now, and point the links of `output_dir` at it.
+def claim(output_dir: Path, timestamp: str = "") -> RunFolder:
+    """Make an empty run folder, named by `timestamp` or by now. It counts as a run once it has begun.
 
     Raises:
         UserError: the named folder exists, or real folders stand where the links belong.
     """
     output_dir = Path(output_dir).expanduser().absolute()
     _check_links(output_dir)
-    run = RunFolder(_claim(output_dir, timestamp))
+    return RunFolder(_claim(output_dir, timestamp))
+
+
+def begin(run: RunFolder) -> None:
+    """Training starts now: the command's description takes its place and the links of the output folder lead here.
+
+    Until then a command leaves a run as it was: one that is refused late, by its data or its checkpoint, harms nothing.
+    """
+    for target in (run.config, run.run_json):
+        waiting = run.next / target.name
+        if waiting.is_file():
+            write_text(target, waiting.read_text())
     point_links(run)
+
+
+def create(output_dir: Path, timestamp: str = "") -> RunFolder:
+    """A new run folder that has begun. Raises `UserError` as `claim` does."""
+    run = claim(output_dir, timestamp)
+    begin(run)
     return run
 
 
@@ -83,12 +105,12 @@ def newest(output_dir: Path) -> RunFolder | None:
 
 
 def runs(output_dir: Path) -> list[RunFolder]:
-    """All runs of `output_dir` by start time. Folders with other names are not ours."""
+    """All runs of `output_dir` that have begun, by start time. Folders with other names are not ours."""
     output_dir = Path(output_dir).expanduser().absolute()
     if not output_dir.is_dir():
         return []
     folders = (entry for entry in output_dir.iterdir() if re.fullmatch(r"\d{14}", entry.name) and entry.is_dir())
-    return [RunFolder(folder) for folder in sorted(folders)]
+    return [run for run in map(RunFolder, sorted(folders)) if run.has_begun]
 
 
 def point_links(run: RunFolder) -> None:

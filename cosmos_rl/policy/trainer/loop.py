@@ -14,7 +14,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
 from cosmos_rl.policy.trainer.task import Task
-from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.media import save_pictures
 from cosmos_rl.tracking.metrics import MetricsFile
@@ -79,6 +79,8 @@ class TrainLoop:
     def _train(self, start: int) -> int:
         task, total = self._task, self._task.total_steps
         console = Console(total, start)
+        if self._context.is_main:
+            begin(self._run)
         task.start(start)
         if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
             self._log(0, self._validate(0))

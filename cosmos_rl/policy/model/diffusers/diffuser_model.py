@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
 from cosmos_rl.diffusion.kernels import EulerKernel, StockKernel, sigmas_of
 from cosmos_rl.diffusion.sampling import run_sampling
-from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
@@ -233,7 +234,9 @@ class DiffuserModel(abc.ABC):
         """
         noised, noise, timesteps = self.add_noise(clean_latents, timestep=timestep, noise=noise)
         velocity = self.predict(noised, timesteps, cond)
-        return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask)
+        sigma = timesteps.float().to(clean_latents.device) / self.scheduler.config.num_train_timesteps
+        weight = loss_weight(sigma, self.config.weighting_scheme)
+        return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask, weight_B=weight)
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 
@@ -328,8 +331,13 @@ class DiffuserModel(abc.ABC):
         default = DTYPES[self.config.dtype]
         dtypes = {"default": default, "vae": torch.float32, "transformer": self._master_dtype}
         given = {} if whole else {"transformer": self._empty_transformer()}
-        with quiet_libraries():
-            pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes, **given)
+        try:
+            with quiet_libraries():
+                pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes, **given)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"policy.model_name_or_path: the pipeline in {local} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

@@ -28,11 +28,12 @@ def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig
     return Optimizer(
         params,
         name=train.optm_name,
-        lr=train.optm_lr,
+        lr=train.global_lr,
+        lr_patterns=train.lr_patterns,
         betas=train.optm_betas,
         eps=train.epsilon,
         weight_decay=train.optm_weight_decay,
-        impl=train.optm_impl,
+        impl=train.optimizer_impl,
         schedule=schedule,
         max_grad_norm=train.optm_grad_norm_clip,
     )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cosmos_rl.data.images import load_picture, to_uint8
-from cosmos_rl.data.items import Item, as_item
+from cosmos_rl.data.items import Item, Part, as_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptFile
-from cosmos_rl.data.streams import MapStream, load_batches
+from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.errors import UserError
 
 
@@ -197,13 +197,58 @@ def test_only_what_is_needed_is_decoded_after_a_resume() -> None:
     assert dataset.calls == 8
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_picture_is_a_user_error_in_workers_too(tmp_path: Path, num_workers: int) -> None:
-    for name in "ab":
+def broken_folder(tmp_path: Path, names: str, broken: str) -> LocalPairs:
+    for name in names:
         save_pair(tmp_path, name)
-    (tmp_path / "b.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"^\S+b\.png: cannot be read as a picture"):
-        list(load_batches(LocalPairs(tmp_path, 8, 8), MapStream(2, 2, 0), 0, 1, num_workers=num_workers))
+    for name in broken:
+        (tmp_path / f"{name}.png").write_bytes(b"no picture")
+    return LocalPairs(tmp_path, 8, 8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_picture_is_named_and_the_next_takes_its_place(tmp_path: Path, num_workers: int) -> None:
+    pairs = broken_folder(tmp_path, "abcdef", "be")
+    skipped = Skipped(6, 0.4)
+    stream = MapStream(6, 2, 0, shuffle=False)
+    batches = list(load_batches(pairs, stream, 0, 3, num_workers=num_workers, skipped=skipped))
+    assert [[item.name for item in batch.items] for batch in batches] == [["a", "c"], ["c", "d"], ["f", "f"]]
+    assert sorted(skipped.reasons) == [1, 4]
+    assert all("cannot be read as a picture" in reason for reason in skipped.reasons.values())
+    resumed = list(load_batches(pairs, stream, 2, 3, num_workers=num_workers, skipped=Skipped(6, 0.4)))
+    assert [item.name for item in resumed[0].items] == ["f", "f"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("frac", "allowed"), [(0.0, 0), (0.05, 1), (0.34, 2)])
+def test_more_broken_pictures_than_allowed_end_the_run(
+    tmp_path: Path, frac: float, allowed: int, num_workers: int
+) -> None:
+    pairs = broken_folder(tmp_path, "abcdef", "bcd")
+    with pytest.raises(UserError, match=f"{allowed + 1} of 6 samples cannot be read, more than"):
+        list(load_batches(pairs, MapStream(6, 1, 0), 0, 6, num_workers=num_workers, skipped=Skipped(6, frac)))
+
+
+def test_a_data_set_of_broken_pictures_ends_the_run(tmp_path: Path) -> None:
+    pairs = broken_folder(tmp_path, "abc", "abc")
+    with pytest.raises(UserError, match="3 samples in a row cannot be read"):
+        list(load_batches(pairs, MapStream(3, 1, 0), 0, 3, skipped=Skipped(3, 1.0)))
+
+
+def test_an_error_of_a_users_data_set_says_in_which_element() -> None:
+    class Failing(list):  # type: ignore[type-arg]
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            raise KeyError("oops")
+
+    with pytest.raises(KeyError, match="oops") as error:
+        list(load_batches(Failing([1, 2]), MapStream(2, 1, 0, shuffle=False), 0, 1))
+    assert error.value.__notes__ == ["in element 0 of the data set"]
+
+
+def test_a_part_of_a_data_set_keeps_its_captions(tmp_path: Path) -> None:
+    pairs = broken_folder(tmp_path, "abcd", "")
+    part = Part(pairs, 1, 3)
+    assert [item.name for item in part] == part.prompts == ["b", "c"]
+    assert Part([1, 2, 3], 1, 2).prompts is None
 
 
 def test_positions_of_a_long_run_are_made_while_they_are_needed() -> None:

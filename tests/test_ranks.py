@@ -1,5 +1,7 @@
 """Any number of ranks gives the result of one."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.ranks import train_on_ranks
+from tests.ranks import DEADLINE_S, ROOT, train_on_ranks
 
 GLOBAL = ("--train.global_batch_size=8", "--train.train_policy.mini_batch=2", "--train.ema_enable=true")
-VALIDATION = '[validation]\nenable = true\nfreq = 3\ndataset.local_dir = "{}"'
+VALIDATION = '[validation]\nenable = true\nfreq = 2\ndataset.local_dir = "{}"'
+EXPORTED = "[lt]*/*model.safetensors"
 
 
 def trace(run: Path) -> np.ndarray:
@@ -21,40 +24,72 @@ def trace(run: Path) -> np.ndarray:
     return np.array([[line[key] for key in keys] for line in read_metrics(run / "metrics.jsonl")])
 
 
+def assert_same_results(run: Path, reference: Path, name: str) -> None:
+    """Traces, held-out losses, exported weights and validation pictures of two runs of the same batches."""
+    # float32 sums in another order: well below what a wrong noise, weight or scale would give
+    np.testing.assert_allclose(trace(run), trace(reference), rtol=1e-6, atol=1e-6, err_msg=name)
+    lines = [read_metrics(r / "metrics.jsonl") for r in (run, reference)]
+    held_out = [[line["val/avg_loss"] for line in found if "val/avg_loss" in line] for found in lines]
+    assert len(held_out[0]) == 2
+    np.testing.assert_allclose(*held_out, rtol=1e-6, err_msg=name)
+    (step,) = {max(int(p.name.split("_")[1]) for p in (r / "safetensors").iterdir()) for r in (run, reference)}
+    exports = [next((r / f"safetensors/step_{step}").glob(EXPORTED)) for r in (run, reference)]
+    ours, theirs = (load_file(file) for file in exports)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=2e-5, msg=f"{name} {key}")
+    folders = [r / f"media/validation/step_{step}" for r in (run, reference)]
+    files = [sorted(p.name for p in folder.glob("*.png")) for folder in folders]
+    assert files[0] == files[1]
+    assert len(files[0]) == 4
+    for file in files[0]:
+        one, other = (np.asarray(Image.open(folder / file), dtype=int) for folder in folders)
+        assert np.abs(one - other).max() <= 1  # rounding to 8 bits
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_two_and_four_ranks_give_the_trace_the_pictures_and_the_export_of_one(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path, lora: bool
+@pytest.mark.parametrize("recipe", ["image-sft-lora", "image-sft"])
+def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
+    tiny_sd3: Path, picture_folder: Path, tmp_path: Path, recipe: str
 ) -> None:
-    config = write_toml(VALIDATION.format(picture_folder), lora=lora)
-    layouts = {"1": (1, ()), "2": (2, ()), "2x2": (4, ("--policy.parallelism.dp_replicate_size=2",))}
-    runs = {
-        name: train_on_ranks(count, config, tmp_path / name, *GLOBAL, *options, "--train.optm_lr=1e-3")
-        for name, (count, options) in layouts.items()
-    }
-    reference = trace(runs["1"])
-    assert len(reference) == 6
-    names = "lora/model.safetensors" if lora else "transformer/diffusion_pytorch_model.safetensors"
-    weights = load_file(runs["1"] / "safetensors/step_6" / names)
-    for name in ("2", "2x2"):
-        # float32 sums in another order: well below what a wrong noise, weight or scale would give
-        np.testing.assert_allclose(trace(runs[name]), reference, rtol=1e-6, atol=1e-6, err_msg=name)
-        others = load_file(runs[name] / "safetensors/step_6" / names)
-        assert others.keys() == weights.keys()
-        for key, value in weights.items():
-            torch.testing.assert_close(others[key], value, rtol=1e-4, atol=2e-5, msg=f"{name} {key}")
-        held_out = [
-            [line["val/avg_loss"] for line in read_metrics(run / "metrics.jsonl") if "val/avg_loss" in line]
-            for run in (runs["1"], runs[name])
-        ]
-        np.testing.assert_allclose(held_out[1], held_out[0], rtol=1e-6, err_msg=name)
-        folders = [run / "media/validation/step_6" for run in (runs["1"], runs[name])]
-        files = [sorted(p.name for p in folder.glob("*.png")) for folder in folders]
-        assert files[0] == files[1]
-        assert len(files[0]) == 4
-        for file in files[0]:
-            one, other = (np.asarray(Image.open(folder / file), dtype=int) for folder in folders)
-            assert np.abs(one - other).max() <= 1  # rounding to 8 bits
+    options = [
+        f"--policy.model_name_or_path={tiny_sd3}",
+        f"--train.train_policy.dataset.local_dir={picture_folder}",
+        f"--validation.dataset.local_dir={picture_folder}",
+        "--validation.enable=true",
+        "--validation.freq=2",
+        "--policy.diffusers.inference_size=[32, 32]",
+        "--policy.diffusers.max_prompt_length=16",
+        "--policy.diffusers.sample.num_steps=2",
+        "--train.param_dtype=float32",
+        "--train.global_batch_size=8",
+        "--train.train_policy.mini_batch=2",
+        "--train.epoch=10",
+        "--train.max_num_steps=4",
+    ]
+    config = ROOT / f"configs/stable-diffusion-3-5/stable-diffusion-3-5-{recipe}.toml"
+    code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main())"
+    runs = {}
+    for count in (1, 2, 4):
+        out = tmp_path / str(count)
+        command = [sys.executable, "-c", code, "--config", str(config), "--nproc-per-node", str(count)]
+        command += [*options, f"--train.output_dir={out}", "cosmos_rl.tools.dataset.diffusers_dataset"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        (runs[count],) = (p for p in out.iterdir() if p.name.isdigit())
+    for count in (2, 4):
+        assert_same_results(runs[count], runs[1], f"{count} ranks")
+
+
+@pytest.mark.process
+def test_replicas_of_shards_give_the_result_of_one_rank(
+    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+) -> None:
+    config = write_toml(VALIDATION.format(picture_folder), lora=False)
+    options = (*GLOBAL, "--train.optm_lr=1e-3", "--train.max_num_steps=4")
+    one = train_on_ranks(1, config, tmp_path / "1", *options)
+    four = train_on_ranks(4, config, tmp_path / "2x2", *options, "--policy.parallelism.dp_replicate_size=2")
+    assert_same_results(four, one, "2 x 2")
 
 
 @pytest.mark.process

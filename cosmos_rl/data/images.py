@@ -7,7 +7,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from cosmos_rl.errors import UserError
+from cosmos_rl.data.items import BadSample
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -42,13 +42,13 @@ def load_picture(path: Path, height: int, width: int) -> Tensor:
     """Picture file -> float32 ``[3, height, width]`` in [-1, 1].
 
     Raises:
-        UserError: the file cannot be decoded; the message names it.
+        BadSample: the file cannot be decoded; the message names it.
     """
     try:
         with Image.open(path) as image:
             return to_tensor(fit(to_rgb(image), height, width))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as a picture ({error})") from error
+        raise BadSample(f"{path}: cannot be read as a picture ({error})") from error
 
 
 def to_uint8(pictures_N3HW: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What travels from the data room to the trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.errors import UserError
+
+
+class BadSample(UserError):
+    """A sample that cannot be read. Training may leave it out; other mistakes of a data set end the run."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,26 @@ class Item:
     prompt: str
     name: str = ""
     """For messages: the file's stem, or the position in a user's data set."""
+
+
+class Part(Sequence[Any]):
+    """The elements ``first`` ... ``last - 1`` of a data set."""
+
+    def __init__(self, dataset: Sequence[Any], first: int, last: int) -> None:
+        self._dataset = dataset
+        self._range = range(first, last)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, index: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._dataset[self._range[index]]
+
+    @property
+    def prompts(self) -> list[str] | None:
+        """The captions, where the data set knows them without decoding."""
+        prompts = getattr(self._dataset, "prompts", None)
+        return None if prompts is None else [prompts[i] for i in self._range]
 
 
 def as_item(raw: Any, index: int) -> Item:

@@ -2,14 +2,18 @@
 reads nothing twice, whatever the number of ranks."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cosmos_rl.data.items import Item, as_item
+from cosmos_rl.data.items import BadSample, Item, as_item
 from cosmos_rl.errors import UserError
+from cosmos_rl.utils.logging import logger
+
+_TRIES = 10
+"""Samples in a row that are tried before a position is given up."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,68 @@ class Batch:
     items: tuple[Item, ...]
 
 
+@dataclass
+class Skipped:
+    """Samples that could not be read: each is named once, and too many of them end the run."""
+
+    length: int
+    """Samples in the data set."""
+    max_frac: float
+    """Share of them that may be left out; one always may, unless this is 0."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Index -> what is wrong."""
+
+    def note(self, index: int, reason: str) -> None:
+        """Count one.
+
+        Raises:
+            UserError: more than may be left out.
+        """
+        if index in self.reasons:
+            return
+        self.reasons[index] = reason
+        limit = max(1, int(self.max_frac * self.length)) if self.max_frac > 0 else 0
+        if len(self.reasons) > limit:
+            lines = "\n  ".join(list(self.reasons.values())[:20])
+            raise UserError(
+                f"{len(self.reasons)} of {self.length} samples cannot be read, more than "
+                f"train.train_policy.max_skipped_frac = {self.max_frac:g} allows:\n  {lines}"
+            )
+        logger.warning(f"left out, the next sample takes its place: {reason}")
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """What a loader worker gives: the item, or the error that ends the run; and what was left out on the way."""
+
+    position: Position
+    item: Item | None
+    skipped: tuple[tuple[int, str], ...] = ()
+    error: UserError | None = None
+
+
 class _ByPosition(Dataset[Any]):
-    """Lets loader workers fetch by ``Position``."""
+    """Lets loader workers fetch by ``Position``. Errors travel as values: a worker would wrap them into tracebacks."""
 
     def __init__(self, dataset: Sequence[Any]) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, position: Position) -> "_Fetched":  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            return position, as_item(self._dataset[position.index], position.index)
-        except UserError as error:  # as a value: a worker process would wrap it into a traceback
-            return position, error
-
-
-_Fetched = tuple[Position, Item | UserError]
+    def __getitem__(self, position: Position) -> _Fetched:  # pyright: ignore[reportIncompatibleMethodOverride]
+        skipped: list[tuple[int, str]] = []
+        length = len(self._dataset)
+        for offset in range(min(_TRIES, length)):
+            index = (position.index + offset) % length  # a pure function of the position: a resume finds the same one
+            try:
+                return _Fetched(position, as_item(self._dataset[index], index), tuple(skipped))
+            except BadSample as error:
+                skipped.append((index, str(error)))
+            except UserError as error:
+                return _Fetched(position, None, tuple(skipped), error)
+            except Exception as error:
+                error.add_note(f"in element {index} of the data set")
+                raise
+        reasons = "\n  ".join(reason for _, reason in skipped)
+        return _Fetched(position, None, (), UserError(f"{len(skipped)} samples in a row cannot be read:\n  {reasons}"))
 
 
 class _ShareOfSteps:
@@ -103,13 +155,16 @@ class _ShareOfSteps:
             yield positions[self._share]
 
 
-def _as_batch(pairs: list[_Fetched]) -> Batch | UserError:
+def _as_batch(fetched: list[_Fetched], skipped: Skipped) -> Batch:
     items: list[Item] = []
-    for _, item in pairs:
-        if isinstance(item, UserError):
-            return item
-        items.append(item)
-    return Batch(positions=tuple(position for position, _ in pairs), items=tuple(items))
+    for one in fetched:
+        for index, reason in one.skipped:
+            skipped.note(index, reason)
+        if one.item is None:
+            assert one.error is not None
+            raise one.error
+        items.append(one.item)
+    return Batch(positions=tuple(one.position for one in fetched), items=tuple(items))
 
 
 def load_batches(
@@ -121,19 +176,21 @@ def load_batches(
     rank: int = 0,
     world_size: int = 1,
     num_workers: int = 0,
+    prefetch_factor: int | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[Batch]:
     """Decoded batches of this rank (positions rank, rank + world, ... of each step) from ``first_step`` on.
 
-    Only what is consumed counts: prefetched items have no state.
+    Only what is consumed counts: prefetched items have no state. A sample that cannot be read is replaced by the next
+    one that can, counted in ``skipped`` (not given: none may be).
     """
-    mine = _ShareOfSteps(stream, first_step, last_step, rank, world_size)
+    skipped = skipped or Skipped(len(dataset), 0.0)
     loader = DataLoader(
         _ByPosition(dataset),
-        batch_sampler=mine,
+        batch_sampler=_ShareOfSteps(stream, first_step, last_step, rank, world_size),  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
-        collate_fn=_as_batch,  # pyright: ignore
+        prefetch_factor=prefetch_factor if num_workers else None,
+        collate_fn=list,
     )
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+    for fetched in loader:
+        yield _as_batch(fetched, skipped)

@@ -88,6 +88,7 @@ class ModelRegistry:
         return model(
             config.policy.diffusers,
             lora_config=config.policy.lora,
+            policy=config.policy,
             model_str=name,
             revision=revision,
             **kwargs,

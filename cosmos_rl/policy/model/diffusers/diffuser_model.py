@@ -24,9 +24,10 @@ from cosmos_rl.diffusion.sampling import run_sampling
 from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model.diffusers import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.utils.logging import logger
 
@@ -68,6 +69,8 @@ class DiffuserModel(abc.ABC):
         gradient_checkpointing: bool = False,
         seed: int = 0,
         sharding: Sharding | None = None,
+        policy: PolicyConfig | None = None,
+        rest_on_cpu: bool = False,
     ) -> None:
         """Load the pipeline from a local folder or the hub.
 
@@ -81,6 +84,8 @@ class DiffuserModel(abc.ABC):
             gradient_checkpointing: recompute activations in the backward pass.
             seed: seed of fresh adapters.
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
+            policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
+            rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -98,8 +103,9 @@ class DiffuserModel(abc.ABC):
         if sharding is None:  # diffusers leaves what is missing without values
             folder = self.base_folder / "transformer"
             check_names(folder, set(weight_files(folder)), set(self.transformer.state_dict()))
+        self._resting = torch.device("cpu") if config.offload or rest_on_cpu else self.device
         self._freeze_and_place()
-        self._prepare_transformer(sharding, seed)
+        self._prepare_transformer(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
             self._checkpoint_gradients()
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
@@ -349,13 +355,13 @@ class DiffuserModel(abc.ABC):
         with torch.device("meta"):
             return model_class.from_config(model_class.load_config(folder)).to(self._master_dtype)
 
-    def _prepare_transformer(self, sharding: Sharding | None, seed: int) -> None:
+    def _prepare_transformer(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds the whole model in a sharded run."""
         folder = self.base_folder / "transformer"
         if self.lora_config is not None:
             lora.add_adapters(self.transformer, self.lora_config)
         else:
-            self.transformer.requires_grad_(True)
+            apply_patterns(self.transformer, policy)
         if sharding is not None:
             sharding.apply(self.transformer, self.param_dtype)
             materialise(self.transformer, self.device)
@@ -375,7 +381,6 @@ class DiffuserModel(abc.ABC):
             )
 
     def _freeze_and_place(self) -> None:
-        self._resting = torch.device("cpu") if self.config.offload else self.device
         for name, part in self.pipeline.components.items():
             if isinstance(part, torch.nn.Module):
                 part.eval()

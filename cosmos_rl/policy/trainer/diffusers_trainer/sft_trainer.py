@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.items import Item, as_item
-from cosmos_rl.data.streams import Batch, MapStream, load_batches
+from cosmos_rl.data.items import Item, Part, as_item
+from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches
 from cosmos_rl.diffusion.schedule import density, index_from_density
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -25,7 +25,9 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.task import Notify, Pictures, StepReport, ValidationReport
 from cosmos_rl.utils.logging import logger
 
@@ -46,7 +48,9 @@ class SFTTrainer:
         self._context = context
         self._seed = config.train.seed
         self._dataset = _opened(dataset, config, "dataset")
-        self._val_dataset: Any = _opened(val_dataset, config, "val_dataset") if config.validation.enable else None
+        self._val_dataset: Any = None
+        if config.validation.enable:
+            self._val_dataset = self._held_out(val_dataset)
         batch = config.train.global_batch_size or config.train.train_batch_per_replica * context.world_size
         sft = config.train.train_policy
         self.stream = MapStream(
@@ -56,21 +60,41 @@ class SFTTrainer:
         if config.train.max_num_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_num_steps)
         torch.manual_seed(randomness.key(self._seed, "init"))  # what a library draws while it builds the model
+        job = config.train.train_policy
         self.model: DiffuserModel = ModelRegistry.build_diffusers_model(
             config,
             param_dtype=config.train.param_dtype,
             device=context.device,
             gradient_checkpointing=config.policy.model_gradient_checkpointing,
             seed=self._seed,
-            sharding=None if context.mesh is None else Sharding(context.mesh),
+            sharding=_sharding(config, context),
+            rest_on_cpu=job.cached_latents or job.cached_text,
         )
+        self.encoding = Encoding(self.model, config)
         self.params: Mapping[str, torch.nn.Parameter] = self.model.trainable()
         self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
         self.ema: Ema | None = build_ema(self.params, config.train)
         self._batches: Iterator[Batch] = iter(())
         self._val_prompts: list[str] | None = None
+        self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
         self._optimizer_steps = 0  # those that were applied: what the EMA's decay counts
         self._describe()
+
+    def _held_out(self, val_dataset: Any) -> Any:
+        """The validation data: what is given, else the first ``dataset.test_size`` training samples, taken out."""
+        share = self._config.train.train_policy.dataset.test_size
+        if share is None or self._config.validation.dataset.local_dir:
+            return _opened(val_dataset, self._config, "val_dataset")
+        length = len(self._dataset)
+        count = share if isinstance(share, int) else round(share * length)
+        if not 0 < count < length:
+            raise UserError(
+                f"train.train_policy.dataset.test_size = {share}: takes {count} of {length} samples; it must leave "
+                "some for training and some for validation"
+            )
+        held_out = Part(self._dataset, 0, count)
+        self._dataset = Part(self._dataset, count, length)
+        return held_out
 
     def start(self, step: int) -> None:
         """Open the data at 0-based ``step``."""
@@ -82,6 +106,8 @@ class SFTTrainer:
             rank=self._context.dp_rank,
             world_size=self._context.dp_size,
             num_workers=self._config.train.train_policy.dataloader_num_workers,
+            prefetch_factor=self._config.train.train_policy.dataloader_prefetch_factor,
+            skipped=self._skipped,
         )
 
     def train_step(self, step: int) -> StepReport:
@@ -113,6 +139,7 @@ class SFTTrainer:
             "optimizer/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
             "train/epoch": self.epoch(step),
+            "data/skipped": len(self._skipped.reasons),
         }
         return StepReport(metrics=metrics, applied=result.applied)
 
@@ -201,19 +228,18 @@ class SFTTrainer:
     ) -> "NoisedSamples":
         """Encode items and draw their noise levels and noise; all draws are keyed by (seed, purpose, step, id)."""
         config = self._config.policy.diffusers
-        at_once = self._config.train.train_policy.mini_batch
-        clean = self.model.encode_visuals([item.visual for item in items], *config.inference_size, at_once=at_once)
+        clean = self.encoding.latents(items)
         prompts = [item.prompt for item in items]
         if dropout > 0.0:
             drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
             prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
-        cond = self.model.encode_prompts(prompts)
+        cond = self.encoding.conditions(prompts)
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
             level = randomness.normal((), self._seed, f"{purpose}/level", step, ids)
         else:
             level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
-        u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std)
+        u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
         return NoisedSamples(clean, cond, noise, index_from_density(u, self.model.train_sampling_steps))
 
     def _pictures(self, prompts: Sequence[str]) -> Pictures:
@@ -264,6 +290,13 @@ class NoisedSamples:
     def loss(self, model: DiffuserModel) -> tuple[Tensor, Tensor]:
         """Flow-matching ``(sum, weight)``."""
         return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
+
+
+def _sharding(config: Config, context: Context) -> Sharding | None:
+    if context.mesh is None:
+        return None
+    reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
+    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
 
 
 def _opened(given: Any, config: Config, name: str) -> Any:

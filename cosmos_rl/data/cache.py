@@ -1,0 +1,121 @@
+"""Tensors on disk by key, bounded in size: what frozen encoders give is computed once and shared by runs and ranks.
+
+One safetensors file per entry, written aside and renamed, so that any number of processes may use a folder. An entry
+that cannot be read is dropped and computed again.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_IN_MEMORY_BYTES = 512 * 2**20
+_KEEP_AFTER_EVICTION = 0.9
+_SAMPLED_BYTES = 2**20
+
+
+def files_digest(folder: Path) -> str:
+    """Digest of a model folder's files: names, sizes, and the first and last megabyte of each.
+
+    Reading ten gigabytes at every start would cost more than it protects from; a safetensors header holds every shape.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)}:{size};".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            file.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+class TensorCache:
+    """Named tensors by key."""
+
+    def __init__(self, folder: Path, kind: str, about: str, max_bytes: int) -> None:
+        """``about`` is everything besides the key that decides what the tensors are (weights, dtype, sizes, mode).
+
+        ``max_bytes`` bounds the whole ``folder``, which other kinds and runs share.
+        """
+        self._root = folder
+        self._space = folder / kind / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+        self._space.mkdir(parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._memory_bytes = 0
+        self._bytes = sum(size for size, _, _ in self._entries())
+        self.misses = 0
+        """Look-ups that found nothing so far."""
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors under ``key`` on the CPU, None when they are not there."""
+        name = _file_name(key)
+        if name in self._memory:
+            self._memory.move_to_end(name)
+            return self._memory[name]
+        path = self._space / name
+        try:
+            tensors = load_file(path)
+            os.utime(path)  # the time of the last use decides what is evicted
+        except (FileNotFoundError, SafetensorError, OSError):
+            path.unlink(missing_ok=True)
+            self.misses += 1
+            return None
+        self._remember(name, tensors)
+        return tensors
+
+    def put(self, key: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep ``tensors`` under ``key``; what ``get`` will return."""
+        name = _file_name(key)
+        kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
+        fd, aside = tempfile.mkstemp(dir=self._space, prefix=".")
+        os.close(fd)
+        save_file(kept, aside)
+        os.replace(aside, self._space / name)
+        self._remember(name, kept)
+        self._bytes += (self._space / name).stat().st_size
+        if self._bytes > self._max_bytes:
+            self._evict()
+        return kept
+
+    def _remember(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self._memory[name] = tensors
+        self._memory_bytes += _bytes_of(tensors)
+        while self._memory_bytes > _IN_MEMORY_BYTES:
+            _, oldest = self._memory.popitem(last=False)
+            self._memory_bytes -= _bytes_of(oldest)
+
+    def _entries(self) -> list[tuple[int, float, Path]]:
+        """(bytes, last use, path) of every entry of the folder, all kinds and runs."""
+        found = []
+        for path in self._root.rglob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # another process may evict at the same time
+                stat = path.stat()
+                found.append((stat.st_size, stat.st_mtime, path))
+        return found
+
+    def _evict(self) -> None:
+        """Delete what was not used for longest until the folder is well below its bound."""
+        entries = sorted(self._entries(), key=lambda entry: entry[1])
+        self._bytes = sum(size for size, _, _ in entries)
+        for size, _, path in entries:
+            if self._bytes <= _KEEP_AFTER_EVICTION * self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            self._bytes -= size
+
+
+def _file_name(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".safetensors"
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors.values())

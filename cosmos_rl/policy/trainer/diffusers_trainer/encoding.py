@@ -1,0 +1,70 @@
+"""Pictures and prompts -> latents and conditions, through the disk caches when they are on."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.cache import TensorCache, files_digest
+from cosmos_rl.data.items import Item
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.cond import Cond
+
+
+class Encoding:
+    """The frozen encoders of a model.
+
+    With a cache every picture and every text is encoded by itself, so that its bits do not depend on which others were
+    missing at the same time: a resumed run finds what the undisturbed one computed.
+    """
+
+    def __init__(self, model: DiffuserModel, config: Config) -> None:
+        self._model = model
+        self._size = config.policy.diffusers.inference_size
+        job = config.train.train_policy
+        self._at_once = job.mini_batch
+        folder = Path(job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(config.train.output_dir) / "cache")
+        bound = int(job.cache.max_gb * 2**30)
+        base = model.base_folder
+        self.latent_cache: TensorCache | None = None
+        self.text_cache: TensorCache | None = None
+        if job.cached_latents:
+            about = f"{files_digest(base / 'vae')}/{model.vae.dtype}/{self._size}/mean"
+            self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
+        if job.cached_text:
+            parts = sorted(p for p in base.iterdir() if p.name.startswith(("text_encoder", "tokenizer")))
+            digests = "/".join(files_digest(part) for part in parts)
+            diffusers = config.policy.diffusers
+            about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}"
+            self.text_cache = TensorCache(folder.expanduser(), "text", about, bound)
+
+    def latents(self, items: Sequence[Item]) -> Tensor:
+        """Latents ``[B, C, ...]`` float32 on the device."""
+        if self.latent_cache is None:
+            return self._model.encode_visuals([i.visual for i in items], *self._size, at_once=self._at_once)
+        rows = [self._cached_latent(self.latent_cache, item.visual) for item in items]
+        return torch.stack(rows).to(self._model.device)
+
+    def _cached_latent(self, cache: TensorCache, visual: Tensor) -> Tensor:
+        key = hashlib.blake2b(visual.numpy().tobytes(), digest_size=16).hexdigest() + str(tuple(visual.shape))
+        found = cache.get(key)
+        if found is None:
+            found = cache.put(key, {"latent": self._model.encode_visuals([visual], *self._size)[0]})
+        return found["latent"]
+
+    def conditions(self, prompts: Sequence[str]) -> Cond:
+        """Conditions of B prompts on the device."""
+        if self.text_cache is None:
+            return self._model.encode_prompts(prompts)
+        distinct = {prompt: self._cached_text(self.text_cache, prompt) for prompt in dict.fromkeys(prompts)}
+        names = next(iter(distinct.values())).keys()
+        text = {name: torch.cat([distinct[prompt][name] for prompt in prompts]) for name in names}
+        return Cond(text={name: value.to(self._model.device) for name, value in text.items()})
+
+    def _cached_text(self, cache: TensorCache, prompt: str) -> dict[str, Tensor]:
+        found = cache.get(prompt)
+        return found if found is not None else cache.put(prompt, self._model.encode_prompts([prompt]).text)

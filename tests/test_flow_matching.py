@@ -75,7 +75,7 @@ def test_sft_loss_equals_a_numpy_computation(tiny_sd3: Path) -> None:
     clean = model.encode_visuals(pictures, 32, 32)
     cond = model.encode_prompts(["a cat", "a dog", "a cat"])
     noise = randomness.normal(clean.shape[1:], 7, "noise", 0, [0, 1, 2])
-    z = randomness.normal((), 7, "level", 0, [0, 1, 2])
+    z = randomness.scalar_normal(7, "level", 0, [0, 1, 2])
     index = index_from_density(density(z, "logit_normal", 0.2, 0.8), 1000)
     total, weight = model.training_sft_step(clean, cond, timestep=index, noise=noise)
 

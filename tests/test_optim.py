@@ -122,5 +122,8 @@ def test_keys_are_spread_over_their_range() -> None:
     assert all(0 <= k < 2**63 for k in keys)
     draws = randomness.uniform(0, "u", 0, range(4096))
     assert float(draws.mean()) == pytest.approx(0.5, abs=4 * (1 / 12 / 4096) ** 0.5)
-    normals = randomness.normal((), 0, "n", 0, range(4096))
+    normals = randomness.scalar_normal(0, "n", 0, range(4096))
     assert float(normals.std()) == pytest.approx(1.0, abs=4 / (2 * 4096) ** 0.5)
+    assert float(normals.mean()) == pytest.approx(0.0, abs=4 / 4096**0.5)
+    assert float(draws.min()) > 0.0
+    assert float(draws.max()) < 1.0

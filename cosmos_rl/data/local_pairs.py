@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from cosmos_rl.data.images import SUFFIXES, load_picture
 from cosmos_rl.data.items import Item
 from cosmos_rl.errors import UserError
@@ -13,6 +15,8 @@ from cosmos_rl.utils.logging import logger
 
 _SHOWN = 20
 _MAX_SKIPPED_SHARE = 0.5
+_DECODED_BYTES = 256 * 2**20
+"""Decoded pictures up to this size are kept: a small data set is decoded once, a large one hardly notices."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class LocalPairs(Sequence[Item]):
         """
         self.folder = Path(folder).expanduser()
         self._size = (height, width)
+        self._decoded: dict[int, Tensor] = {}
         self.pairs, self.problems = scan_pairs(self.folder)
         if self.problems:
             lines = "\n  ".join(self.problems[:_SHOWN])
@@ -117,4 +122,9 @@ class LocalPairs(Sequence[Item]):
 
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
         pair = self.pairs[index]
-        return Item(visual=load_picture(pair.picture, *self._size), prompt=pair.prompt, name=pair.name)
+        visual = self._decoded.get(index)
+        if visual is None:
+            visual = load_picture(pair.picture, *self._size)
+            if (len(self._decoded) + 1) * visual.nbytes <= _DECODED_BYTES:
+                self._decoded[index] = visual
+        return Item(visual=visual, prompt=pair.prompt, name=pair.name)

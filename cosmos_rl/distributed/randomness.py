@@ -28,5 +28,14 @@ def normal(shape: Sequence[int], seed: int, purpose: str, step: int, sample_ids:
 
 
 def uniform(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:
-    """Uniform in [0, 1), ``[len(sample_ids)]`` float32 on the CPU, one key per sample."""
-    return torch.cat([torch.rand(1, generator=generator(seed, purpose, step, i)) for i in sample_ids])
+    """Uniform in (0, 1), ``[len(sample_ids)]`` float64 on the CPU, one key per sample: the key itself, scaled.
+
+    Hash values are uniform already, and seeding a generator for one number costs more than the hash.
+    """
+    keys = [key(seed, purpose, step, i) for i in sample_ids]
+    return (torch.tensor(keys, dtype=torch.float64) + 0.5) / 2.0**63
+
+
+def scalar_normal(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:
+    """One standard normal per sample, ``[len(sample_ids)]`` float64 on the CPU: ``uniform`` inverted."""
+    return torch.special.ndtri(uniform(seed, purpose, step, sample_ids))

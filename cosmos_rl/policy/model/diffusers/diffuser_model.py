@@ -353,7 +353,8 @@ class DiffuserModel(abc.ABC):
         folder = self.base_folder / "transformer"
         model_class = getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"])
         with torch.device("meta"):
-            return model_class.from_config(model_class.load_config(folder)).to(self._master_dtype)
+            shell = model_class.from_config(model_class.load_config(folder))
+        return shell if self._master_dtype == torch.float32 else shell.to(self._master_dtype)
 
     def _prepare_transformer(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds the whole model in a sharded run."""

@@ -236,7 +236,7 @@ class SFTTrainer:
         cond = self.encoding.conditions(prompts)
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
-            level = randomness.normal((), self._seed, f"{purpose}/level", step, ids)
+            level = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
         else:
             level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
         u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)

@@ -1,0 +1,284 @@
+"""How much memory and disk a run will take, from its configuration and the shapes of its weights. No torch.
+
+Sizes follow what the trainer keeps: trained weights, gradients, moments and averages in float32, a frozen base in
+`train.param_dtype`, text encoders in `policy.diffusers.dtype`, the VAE in float32.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
+from cosmos_rl.policy.config import Config, LoraConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
+_KEPT_BY_A_BLOCK = {"float32": 100.0, "bfloat16": 62.0, "float16": 62.0}
+_KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
+_AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU beside tensors, measured
+_VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder
+_BUFFERS = re.compile(r"(^|\.)pos_embed\.pos_embed$")  # in the file, but computed, not trained
+_BLOCK = re.compile(r"^(.+?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many numbers of the transformer are trained, and how the others are held."""
+
+    trained: int
+    frozen: int
+    spare_adapters: int
+    """Numbers of adapters other than the trained one."""
+    targets: Mapping[str, int]
+    """LoRA target -> how many layers it finds."""
+    problems: Sequence[str] = ()
+    """What the launch would refuse about the adapters' targets."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank."""
+
+    parts: Mapping[str, int]
+    """What stays for the whole run -> bytes."""
+    phases: Mapping[str, int]
+    """Part of a step -> bytes on the device at its height; on a CPU, of everything."""
+    host: int
+    """Bytes in the host's memory beside a GPU: parts that rest there, and copies that are being written."""
+    without: Sequence[str]
+    """What could not be estimated and is left out."""
+
+    @property
+    def peak(self) -> int:
+        """The largest of the phases."""
+        return max(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that a run writes."""
+
+    checkpoint: int
+    export: int
+    shared_export: int
+    """What the first export of a run copies beside the weights; later exports link to it."""
+
+
+def parameters(shapes: Shapes) -> int:
+    """How many numbers are weights rather than stored buffers."""
+    return elements({name: shape for name, shape in shapes.items() if not _BUFFERS.search(name)})
+
+
+def select(config: Config, pipeline: PipelineFiles) -> Selection:
+    """What of the transformer is trained, by the rules of the trainer."""
+    shapes = pipeline.transformer
+    if config.policy.lora is not None:
+        return _adapters(config.policy.lora, shapes)
+    chosen = _chosen(config)
+    trained = parameters({name: shape for name, shape in shapes.items() if chosen(name)})
+    return Selection(trained, elements(shapes) - trained, 0, {})
+
+
+def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu: bool, saves: int | None) -> Memory:
+    """The estimate for one rank. `saves`: how often the run saves, where that is known."""
+    train, policy = config.train, config.policy
+    compute, shards = BYTES[train.param_dtype], max(policy.parallelism.dp_shard_size, 1)
+    base = compute if policy.lora is not None else 4
+    trained, encoders, vae = 4 * chosen.trained // shards, *_frozen_parts(config, pipeline)
+    frozen = (base * chosen.frozen + 4 * chosen.spare_adapters) // shards
+    moments = round(chosen.trained / shards * (2.03 if train.optm_name.endswith("8bit") else 8))
+    average = trained if train.ema_enable else 0
+    parts = {
+        "trained weights": trained,
+        "frozen transformer weights": frozen,
+        "gradients": trained,
+        "optimiser moments": moments,
+        "moving average (EMA)": average,
+        "text encoders and other frozen parts": encoders,
+        "VAE": vae,
+    }
+    job = train.train_policy
+    offloaded = (policy.diffusers.offload or job.cached_latents or job.cached_text) and not on_cpu
+    resident = 0 if offloaded else encoders + vae
+    state = trained + frozen + moments + average + resident + (_AT_WORK if on_cpu else 0)
+    activations, encoding, without = _transient(config, pipeline)
+    gathered = _gathered(pipeline.transformer, compute, train.fsdp_reshard_after_forward) if shards > 1 else 0
+    copies = 0 if shards > 1 or policy.lora is not None or compute == 4 else compute * chosen.trained
+    stepping = {"for-loop": 0, "fused": 0, "foreach": trained}[train.optimizer_impl]
+    phases = {
+        "encoding": state + encoding + (max(encoders, vae) if offloaded else 0),
+        "forward and backward": state + trained + copies + gathered + activations,
+        "optimiser step": state + trained + stepping,
+        "export": state + average,
+    }
+    saved, export = _written_copies(config, pipeline, chosen, trained + moments + average)
+    host = saved + export
+    if on_cpu:
+        again = train.ckpt.enable_checkpoint and (saves is None or saves > 1)
+        phases = {k: v + (host if again else 0) for k, v in phases.items()}
+        phases["export"] = state + average + export + (saved if again else 0)
+        phases["saving"] = state + host
+    else:
+        host += encoders + vae - resident
+    return Memory({k: v for k, v in parts.items() if v}, phases, host, without)
+
+
+def disk(config: Config, pipeline: PipelineFiles, chosen: Selection) -> Disk:
+    """What one checkpoint and one export take on the disk, all ranks together."""
+    moments = 2.03 if config.train.optm_name.endswith("8bit") else 8
+    per_weight = 4 + moments + (4 if config.train.ema_enable else 0)
+    exported = _exported(config, pipeline, chosen)
+    shared = 0
+    if config.policy.lora is None:
+        others = [pipeline.folder / name for name in pipeline.parts if name != "transformer"]
+        shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
+    return Disk(round(per_weight * chosen.trained), exported, shared)
+
+
+# ---- what is trained ---------------------------------------------------------------------------------------------
+
+
+def _chosen(config: Config) -> Callable[[str], bool]:
+    policy = config.policy
+
+    def trained(name: str) -> bool:
+        if policy.freeze_pattern:
+            return not any(re.search(pattern, name) for pattern in policy.freeze_pattern)
+        if policy.trainable_pattern:
+            return any(re.search(pattern, name) for pattern in policy.trainable_pattern)
+        verdicts = [yes for pattern, yes in (policy.trainable_map or {}).items() if re.search(pattern, name)]
+        return verdicts[-1] if verdicts else True
+
+    return trained
+
+
+def _adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    layers = {name: shape for name, shape in weights.items() if len(shape) in (2, 4)}
+    everything = lora.target_modules == "all-linear"
+    targets = [name for name, shape in layers.items() if len(shape) == 2] if everything else list(lora.target_modules)
+    found = {t: [name for name in layers if name == t or name.endswith(f".{t}")] for t in targets}
+    size = 0
+    for name in {name for names in found.values() for name in names}:
+        outside, inside, *kernel = layers[name]
+        size += _rank_of(name, lora) * (inside * math.prod(kernel) + outside)
+    counts = {"all-linear": len(targets)} if everything else {t: len(names) for t, names in found.items()}
+    unmatched = [] if everything else [t for t, names in found.items() if not names]
+    spare = (len(lora.lora_names) - 1) * size
+    return Selection(size, elements(shapes), spare, counts, _unmatched(unmatched, list(weights)))
+
+
+def _rank_of(name: str, lora: LoraConfig) -> int:
+    """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
+    matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+    return next(matching, lora.r)
+
+
+def _unmatched(targets: Sequence[str], names: Sequence[str]) -> list[str]:
+    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
+    lines = []
+    for target in targets:
+        near = difflib.get_close_matches(target, endings, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        lines.append(f"policy.lora.target_modules: {target!r} matches no layer of the transformer{hint}")
+    return lines
+
+
+# ---- what comes and goes -----------------------------------------------------------------------------------------
+
+
+def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:
+    """Bytes of the encoders (and whatever else is not the transformer) and of the VAE, whole on every rank."""
+    others = [name for name in pipeline.parts if name not in ("transformer", "vae")]
+    encoders = BYTES[config.policy.diffusers.dtype] * sum(pipeline.count(name) for name in others)
+    return encoders, 4 * pipeline.count("vae") if "vae" in pipeline.parts else 0
+
+
+def _gathered(shapes: Shapes, compute: int, reshard: str) -> int:
+    """Whole weights of two blocks (one is fetched ahead), and one block's gradients before they are dealt out."""
+    if reshard == "never":
+        return elements(shapes) * compute
+    blocks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _BLOCK.match(name)
+        key = match[1] if match else ""
+        blocks[key] = blocks.get(key, 0) + math.prod(shape)
+    return max(blocks.values()) * (2 * compute + 4)
+
+
+def _written_copies(config: Config, pipeline: PipelineFiles, chosen: Selection, resumable: int) -> tuple[int, int]:
+    """Bytes of the copies that a background save keeps for good, and of the export that is being written."""
+    ckpt = config.train.ckpt
+    saved = resumable if ckpt.enable_checkpoint and ckpt.save_mode == "async" else 0
+    return saved, _exported(config, pipeline, chosen)
+
+
+def _exported(config: Config, pipeline: PipelineFiles, chosen: Selection) -> int:
+    numbers = chosen.trained if config.policy.lora is not None else pipeline.count("transformer")
+    return BYTES[config.train.param_dtype] * numbers
+
+
+def _transient(config: Config, pipeline: PipelineFiles) -> tuple[int, int, list[str]]:
+    """Bytes of activations, bytes of the encoders' work, and what is unknown of them."""
+    without = []
+    try:
+        activations = _activations(config, pipeline)
+    except Unknown as why:
+        activations, without = 0, [f"activations of the transformer ({why})"]
+    try:
+        encoding = _encoding(config, pipeline)
+    except Unknown as why:
+        encoding = 0
+        without.append(f"work of the VAE ({why})")
+    return activations, encoding, without
+
+
+def tokens(config: Config, pipeline: PipelineFiles) -> int:
+    """Tokens of one sample in the transformer, text included.
+
+    Raises:
+        Unknown: the transformer is of a class that is not known here.
+    """
+    kind, settings = _kind(pipeline, "transformer"), pipeline.configs["transformer"]
+    if kind != "SD3Transformer2DModel":
+        raise Unknown(f"{kind} is not known here")
+    stride = _vae_stride(pipeline) * int(settings["patch_size"])
+    height, width = config.policy.diffusers.inference_size
+    return (height // stride) * (width // stride) + 77 + config.policy.diffusers.max_prompt_length
+
+
+def _activations(config: Config, pipeline: PipelineFiles) -> int:
+    settings: Mapping[str, Any] = pipeline.configs["transformer"]
+    count = tokens(config, pipeline) * config.train.train_policy.mini_batch
+    try:
+        layers = int(settings["num_layers"])
+        width = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
+    except (KeyError, TypeError, ValueError):
+        raise Unknown("its config.json does not tell its size") from None
+    dtype = config.train.param_dtype
+    block = _KEPT_BY_A_BLOCK[dtype] * count * width
+    if not config.policy.model_gradient_checkpointing:
+        return round(layers * block)
+    return round(layers * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] * count * width + block)
+
+
+def _encoding(config: Config, pipeline: PipelineFiles) -> int:
+    if "vae" not in pipeline.parts or _kind(pipeline, "vae") != "AutoencoderKL":
+        raise Unknown(f"{_kind(pipeline, 'vae')} is not known here")
+    height, width = config.policy.diffusers.inference_size
+    channels = int(pipeline.configs["vae"]["block_out_channels"][0])
+    return _VAE_MAPS * 4 * height * width * channels * config.train.train_policy.mini_batch
+
+
+def _vae_stride(pipeline: PipelineFiles) -> int:
+    """Pixels of a latent's edge."""
+    if _kind(pipeline, "vae") != "AutoencoderKL":
+        raise Unknown(f"{_kind(pipeline, 'vae')} is not known here")
+    return 2 ** (len(pipeline.configs["vae"]["block_out_channels"]) - 1)
+
+
+def _kind(pipeline: PipelineFiles, part: str) -> str:
+    return str(pipeline.configs.get(part, {}).get("_class_name", f"a pipeline without a {part}"))

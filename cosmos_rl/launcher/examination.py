@@ -1,0 +1,248 @@
+"""Does a configuration's model do what a run relies on: load, adapt, learn, decode, export. One rank, one batch."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.items import Item
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import pick_device
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher import machine
+from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.prepare import refuse_unbuilt
+from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
+
+_LEAST_PSNR = 20.0
+"""dB; less, and not much better than one colour for the whole picture, and the VAE is not to be trusted."""
+_ABOVE_FLAT = 3.0
+_STEPS = 2
+
+
+def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
+    """One line for each promise, with the number that was measured. What depends on a failed line is left out."""
+    config = load_config(config_file, overrides, sized=lambda config: resized(config, 1))
+    refuse_unbuilt(config)
+    device = pick_device(config.train.device)
+    try:
+        model: DiffuserModel = _loaded(config, device)
+        data = _pairs(config)
+    except UserError as error:
+        yield Finding(FAIL, "model and data", str(error))
+        return
+    except (OSError, ValueError, RuntimeError) as error:  # what the libraries raise for files that are not whole
+        yield Finding(FAIL, "model and data", f"{type(error).__name__}: {error}")
+        return
+    count = sum(p.numel() for p in model.trainable().values())
+    yield Finding(OK, "model loads", f"{type(model.pipeline).__name__} on {device}, {count:,} trained weights")
+    yield from _targets(model)
+    finite = _finite_weights(model)
+    yield finite
+    if finite.mark == FAIL:
+        return
+    items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
+    latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
+    yield _reconstruction(model, items[0], latents[:1])
+    cond = model.encode_prompts([item.prompt for item in items])
+    yield from _fresh_adapter(model, latents, cond)
+    step = list(_one_step(model, latents, cond, config.train.seed))
+    yield from step
+    if all(finding.mark != FAIL for finding in step):
+        yield _export(model, config, items[0].prompt, latents)
+
+
+def _loaded(config: Config, device: torch.device) -> Any:
+    """The model as the trainer builds it."""
+    torch.manual_seed(randomness.key(config.train.seed, "init"))
+    return ModelRegistry.build_diffusers_model(
+        config,
+        param_dtype=config.train.param_dtype,
+        device=device,
+        gradient_checkpointing=config.policy.model_gradient_checkpointing,
+        seed=config.train.seed,
+    )
+
+
+def _pairs(config: Config) -> LocalPairs:
+    folder = config.train.train_policy.dataset.local_dir
+    if not folder:
+        raise UserError("train.train_policy.dataset.local_dir: missing; one batch of it is tried")
+    return LocalPairs(folder, *config.policy.diffusers.inference_size)
+
+
+# ---- adapters and weights ----------------------------------------------------------------------------------------
+
+
+def _targets(model: DiffuserModel) -> Iterator[Finding]:
+    """How many layers each target found. Targets that find none do not get this far: loading refuses them."""
+    if model.lora_config is None:
+        return
+    marked = f".lora_A.{model.primary_adapter}.weight"
+    names = [name.removesuffix(marked) for name in model.trainable() if name.endswith(marked)]
+    if model.lora_config.target_modules == "all-linear":
+        yield Finding(OK, "adapter targets", f"all-linear: {len(names)} layers")
+        return
+    for target in model.lora_config.target_modules:
+        count = sum(name == target or name.endswith(f".{target}") for name in names)
+        yield Finding(OK if count else FAIL, "adapter target", f"{target}: {count} layers")
+
+
+def _finite_weights(model: DiffuserModel) -> Finding:
+    """Every weight of every part is a number."""
+    parts = {name: p for name, p in model.pipeline.components.items() if isinstance(p, torch.nn.Module)}
+    wrong = [
+        f"{part}.{name}".replace(".base_layer.", ".")
+        for part, module in parts.items()
+        for name, value in module.state_dict().items()
+        if value.is_floating_point() and not bool(value.isfinite().all())
+    ]
+    if not wrong:
+        return Finding(OK, "base weights", f"all finite, in {len(parts)} parts")
+    shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return Finding(FAIL, "base weights", f"NaN or infinity in {shown}", "fetch the model anew, or take another one")
+
+
+def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterator[Finding]:
+    lora = model.lora_config
+    if lora is None:
+        return
+    if lora.lora_path or lora.init_lora_weights is False:
+        yield Finding(INFO, "fresh adapter", "starts with an effect, as asked for")
+        return
+    sigma = torch.full((len(latents),), 0.5, device=latents.device)
+    with torch.no_grad(), model.evaluating():
+        adapted = model.velocity(latents, sigma, cond)
+        model.transformer.disable_adapters()
+        try:
+            plain = model.velocity(latents, sigma, cond)
+        finally:
+            model.transformer.enable_adapters()
+    change = _distance(adapted, plain)
+    mark = OK if change <= 1e-5 else FAIL
+    yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
+
+
+# ---- one picture, one step ---------------------------------------------------------------------------------------
+
+
+def _reconstruction(model: DiffuserModel, item: Item, latents: Tensor) -> Finding:
+    """A picture through the VAE and back, against the picture and against its mean colour."""
+    picture = (item.visual.to(latents.device).float() + 1) / 2
+    again = model.decode(latents)[0].to(picture.device)
+    reached = _psnr(again, picture)
+    flat = _psnr(picture.mean(dim=(-2, -1), keepdim=True).expand_as(picture), picture)
+    bad = not math.isfinite(reached) or reached < min(_LEAST_PSNR, flat + _ABOVE_FLAT)
+    text = f"{item.name}: PSNR {reached:.1f} dB after encode and decode; one flat colour gives {flat:.1f} dB"
+    return Finding(WARN if bad else OK, "VAE", text, "the VAE destroys pictures: is it a trained one?" if bad else "")
+
+
+def _psnr(picture: Tensor, target: Tensor) -> float:
+    return -10 * math.log10(max(float((picture - target).square().mean()), 1e-10))
+
+
+def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> Iterator[Finding]:
+    """Loss and gradients of one micro-batch."""
+    ids = range(len(latents))
+    noise = randomness.normal(latents.shape[1:], seed, "doctor/noise", 0, list(ids)).to(latents.device)
+    index = torch.tensor([(2 * i + 1) * model.train_sampling_steps // (2 * len(ids)) for i in ids])
+    model.transformer.train()
+    total, weight = model.training_sft_step(latents, cond, timestep=index, noise=noise)
+    loss = total / weight
+    value = float(loss.detach())
+    yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {len(latents)} samples")
+    if not math.isfinite(value):
+        return
+    loss.backward()
+    grads = {name: p.grad for name, p in model.trainable().items()}
+    without = [name for name, grad in grads.items() if grad is None]
+    norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
+    sound = math.isfinite(norm) and norm > 0
+    yield Finding(OK if sound else FAIL, "backward", f"gradient norm {norm:.4g}")
+    if without:
+        yield Finding(WARN, "gradients", f"{len(without)} of {len(grads)} trained tensors get none, as {without[0]}")
+
+
+# ---- export ------------------------------------------------------------------------------------------------------
+
+
+def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) -> Finding:
+    """The exported policy, loaded by plain diffusers, samples what the trainer samples, and not what the base does."""
+    guidance = config.policy.diffusers.sample.guidance_scale
+    noise = randomness.normal(latents.shape[1:], config.train.seed, "doctor/export", 0, [0])
+    cond = model.encode_prompts([prompt], "" if guidance > 1.0 else None, each=True)
+
+    def sampled() -> Tensor:
+        with torch.no_grad(), model.evaluating():
+            return model.sample_latents(cond, noise, num_steps=_STEPS, guidance=guidance, kernel="stock").cpu()
+
+    before = sampled()
+    _follow_gradients(model)
+    ours = sampled()
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-doctor-") as place:
+        needed = 4 * sum(p.numel() for p in model.transformer.parameters())
+        if model.lora_config is None and machine.free_disk(Path(place)) < 2 * needed:
+            return Finding(WARN, "export", f"not tried: too little room in {place}", "set TMPDIR to a larger disk")
+        prepare_export(model)(Path(place) / "step_0")
+        theirs = _plain_latents(model, Path(place) / "step_0", config, prompt, noise)
+    distance, change = _distance(theirs, ours), _distance(before, ours)
+    exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
+    same = distance <= min(1e-3, change / 2) if exact else distance <= 5e-2
+    text = f"plain diffusers differs by {distance:.1e} after {_STEPS} steps; one training step made {change:.1e}"
+    return Finding(OK if same else FAIL, "export", text)
+
+
+def _follow_gradients(model: DiffuserModel) -> None:
+    """Move the trained weights a little: a fresh adapter would prove nothing."""
+    with torch.no_grad():
+        for param in model.trainable().values():
+            if param.grad is not None:
+                largest = param.grad.abs().max().clamp_min(1e-12)
+                param.sub_(param.grad * (0.01 / largest))
+                param.grad = None
+
+
+def _plain_latents(model: DiffuserModel, folder: Path, config: Config, prompt: str, noise: Tensor) -> Tensor:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from diffusers.utils import logging
+
+    device, is_adapter = model.device, model.lora_config is not None
+    source = model.base_folder if is_adapter else folder
+    with quiet_libraries():
+        pipe: Any = DiffusionPipeline.from_pretrained(source, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if is_adapter:
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # it would warn that the text encoders have no adapter
+        pipe.load_lora_weights(str(folder / "lora"), weight_name="model.safetensors", adapter_name="default")
+        logging.set_verbosity(level)
+    pipe.to(device)
+    height, width = config.policy.diffusers.inference_size
+    result = pipe(
+        prompt,
+        height=height,
+        width=width,
+        num_inference_steps=_STEPS,
+        guidance_scale=config.policy.diffusers.sample.guidance_scale,
+        max_sequence_length=config.policy.diffusers.max_prompt_length,
+        latents=noise.to(device),
+        output_type="latent",
+    )
+    return result.images.float().cpu()
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Root mean square of the difference over that of `other`; not a number counts as infinitely far."""
+    ratio = float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
+    return ratio if math.isfinite(ratio) else math.inf

@@ -1,0 +1,79 @@
+"""What this machine has, found without torch: GPUs, memory, disk, tokens."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def gpu_lines() -> list[str]:
+    """One line for each GPU: name and memory from nvidia-smi, else the device file."""
+    found = _asked(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    if found:
+        return found
+    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    return [f"{device} (nvidia-smi does not answer)" for device in devices]
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU; None when nvidia-smi does not say."""
+    found = _asked(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    sizes = [int(line) for line in found if line.strip().isdecimal()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that are free for new processes, within the limit of a container."""
+    free = _number_after("/proc/meminfo", "MemAvailable:")
+    limit, used = _whole_file("/sys/fs/cgroup/memory.max"), _whole_file("/sys/fs/cgroup/memory.current")
+    sizes = [free * 1024] if free is not None else []
+    if limit is not None and used is not None:
+        sizes.append(max(limit - used, 0))
+    return min(sizes) if sizes else None
+
+
+def free_disk(path: Path) -> int:
+    """Free bytes on the disk that holds `path` or will hold it."""
+    place = path.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def shown_bytes(size: float) -> str:
+    """`1.5 GB`; decimal units, as disks and drivers count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _asked(command: Sequence[str]) -> list[str]:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _number_after(path: str, word: str) -> int | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(word)), None)
+
+
+def _whole_file(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,141 @@
+"""The arithmetic of a run: samples, micro-batches, steps, saves. Counts files, decodes nothing. No torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.policy.config import Config, data_ranks
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is. None: unknown."""
+
+    batch: int
+    """Samples per step over all ranks."""
+    samples: int | None
+    """Samples in the data folder."""
+    held_out: int
+    """Of these for validation."""
+    steps_per_epoch: int | None
+    steps: int | None
+    saves: int | None
+    why: str
+    """Why the number of samples is unknown."""
+
+
+def planned(config: Config, *, own_data: bool) -> Plan:
+    """The length of the run that `config` describes. `own_data`: the data set is a script's."""
+    train, job = config.train, config.train.train_policy
+    rl = isinstance(job, GrpoPolicyConfig)
+    ranks = data_ranks(config.policy.parallelism)
+    per_rank = train.train_batch_per_replica * (1 if rl else ranks)
+    batch = train.global_batch_size or per_rank
+    samples, why = _samples(config, own_data=own_data)
+    held_out = _held_out(config, samples)
+    per_epoch = None
+    if samples is not None:
+        prompts = batch // config.rollout.n_generation if rl else batch
+        left = samples - held_out
+        per_epoch = left // prompts if job.dataloader_drop_last else math.ceil(left / prompts)
+    steps = None if per_epoch is None else per_epoch * train.epoch
+    if train.max_num_steps is not None:
+        steps = train.max_num_steps if steps is None else min(steps, train.max_num_steps)
+    return Plan(batch, samples, held_out, per_epoch, steps, _saves(config, steps, per_epoch), why)
+
+
+def batch_lines(config: Config, plan: Plan) -> list[str]:
+    """The arithmetic in words."""
+    rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
+    return [*(_rl_lines(config, plan) if rl else _sft_lines(config, plan)), *_step_lines(config, plan)]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sft_lines(config: Config, plan: Plan) -> list[str]:
+    ranks, size = data_ranks(config.policy.parallelism), config.train.train_policy.mini_batch
+    own = plan.batch // ranks
+    return [
+        f"{plan.batch} samples per step = {ranks} x {own} (data parallel ranks x samples of a rank)",
+        f"a rank takes its {own} in {own // size} micro-batch{'' if own == size else 'es'} of {size}",
+    ]
+
+
+def _rl_lines(config: Config, plan: Plan) -> list[str]:
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    diffusers, group = config.policy.diffusers, config.rollout.n_generation
+    ranks = data_ranks(config.policy.parallelism)
+    own, prompts = plan.batch // ranks, plan.batch // group
+    micro = own // job.mini_batch
+    trained = int(diffusers.sample.num_steps * diffusers.timesteps_fraction)
+    backward = micro * trained * job.mu_iterations
+    optimiser = job.mu_iterations * (own // (job.batch_size_per_optimize or own))
+    lines = [
+        f"{plan.batch} samples per step = {prompts} x {group} (prompts x samples per prompt)",
+        f"{own} samples and {prompts / ranks:g} prompts per rank, on {ranks} data parallel ranks",
+        f"{micro} micro-batches of {job.mini_batch}",
+        f"{trained} of {diffusers.sample.num_steps} sampling steps are trained",
+    ]
+    if job.trainer_type == "diffusion_nft":
+        passes = 3 if job.kl_beta > 0 else 2
+        models = "policy, old policy, reference" if job.kl_beta > 0 else "policy, old policy"
+        lines.append(f"{backward} backward passes and {passes * backward} forward passes ({models}) per rank and step")
+    else:
+        lines.append(f"{backward} backward passes per rank and step")
+    return [*lines, f"{counted(optimiser, 'optimiser step')} per step"]
+
+
+def _step_lines(config: Config, plan: Plan) -> list[str]:
+    train, most = config.train, config.train.max_num_steps
+    if plan.samples is None:
+        end = f"; at most {most} by train.max_num_steps" if most is not None else ""
+        return [f"number of samples and steps: unknown ({plan.why}){end}"]
+    held = f", {plan.held_out} of them held out for validation" if plan.held_out else ""
+    lines = [f"{plan.samples} captions in {train.train_policy.dataset.local_dir}{held}"]
+    per_epoch = plan.steps_per_epoch or 0
+    whole = per_epoch * train.epoch
+    lines.append(f"{counted(per_epoch, 'step')} per epoch x {counted(train.epoch, 'epoch')} = {counted(whole, 'step')}")
+    if most is not None and most < whole:
+        lines.append(f"train.max_num_steps ends the run after {counted(most, 'step')}")
+    elif most is not None:
+        lines.append(f"train.epoch ends the run after {counted(whole, 'step')}, before train.max_num_steps = {most}")
+    return lines
+
+
+def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
+    folder = config.train.train_policy.dataset.local_dir
+    if own_data:
+        return None, "the script brings its own data"
+    if name := config.train.train_policy.dataset.name:
+        return None, f"the data set {name} is not looked into"
+    if not folder:
+        return None, "train.train_policy.dataset.local_dir is not set"
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        return None, f"{place} is not there"
+    return sum(1 for entry in place.iterdir() if entry.suffix == ".json" and not entry.name.startswith(".")), ""
+
+
+def _held_out(config: Config, samples: int | None) -> int:
+    share = config.train.train_policy.dataset.test_size
+    if samples is None or share is None or not config.validation.enable or config.validation.dataset.local_dir:
+        return 0
+    return min(share if isinstance(share, int) else round(share * samples), samples)
+
+
+def _saves(config: Config, steps: int | None, per_epoch: int | None) -> int | None:
+    """How often the run saves, its end included."""
+    ckpt = config.train.ckpt
+    if not ckpt.enable_checkpoint:
+        return 0
+    every = ckpt.save_freq
+    if ckpt.save_freq_in_epoch:
+        if not per_epoch:
+            return None
+        every = ckpt.save_freq_in_epoch * per_epoch
+    return None if steps is None else math.ceil(steps / every)

@@ -1,0 +1,137 @@
+"""`cosmos-rl doctor`: a sound installation and model pass, planted faults are found."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher import doctor
+from cosmos_rl.launcher.cli import main
+
+Toml = Callable[..., Path]
+
+
+def marks(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, str], str]:
+    """Exit code, subject -> mark, and all that was printed."""
+    code = main(["doctor", *map(str, argv)])
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line[:5].strip() in ("ok", "warn", "FAIL", "-")]
+    return code, {line[6:26].strip(): line[:5].strip() for line in lines}, out
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_sd3: Path) -> Path:
+    """A copy of the tiny pipeline to break."""
+    return shutil.copytree(tiny_sd3, tmp_path / "model")
+
+
+def test_a_sound_installation_has_no_red_line_and_no_token_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_very_secret")
+    code, found, out = marks(capsys)
+    assert (code, "FAIL" in found.values()) == (0, False)
+    assert found["diffusers"] == "ok"
+    assert "very_secret" not in out
+    assert out.count("present") == 2
+
+
+def test_it_needs_no_torch_without_a_configuration() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from cosmos_rl.launcher.cli import main; main(['doctor']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_wrong_version_is_red_with_the_command_that_mends_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_requirements", lambda: ["peft<0.1", "wandb; extra == 'wandb'", "torch>=2"])
+    code, found, out = marks(capsys)
+    assert (code, found["peft"], found["torch"]) == (1, "FAIL", "ok")
+    assert '-> pip install "peft<0.1"' in out
+
+
+def test_a_missing_package_and_a_full_disk_are_red(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_NEEDED", ("torch", "no-such-package"))
+    monkeypatch.setattr("cosmos_rl.launcher.machine.free_disk", lambda path: 1e6)
+    code, found, out = marks(capsys)
+    assert (code, found["no-such-package"], found["disk here"]) == (1, "FAIL", "FAIL")
+    assert '-> pip install "no-such-package"' in out
+
+
+def test_a_cpu_build_beside_a_gpu_is_red(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_rl.launcher.machine.gpu_lines", lambda: ["Some GPU, 80 GB"])
+    monkeypatch.setattr(doctor, "_torch_build", lambda: "cpu")
+    code, found, _ = marks(capsys)
+    assert (code, found["torch build"]) == (1, "FAIL")
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_sound_model_passes(write_toml: Toml, capsys: pytest.CaptureFixture[str], lora: bool) -> None:
+    code, found, out = marks(capsys, "--config", write_toml(lora=lora))
+    assert code == 0, out
+    for subject in ("model loads", "base weights", "VAE", "forward", "backward", "export"):
+        assert found[subject] == "ok", out
+    assert ("fresh adapter" in found) == lora
+    assert ("attn.to_q: 2 layers" in out) == lora
+
+
+def test_half_precision_passes_too(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, out = marks(capsys, "--config", write_toml(), "--train.param_dtype=bfloat16")
+    assert (code, found.get("export")) == (0, "ok"), out
+
+
+def test_an_adapter_that_targets_nothing_is_found(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ['--policy.lora.target_modules=["attn.to_q", "attn.nothing"]']
+    code, found, out = marks(capsys, "--config", write_toml(), *options)
+    assert (code, found["model and data"]) == (1, "FAIL")
+    assert "'attn.nothing' matches no module" in out
+
+
+def test_a_random_autoencoder_is_warned_of(write_toml: Toml, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from cosmos_rl.policy.model.tiny.train_vae import new_vae
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        new_vae().save_pretrained(model / "vae")
+    code, found, out = marks(capsys, "--config", write_toml(), f"--policy.model_name_or_path={model}")
+    assert (code, found["VAE"]) == (0, "warn")
+    assert "the VAE destroys pictures" in out
+
+
+def test_a_weight_that_is_not_a_number_is_named(
+    write_toml: Toml, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["transformer_blocks.1.attn.to_k.weight"][0, 0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    code, found, out = marks(capsys, "--config", write_toml(), f"--policy.model_name_or_path={model}")
+    assert (code, found["base weights"]) == (1, "FAIL")
+    assert "NaN or infinity in transformer.transformer_blocks.1.attn.to_k.weight" in out
+    assert "forward" not in found
+
+
+def test_an_export_that_loses_the_adapter_is_found(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    monkeypatch.setattr(StableDiffusion3Pipeline, "load_lora_weights", lambda *args, **keywords: None)
+    code, found, _ = marks(capsys, "--config", write_toml())
+    assert (code, found["export"]) == (1, "FAIL")
+
+
+def test_a_configuration_with_mistakes_is_refused_before_anything_is_loaded(write_toml: Toml) -> None:
+    assert main(["doctor", "--config", str(write_toml()), "--train.optm_lr=-1.0"]) == 2
+    assert main(["doctor", "--train.optm_lr=1.0"]) == 2

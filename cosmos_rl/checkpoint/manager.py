@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class SaveJob:
     """Resumable state; None when only the export is wanted."""
     trainer_state: dict[str, Any]
     export: WriteExport | None
+    best: bool = False
+    """Whether ``best`` beside the checkpoints shall lead to this step once it is whole."""
 
 
 class CheckpointManager:
@@ -41,13 +43,15 @@ class CheckpointManager:
     def __init__(
         self, checkpoints: Path, exports: Path, *, background: bool, max_keep: int, is_main: bool = True
     ) -> None:
-        """``max_keep`` newest steps stay (-1: all); an older step leaves together with its export.
+        """``max_keep`` newest steps stay (-1: all), and the one that ``best`` leads to; an older step leaves together
+        with its export.
 
         All ranks make a manager and save together; ``is_main`` is true on the one that makes and renames folders.
         """
         self._is_main = is_main
         self._checkpoints = checkpoints
         self._exports = exports
+        self._best = checkpoints.parent / "best"
         self._background = background
         self._max_keep = max_keep
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -67,7 +71,7 @@ class CheckpointManager:
         self._join()
         if self._background and not block:
             if job.state is not None:
-                job = SaveJob(job.step, self._copied(job.state), job.trainer_state, job.export)
+                job = replace(job, state=self._copied(job.state))
             self._pending = self._pool.submit(self._write, job)
         else:
             self._write(job)
@@ -89,6 +93,17 @@ class CheckpointManager:
             self.wait()
         finally:
             self._pool.shutdown()
+
+    def point_best(self, step: int) -> bool:
+        """Let ``best`` lead to the checkpoint of ``step``, or to its export where there is no checkpoint.
+
+        Returns whether there is one of them.
+        """
+        folders = (layout.step_dir(folder, step) for folder in (self._checkpoints, self._exports))
+        target = next((folder for folder in folders if folder.is_dir()), None)
+        if target is not None and self._is_main:
+            atomic.replace_link(self._best, target)
+        return target is not None
 
     def _copied(self, state: StateDict) -> StateDict:
         """A private copy on the CPU: the loop goes on changing the live tensors.
@@ -113,29 +128,37 @@ class CheckpointManager:
     def _write(self, job: SaveJob) -> None:
         if job.export is not None:
             job.export()
-        if job.state is None:
-            return
-        final = layout.step_dir(self._checkpoints, job.step)
+        if job.state is not None:
+            self._write_state(job.step, job.state, job.trainer_state)
+        if job.best:
+            self.point_best(job.step)
+        if job.state is not None and self._is_main:
+            self._prune()
+
+    def _write_state(self, step: int, state: StateDict, trainer_state: dict[str, Any]) -> None:
+        final = layout.step_dir(self._checkpoints, step)
         policy = atomic.staging_path(final) / "policy"
         if self._is_main:
             atomic.begin(final)
             policy.mkdir()
         if self._group is not None:
             dist.barrier(group=self._group)
-        dcp.save(job.state, checkpoint_id=policy, process_group=self._group, no_dist=self._group is None)
+        dcp.save(state, checkpoint_id=policy, process_group=self._group, no_dist=self._group is None)
         if not self._is_main:
             return
-        (policy / layout.TRAINER_STATE).write_text(json.dumps(job.trainer_state, indent=1))
+        (policy / layout.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=1))
         (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy))
         atomic.commit(final)
-        where = layout.policy_dir(self._checkpoints, job.step).absolute()
-        logger.info(f"[Policy] Step: {job.step}, checkpoint saved successfully at {where}.")
-        self._prune()
+        where = layout.policy_dir(self._checkpoints, step).absolute()
+        logger.info(f"[Policy] Step: {step}, checkpoint saved successfully at {where}.")
 
     def _prune(self) -> None:
         if self._max_keep < 0:
             return
+        best = self._best.resolve()
         for step in layout.whole_steps(self._checkpoints)[: -self._max_keep]:
+            if layout.step_dir(self._checkpoints, step).resolve() == best:
+                continue
             atomic.remove(layout.step_dir(self._checkpoints, step))
             atomic.remove(layout.step_dir(self._exports, step))
             logger.info(

@@ -5,44 +5,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.errors import UserError
+import wandb
+
+from cosmos_rl.tracking.loggers import TrackedRun
 from cosmos_rl.utils.logging import logger
 
 
 class WandbLogger:
-    """One wandb run per run folder; a resumed run continues it."""
+    """One wandb run per run folder; a resumed run continues it under the same id.
 
-    def __init__(
-        self, folder: Path, *, project: str, group: str | None, name: str, run_id: str, config: dict[str, Any]
-    ) -> None:
-        """Start or continue the wandb run ``run_id``.
+    Offline, each start of the run leaves a folder of its own with that id, and ``wandb sync`` joins them.
+    """
 
-        Raises:
-            UserError: wandb is not installed.
-        """
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                'logging.logger has "wandb", which is not installed: pip install "cosmos_rl[wandb]"'
-            ) from error
-        self._wandb = wandb
-        mode: Any = os.environ.get("WANDB_MODE")
-        if mode is None and not (os.environ.get("WANDB_API_KEY") or _has_netrc_key()):
+    def __init__(self, about: TrackedRun) -> None:
+        """Start or continue the wandb run; never asks for a key."""
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not _has_key():
             mode = "offline"
-            logger.warning(
-                f"wandb: no API key found, recording offline under {folder / 'wandb'} (wandb sync uploads it)"
-            )
-        self._run = wandb.init(
-            project=project,
-            group=group,
-            name=name,
-            id=run_id,
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            mode=mode,
-        )
+            _warn_offline(about, "no API key found")
+        try:
+            self._run = _init(about, mode)
+        except wandb.Error as error:  # a key that is refused, a server that does not answer
+            if mode not in (None, "online"):
+                raise
+            wandb.teardown()
+            _warn_offline(about, str(error))
+            self._run = _init(about, "offline")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of one step."""
@@ -50,7 +38,7 @@ class WandbLogger:
 
     def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
         """Pictures with captions under ``key``."""
-        images = [self._wandb.Image(str(f), caption=c[:100]) for f, c in zip(files, captions, strict=True)]
+        images = [wandb.Image(str(f), caption=c[:100]) for f, c in zip(files, captions, strict=True)]
         self._run.log({key: images}, step=step)
 
     def finish(self) -> None:
@@ -58,8 +46,27 @@ class WandbLogger:
         self._run.finish()
 
 
-def _has_netrc_key() -> bool:
-    """A key stored by ``wandb login``."""
+def _init(about: TrackedRun, mode: Any) -> Any:
+    return wandb.init(
+        project=about.project,
+        group=about.group,
+        name=about.name,
+        id=about.run_id,
+        resume=None if mode == "offline" else "allow",  # offline wandb ignores it with a warning
+        dir=str(about.folder),
+        config=about.config,
+        mode=mode,
+    )
+
+
+def _warn_offline(about: TrackedRun, why: str) -> None:
+    logger.warning(f"wandb: {why}; recording offline under {about.folder / 'wandb'} (wandb sync uploads it)")
+
+
+def _has_key() -> bool:
+    """A key in the environment, or one stored by ``wandb login``."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
     for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         path = Path(name).expanduser() if name else None
         if path is not None and path.is_file() and "wandb" in path.read_text(errors="replace"):

@@ -65,8 +65,8 @@ class LoggingConfig(Table):
     """Places that show metrics: "console", "wandb", "tensorboard", "trackio"."""
     log_interval: PositiveInt = 1
     """Steps between two lines on the console."""
-    multi_modal_log_interval: PositiveInt | None = None
-    """Steps between two galleries of generated pictures or videos; unset: only validation makes them."""
+    multi_modal_log_interval: ForRl[PositiveInt | None] = None
+    """Steps between two galleries of generated training samples. Validation shows its pictures each time anyway."""
     project_name: str = "cosmos_rl"
     """Project in wandb."""
     group_name: str | None = None

@@ -1,11 +1,15 @@
 """The loop that all jobs share: step, validate, log, save, stop."""
 
 import contextlib
+import functools
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl.checkpoint import hub
+from cosmos_rl.checkpoint.card import write_card
 from cosmos_rl.checkpoint.layout import policy_dir, step_dir
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
@@ -16,9 +20,9 @@ from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
 from cosmos_rl.policy.trainer.task import Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
+from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
 from cosmos_rl.tracking.media import save_pictures
 from cosmos_rl.tracking.metrics import MetricsFile
-from cosmos_rl.tracking.wandb_logger import WandbLogger
 from cosmos_rl.utils.logging import logger
 
 HOOKS = (
@@ -53,7 +57,7 @@ class TrainLoop:
         self._hooks = hooks
         self._stop = stop
         self._metrics = MetricsFile(run.metrics) if context.is_main else None
-        self._wandb = self._start_wandb()
+        self._trackers: list[MetricLogger] = []
         ckpt = config.train.ckpt
         self._manager = CheckpointManager(
             run.checkpoints,
@@ -63,24 +67,31 @@ class TrainLoop:
             is_main=context.is_main,
         )
         self._saved_step: int | None = None
+        self._held_out: tuple[int, float] | None = None  # step and loss of the last validation that reported one
+        self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
         self._skipped_in_a_row = 0
         unknown = sorted(set(hooks) - set(HOOKS))
         if unknown:
             raise UserError(f"hook_fns: unknown hooks {', '.join(unknown)}; known are {', '.join(HOOKS)}")
+        require_installed(config.logging.logger)  # on all ranks: one that is refused alone leaves the others waiting
+        if ckpt.upload_hf:
+            hub.require_token(ckpt.hf_repo_name or "")
 
     def run(self, resume_from: Path | None) -> int:
         """Train to the end or to a stop request; the exit code."""
         with contextlib.ExitStack() as stack:  # every part is ended, whatever the others meet
-            if self._wandb is not None:
-                stack.callback(self._wandb.finish)
             stack.callback(self._manager.close)
-            return self._train(self._restore(resume_from))
+            start = self._restore(resume_from)
+            if self._context.is_main:
+                begin(self._run)
+                self._trackers = start_loggers(self._config, self._run, start, self._custom_loggers)
+            for tracker in self._trackers:
+                stack.callback(tracker.finish)
+            return self._train(start, stack.enter_context(self._profiled(start)))
 
-    def _train(self, start: int) -> int:
+    def _train(self, start: int, end_of_step: Callable[[], None]) -> int:
         task, total = self._task, self._task.total_steps
         console = Console(total, start)
-        if self._context.is_main:
-            begin(self._run)
         task.start(start)
         if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
             self._log(0, self._validate(0))
@@ -94,10 +105,11 @@ class TrainLoop:
             if self._validation_due(done):
                 metrics |= self._validate(done)
             self._log(done, metrics)
-            if self._context.is_main and "console" in self._config.logging.logger:
+            if self._line_due(done, start):
                 console.log(done, metrics)
             if self._save_due(done):
                 self._save(done)
+            end_of_step()
             signal_name = self._stop_signal()
             if signal_name and done < total:
                 return self._end_early(done, signal_name)
@@ -127,8 +139,12 @@ class TrainLoop:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def _save_due(self, done: int) -> bool:
-        ckpt = self._config.train.ckpt
-        return ckpt.enable_checkpoint and (done % ckpt.save_freq == 0 or done == self._task.total_steps)
+        ckpt, epochs = self._config.train.ckpt, self._config.train.ckpt.save_freq_in_epoch
+        if epochs > 0:
+            due = self._task.epoch(done) // epochs > self._task.epoch(done - 1) // epochs
+        else:
+            due = done % ckpt.save_freq == 0
+        return ckpt.enable_checkpoint and (due or done == self._task.total_steps)
 
     def _save(self, done: int, *, final: bool = False) -> None:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
@@ -136,13 +152,23 @@ class TrainLoop:
         last = done == self._task.total_steps
         export = self._export_of(done) if ckpt.export_safetensors or last else None
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
-        own = {"skipped_in_a_row": self._skipped_in_a_row}
+        is_best = self._is_best(done)
+        own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
         kept = {"step": done, "run": self._task.identity(), "loop": own, "task": self._task.progress()}
-        job = SaveJob(done, state, kept, export)
+        job = SaveJob(done, state, kept, export, best=is_best)
         self._manager.save(job, block=final)
         self._saved_step = done
         where = {"checkpoint_path": str(policy_dir(self._run.checkpoints, done)), "step": done}
         self._notify("save_checkpoint_hook", {**where, "total_steps": self._task.total_steps}, owner=self._manager)
+
+    def _is_best(self, done: int) -> bool:
+        """Whether ``done``, which is being saved, was validated and has the lowest held-out loss of all saved steps."""
+        if self._held_out is None or self._held_out[0] != done or not math.isfinite(self._held_out[1]):
+            return False
+        if self._best is not None and self._held_out[1] >= self._best[1]:
+            return False
+        self._best = self._held_out
+        return True
 
     def _export_of(self, done: int) -> WriteExport:
         """Copies the weights now; writes them when called."""
@@ -166,9 +192,24 @@ class TrainLoop:
             logger.info(f"Nothing left to train: step {total} of {total} is done already")
         (missing,) = self._context.max_over_ranks([float(self._context.is_main and not folder.exists())])
         if missing:
-            self._manager.save(SaveJob(total, None, {}, self._export_of(total)))
+            self._manager.save(SaveJob(total, None, {}, self._export_of(total), best=self._is_best(total)))
         self._manager.wait()
-        logger.info(f"Finished after {total} steps. Result: {folder.absolute()}")
+        train = self._config.train
+        limit = "max_num_steps" if train.max_num_steps == total else "epoch"
+        logger.info(
+            f"Finished after {total} steps (train.{limit} = {getattr(train, limit)}). Result: {folder.absolute()}"
+        )
+        if self._context.is_main:
+            self._publish(folder, total)
+
+    def _publish(self, folder: Path, step: int) -> None:
+        """Describe the final export, and upload it if wanted. Other ranks do not wait for the network."""
+        export = folder / "lora" if (folder / "lora").is_dir() else folder
+        describe = functools.partial(write_card, export, self._config, self._run.media, step=step)
+        describe()
+        ckpt = self._config.train.ckpt
+        if ckpt.upload_hf:
+            hub.upload(export, ckpt.hf_repo_name or "", self._run.name, lambda name: describe(repository=name))
 
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based step to go on with."""
@@ -192,6 +233,9 @@ class TrainLoop:
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
         self._task.restore_progress(state["task"])
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])
+        best = state["loop"].get("best")
+        if best is not None and self._manager.point_best(int(best[0])):  # a step of another run is nobody's best here
+            self._best = (int(best[0]), float(best[1]))
         self._rewind(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
         logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
@@ -220,39 +264,32 @@ class TrainLoop:
         if report.pictures is not None and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
             files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
-            if self._wandb is not None:
-                self._wandb.log_pictures(done, "val/pictures", files, report.pictures.prompts)
+            for tracker in self._trackers:
+                tracker.log_pictures(done, "val/pictures", files, report.pictures.prompts)
+        if "val/avg_loss" in report.metrics:
+            self._held_out = (done, report.metrics["val/avg_loss"])
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
         return {**report.metrics, "val/time": time.perf_counter() - began}
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
-        if self._metrics is None:
-            return
-        self._metrics.log(done, metrics)
-        if self._wandb is not None:
-            self._wandb.log(done, metrics)
-        for custom in self._custom_loggers:
-            try:
-                custom(dict(metrics), done)
-            except Exception as error:  # a user's logger must not end a training run
-                logger.warning(
-                    f"custom logger {getattr(custom, '__name__', custom)!r} failed at step {done}: {error!r}"
-                )
+        if self._metrics is not None:
+            self._metrics.log(done, metrics)
+        for tracker in self._trackers:
+            tracker.log(done, metrics)
 
-    def _start_wandb(self) -> WandbLogger | None:
+    def _line_due(self, done: int, start: int) -> bool:
+        """The first, the last and every ``log_interval``-th step get a line on the console."""
         table = self._config.logging
-        if "wandb" not in table.logger or not self._context.is_main:
-            return None
-        run_id = self._run.root.name
-        name = f"{table.experiment_name}/{run_id}" if table.experiment_name else str(self._run.root)
-        return WandbLogger(
-            self._run.root,
-            project=table.project_name,
-            group=table.group_name,
-            name=name,
-            run_id=run_id,
-            config=self._config.model_dump(mode="json"),
-        )
+        due = done % table.log_interval == 0 or done in (start + 1, self._task.total_steps)
+        return due and self._context.is_main and "console" in table.logger
+
+    def _profiled(self, start: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Around the steps; what it yields is called after each."""
+        if not self._config.profiler.enable_profiler:
+            return contextlib.nullcontext(lambda: None)
+        from cosmos_rl.policy.trainer.profiling import profiled
+
+        return profiled(self._config.profiler, self._run.root / "profile", self._context, start)
 
     def _notify(self, name: str, data: dict[str, Any], owner: Any = None) -> None:
         """Call the user's hook: ``fn(loop or checkpoint manager, data)``."""

@@ -1,0 +1,129 @@
+"""The ``README.md`` of an export: what it is, how to load it, what it makes, and how it was made.
+
+Written whether or not the export is uploaded: a folder that is copied by hand should say what it is as well.
+"""
+
+import html
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from cosmos_rl.policy.config import Config
+from cosmos_rl.storage import atomic
+
+MAX_PICTURES = 4
+_PACKAGES = ("cosmos_rl", "torch", "diffusers", "transformers", "peft")
+_PRIVATE = {"custom", "redis", "eth_ips"}  # a user's own table may hold anything, the others name machines
+
+
+def write_card(export: Path, config: Config, media: Path, *, step: int, repository: str | None = None) -> None:
+    """Write the card of the export of ``step`` and copies of up to four of its newest validation pictures beside it.
+
+    Args:
+        export: the folder that is loaded: a pipeline, or a ``lora`` folder.
+        config: configuration of the run; paths of this machine are left out.
+        media: the run's folder of pictures.
+        step: steps that the run has done.
+        repository: where the export will be found; None: the snippet names the folder in words.
+    """
+    pictures = _newest_pictures(media / "validation", step)
+    shutil.rmtree(export / "media", ignore_errors=True)
+    if pictures:
+        with atomic.staging(export / "media") as stage:
+            for file, _ in pictures:
+                shutil.copyfile(file, stage / file.name)
+    parts = [_front_matter(config), _about(config, step), _snippet(config, repository), _gallery(pictures)]
+    parts += [_configuration(config), _versions()]
+    atomic.write_text(export / "README.md", "\n\n".join(part for part in parts if part) + "\n")
+
+
+def _front_matter(config: Config) -> str:
+    base = config.policy.model_name_or_path
+    task = "text-to-video" if config.policy.diffusers.is_video else "text-to-image"
+    kind = "lora" if config.policy.lora is not None else "full"
+    tags = ["cosmos-rl", config.train.train_policy.type, kind]
+    lines = ["---", *([] if _is_local(base) else [f"base_model: {json.dumps(base)}"])]
+    lines += ["library_name: diffusers", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---"]
+    return "\n".join(lines)
+
+
+def _about(config: Config, step: int) -> str:
+    lora, base = config.policy.lora, config.policy.model_name_or_path
+    named = f"a local pipeline, `{Path(base).name}`" if _is_local(base) else f"[{base}](https://huggingface.co/{base})"
+    what = f"A LoRA adapter (rank {lora.r}) for" if lora is not None else "All weights of"
+    name = config.logging.experiment_name or config.logging.project_name
+    averaged = " These are the averaged (EMA) weights." if config.train.ema_enable else ""
+    return f"# {name}\n\n{what} {named}, trained with cosmos-rl for {step} steps.{averaged}"
+
+
+def _snippet(config: Config, repository: str | None) -> str:
+    base = "path/to/the/base" if _is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
+    here = repository or "path/to/this/folder"
+    lora = config.policy.lora is not None
+    revision = config.policy.model_revision if lora else None
+    pinned = f', revision="{revision}"' if revision else ""
+    load = f'pipe = DiffusionPipeline.from_pretrained("{base if lora else here}"{pinned}, torch_dtype=torch.'
+    lines = ["import torch", "from diffusers import DiffusionPipeline", "", f"{load}{config.train.param_dtype})"]
+    if lora:
+        lines.append(f'pipe.load_lora_weights("{here}", weight_name="model.safetensors", adapter_name="default")')
+        lines.append('pipe.set_adapters("default")')
+    return "## Load\n\n```python\n" + "\n".join(lines) + "\n```"
+
+
+def _newest_pictures(validation: Path, step: int) -> list[tuple[Path, str]]:
+    """Up to four pictures of different prompts from the last validation up to ``step``."""
+    found = (re.fullmatch(r"step_(\d+)", p.name) for p in (validation.iterdir() if validation.is_dir() else ()))
+    steps = [int(match[1]) for match in found if match and int(match[1]) <= step]
+    if not steps:
+        return []
+    folder = validation / f"step_{max(steps)}"
+    first_of_prompt: dict[str, Path] = {}
+    for row in json.loads((folder / "index.json").read_text()):
+        first_of_prompt.setdefault(row["prompt"], folder / row["file"])
+    return [(file, prompt) for prompt, file in first_of_prompt.items()][:MAX_PICTURES]
+
+
+def _gallery(pictures: list[tuple[Path, str]]) -> str:
+    if not pictures:
+        return ""
+    rows = [f"| ![](media/{file.name}) | {_cell(prompt)} |" for file, prompt in pictures]
+    return "\n".join(["## Validation pictures", "", "| picture | prompt |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    return html.escape(" ".join(text.split())).replace("|", "&#124;") or "(empty)"
+
+
+def _configuration(config: Config) -> str:
+    toml = tomli_w.dumps(_portable(config.model_dump(exclude_none=True, exclude=_PRIVATE)))
+    return f"<details><summary>Configuration</summary>\n\n````toml\n{toml}````\n\n</details>"
+
+
+def _portable(value: Any) -> Any:
+    """``value`` with local paths cut down to their last name."""
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    return f".../{Path(value).name}" if isinstance(value, str) and _is_local(value) else value
+
+
+def _is_local(text: str) -> bool:
+    """Whether ``text`` is a path of this machine. The launcher makes existing paths absolute; hub names never are."""
+    return text.startswith(("/", "~", "./", "../", "file:"))
+
+
+def _versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "Made with " + ", ".join(found) + "."

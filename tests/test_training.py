@@ -211,21 +211,6 @@ def test_users_data_sets_are_taken_as_objects_or_functions(write_toml: Callable[
         train(write_toml(), dataset=[])
 
 
-def test_wandb_without_a_key_records_offline_and_training_goes_on(
-    write_toml: Callable[..., Path], picture_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = write_toml(VALIDATION.format(picture_folder))
-    run = train(config, '--logging.logger=["console", "wandb"]', "--train.max_num_steps=2")
-    assert list((run / "wandb").glob("offline-run-*"))
-    assert len(losses(run)) == 2
-
-
 def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.rewind(3)

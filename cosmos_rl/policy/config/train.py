@@ -47,7 +47,8 @@ class CheckpointConfig(Table):
     upload_hf: StrictBool = False
     """Upload the final export to the hub."""
     hf_repo_name: str | None = None
-    """Name of the repository on the hub, to which the run's start time is added; needed for upload_hf."""
+    """Repository on the hub, needed for upload_hf: owner/name, or a name alone, which becomes
+    <user>/<name>-<start time of the run>."""
     upload_s3: Later[Literal[False, "final", "all"]] = False
     """Upload the final checkpoint, or all, to S3."""
     s3_bucket: Later[str | None] = None

@@ -101,7 +101,8 @@ class DiffusersConfig(Table):
     """`[policy.diffusers]`: settings of diffusion and flow pipelines."""
 
     dtype: FloatDtype = "float32"
-    """Type in which the transformer's weights are held and trained, and type of the text encoders."""
+    """Type of the text encoders. Trained weights are held in float32, a frozen base in train.param_dtype, the VAE in
+    float32."""
     is_video: Later[StrictBool] = False
     """Train on videos in place of pictures."""
     max_prompt_length: PositiveInt = 300

@@ -41,7 +41,7 @@ class CheckpointConfig(Table):
     save_mode: Literal["async", "sync"] = "async"
     """"async" writes in the background while training goes on."""
     max_keep: Annotated[StrictInt, Field(ge=-1)] = 5
-    """How many checkpoints are kept; -1 keeps all."""
+    """How many checkpoints are kept, each together with its export; -1 keeps all. The best one is kept besides."""
     export_safetensors: StrictBool = True
     """Export a loadable pipeline or adapter at every save; false: only at the end."""
     upload_hf: StrictBool = False

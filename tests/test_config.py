@@ -250,7 +250,8 @@ def test_a_problem_in_the_file_names_its_line(toml):
         "train.seed: found -1; allowed: a whole number >= 0",
         "train.ckpt.save_freq: found 0; allowed: a whole number > 0 (line 9)",
         "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a .json "
-        "file of prompts (or hold out training samples with train.train_policy.dataset.test_size)",
+        "file of prompts, any word where the script passes its own val_dataset (or hold out training samples with "
+        "train.train_policy.dataset.test_size)",
     ]
 
 

@@ -425,3 +425,14 @@ def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(place
         assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
         assert newest_run(folder) == run
         assert (folder / "outputs" / "checkpoints").resolve() == run / "checkpoints"
+
+
+def test_a_run_folder_as_config_is_the_run_that_goes_on(place):
+    folder, script = place
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "--train.timestamp=20250101000000", "worker.py"]) == 0
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    assert main(["--config", "outputs/20250101000000", "--train.resume=true", "worker.py"]) == 0
+    record = json.loads((folder / "outputs" / "20250101000000" / "run.json").read_text())
+    assert len(record["earlier"]) == 1
+    assert len([path for path in (folder / "outputs").iterdir() if path.name.isdigit()]) == 2

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
     config = load_config(
         asked.config, asked.overrides, sized=lambda config: _sized(config, asked.nproc_per_node, _gpus())
     )
+    config = _of_named_run(config, Path(asked.config))
     refuse_unbuilt(config)
     for note in notes(config):
         logger.info(note)
@@ -77,6 +79,16 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
         where = f"its output is in {log.path}, the end of it:\n{log.tail()}" if log else "its output is above"
         print(f"error: {failure}; {where}", file=sys.stderr, flush=True)
     return code
+
+
+def _of_named_run(config: Config, place: Path) -> Config:
+    """`--config <run folder>` with `train.resume = true` goes on in that run, not in the newest of its output folder."""
+    if not place.is_dir() or config.train.resume is not True or config.train.timestamp:
+        return config
+    if not re.fullmatch(r"\d{14}", place.resolve().name):
+        return config
+    train = config.train.model_copy(update={"timestamp": place.resolve().name})
+    return config.model_copy(update={"train": train})
 
 
 def _sized(config: Config, nproc: int | None, gpus: int) -> Config:

@@ -183,6 +183,7 @@ def _data_rules(config: Config) -> list[str]:
     if validation.enable and not named:
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "
-            ".json file of prompts (or hold out training samples with train.train_policy.dataset.test_size)"
+            ".json file of prompts, any word where the script passes its own val_dataset (or hold out training samples "
+            "with train.train_policy.dataset.test_size)"
         )
     return lines

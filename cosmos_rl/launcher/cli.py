@@ -82,7 +82,7 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
 
 
 def _of_named_run(config: Config, place: Path) -> Config:
-    """`--config <run folder>` with `train.resume = true` goes on in that run, not in the newest of its output folder."""
+    """`--config <run folder>` with `train.resume = true` goes on in that run, not in the newest of its folder."""
     if not place.is_dir() or config.train.resume is not True or config.train.timestamp:
         return config
     if not re.fullmatch(r"\d{14}", place.resolve().name):

@@ -104,5 +104,7 @@ def test_four_then_two_then_one_rank_end_like_the_undisturbed_run(
         train_on_ranks(count, config, folder, *options, f"--train.max_num_steps={last}", resume_step=resume)
     np.testing.assert_allclose(trace(folder), trace(calm), rtol=1e-6, atol=1e-6)
     file = "safetensors/step_6/transformer/diffusion_pytorch_model.safetensors"
-    for key, value in load_file(calm / file).items():
-        torch.testing.assert_close(load_file(folder / file)[key], value, rtol=1e-4, atol=2e-5, msg=key)
+    ours, theirs = load_file(folder / file), load_file(calm / file)
+    difference = sum(float((ours[key] - value).double().square().sum()) for key, value in theirs.items()) ** 0.5
+    size = sum(float(value.double().square().sum()) for value in theirs.values()) ** 0.5
+    assert difference <= 1e-6 * size  # float32 sums in another order

@@ -7,7 +7,7 @@ Sizes follow what the trainer keeps: trained weights, gradients, moments and ave
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,7 @@ def select(config: Config, pipeline: PipelineFiles) -> Selection:
     shapes = pipeline.transformer
     if config.policy.lora is not None:
         return _adapters(config.policy.lora, shapes)
-    chosen = _chosen(config)
-    trained = parameters({name: shape for name, shape in shapes.items() if chosen(name)})
+    trained = parameters({name: shape for name, shape in shapes.items() if config.policy.is_trained(name)})
     return Selection(trained, elements(shapes) - trained, 0, {})
 
 
@@ -139,20 +138,6 @@ def disk(config: Config, pipeline: PipelineFiles, chosen: Selection) -> Disk:
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
-
-
-def _chosen(config: Config) -> Callable[[str], bool]:
-    policy = config.policy
-
-    def trained(name: str) -> bool:
-        if policy.freeze_pattern:
-            return not any(re.search(pattern, name) for pattern in policy.freeze_pattern)
-        if policy.trainable_pattern:
-            return any(re.search(pattern, name) for pattern in policy.trainable_pattern)
-        verdicts = [yes for pattern, yes in (policy.trainable_map or {}).items() if re.search(pattern, name)]
-        return verdicts[-1] if verdicts else True
-
-    return trained
 
 
 def _adapters(lora: LoraConfig, shapes: Shapes) -> Selection:

@@ -1,5 +1,6 @@
 """`[policy]`: which model is trained, which part of it, and over how many ranks."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
@@ -201,3 +202,12 @@ class PolicyConfig(Table):
     """Settings of diffusion and flow pipelines."""
     parallelism: ParallelismConfig = ParallelismConfig()
     """How the ranks share the work."""
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the patterns leave the parameter `name` trained; in trainable_map the last match counts."""
+        if self.freeze_pattern:
+            return not any(re.search(pattern, name) for pattern in self.freeze_pattern)
+        if self.trainable_pattern:
+            return any(re.search(pattern, name) for pattern in self.trainable_pattern)
+        verdicts = [trained for pattern, trained in (self.trainable_map or {}).items() if re.search(pattern, name)]
+        return verdicts[-1] if verdicts else True

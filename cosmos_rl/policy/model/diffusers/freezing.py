@@ -22,21 +22,9 @@ def apply_patterns(module: nn.Module, policy: PolicyConfig) -> None:
     for key in ("freeze_pattern", "trainable_pattern", "trainable_map"):
         _check_matches(f"policy.{key}", getattr(policy, key) or (), names)
     for name, param in module.named_parameters():
-        param.requires_grad_(_is_trained(name, policy))
+        param.requires_grad_(policy.is_trained(name))
     if not any(param.requires_grad for param in module.parameters()):
         raise UserError("policy: the patterns freeze every parameter of the transformer; nothing is left to train")
-
-
-def _is_trained(name: str, policy: PolicyConfig) -> bool:
-    if policy.freeze_pattern:
-        return not any(re.search(pattern, name) for pattern in policy.freeze_pattern)
-    if policy.trainable_pattern:
-        return any(re.search(pattern, name) for pattern in policy.trainable_pattern)
-    trained = True
-    for pattern, value in (policy.trainable_map or {}).items():
-        if re.search(pattern, name):
-            trained = value
-    return trained
 
 
 def _check_matches(key: str, patterns: Iterable[str], names: list[str]) -> None:

@@ -19,6 +19,7 @@ from cosmos_rl.policy.config.base import (
     PositiveInt,
     Table,
 )
+from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
 from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFunction
 
 
@@ -157,10 +158,20 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """Smaller advantages count as this."""
     advantage_high: StrictFloat = 5.0
     """Larger advantages count as this; also the scale of DiffusionNFT's weights."""
+    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """Which part of an advantage counts: all of it, above 0, below 0, 1 where it is above 0, its sign."""
+    normalise_rewards: Literal["sum", "each"] = "sum"
+    """Advantages of the weighted sum of the rewards, or the weighted sum of each reward's advantages."""
+    drop_equal_groups: StrictBool = False
+    """Leave out prompts whose samples all have the same reward."""
     mu_iterations: PositiveInt = 1
     """Passes over the samples of a step."""
     batch_size_per_optimize: PositiveInt | None = None
     """Samples per rank and optimiser step; unset: all of the step."""
+    data_term: DataTermConfig = DataTermConfig()
+    """Real samples that are fine-tuned on beside the reward."""
+    watch: WatchConfig = WatchConfig()
+    """Tells when the policy cheats."""
     epsilon_low: NonNegativeFloat = 0.2
     """How far the likelihood ratio may fall below 1."""
     epsilon_high: NonNegativeFloat = 0.2

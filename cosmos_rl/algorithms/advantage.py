@@ -78,7 +78,7 @@ def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
 def optimality(advantage_N: Tensor, low: float, high: float) -> Tensor:
     """DiffusionNFT's weight ``r = clip(clip(A, low, high) / (2 high) + 1/2, 0, 1)``, ``[N]``; NaN stays NaN.
 
-    It is the probability that the sample is a good one (Zheng et al. 2025, arXiv 2509.16117, section 3.1).
+    It is the probability that the sample is a good one (Zheng et al. 2025, arXiv 2509.16117).
     """
     if not (high > 0.0 and low < high):
         raise ValueError(f"bounds of the advantage: found {low} and {high}; allowed: low < high and high > 0")

@@ -12,7 +12,7 @@ def ema_decay(step: int, bound: float) -> float:
 def old_policy_decay(kind: int, k: int) -> float:
     """Share of itself that the sampling policy keeps after optimiser step ``k`` (1-based).
 
-    ``old = decay * old + (1 - decay) * current`` (Zheng et al. 2025, arXiv 2509.16117, section 3.3).
+    ``old = decay * old + (1 - decay) * current`` (Zheng et al. 2025, arXiv 2509.16117).
 
     Args:
         kind: 0: always the current policy; 1: ``min(0.001 k, 0.5)``; 2: 0 up to step 75, then

@@ -189,7 +189,7 @@ class Dpm2Kernel(AffineKernel):
         """See :class:`AffineKernel`."""
         sigma, following = sigmas[index], sigmas[index + 1]
         step = _ode(sigma, following)
-        if index == 0 or _is_last(index, sigmas) or following <= 0.0:
+        if index == 0 or _is_last(index, sigmas):
             return step
         previous = sigmas[index - 1]
         if not sigma < previous < 1.0:

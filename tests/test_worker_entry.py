@@ -40,8 +40,10 @@ def ends_with(code, **arguments):
 
 
 def test_arguments_that_can_have_no_effect_yet_are_refused(by_hand, capsys, tmp_path):
-    ends_with(2, data_packer=object(), reward_fns=[print])
-    assert "not usable yet: data_packer, reward_fns" in capsys.readouterr().err
+    ends_with(2, data_packer=object(), filter_reward_fns=[print])
+    assert "not usable yet: data_packer, filter_reward_fns" in capsys.readouterr().err
+    ends_with(2, dataset=[], reward_fns=[print])
+    assert 'reward_fns: only with train.train_policy.type = "grpo"' in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -25,6 +25,16 @@ class ScoringRequest:
     fps: float | None = None
     """Frames per second of videos."""
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError`: the parts do not fit each other, so scores would go to the wrong samples."""
+        shape, count = tuple(self.media.shape), len(self.prompts)
+        if self.media.dtype != torch.uint8 or len(shape) not in (4, 5) or shape[-1] != 3 or 0 in shape:
+            raise ValueError(f"media are {self.media.dtype} {list(shape)}, not uint8 [N, H, W, 3] or [N, T, H, W, 3]")
+        if not count == shape[0] == len(self.metadata) == len(self.sample_ids):
+            raise ValueError(
+                f"{shape[0]} samples with {count} prompts, {len(self.metadata)} metadata and {len(self.sample_ids)} ids"
+            )
+
 
 @dataclass(frozen=True)
 class RewardTable:
@@ -51,8 +61,14 @@ class Rewards(Protocol):
         """Names of the scores in every table, in order."""
         ...
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Weight of each; 0: measured, not trained on."""
+        ...
+
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
-        """Begin to score; the future fails with what cannot be put down to single samples (wrong token, deadline)."""
+        """Begin to score; the future fails with what cannot be put down to single samples (wrong token, broken
+        function, service gone). A service that does not answer in time leaves its samples without a score."""
         ...
 
     def close(self) -> None:

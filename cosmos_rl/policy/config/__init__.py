@@ -10,7 +10,8 @@ from cosmos_rl.policy.config.policy import (
     SampleConfig,
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
-from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFnConfig, RolloutConfig
+from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
+from cosmos_rl.policy.config.rollout import RolloutConfig
 from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
 from cosmos_rl.policy.config.train_policy import (
@@ -30,6 +31,8 @@ __all__ = [
     "DatasetConfig",
     "DiffusersConfig",
     "GrpoPolicyConfig",
+    "LocalRewardConfig",
+    "LocalRewardFnConfig",
     "LoggingConfig",
     "LoraConfig",
     "ParallelismConfig",

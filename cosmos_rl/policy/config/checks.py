@@ -179,7 +179,8 @@ def _data_rules(config: Config) -> list[str]:
             f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "
             "only with train.train_policy.dataloader_num_workers >= 1"
         )
-    named = validation.dataset.local_dir or validation.dataset.name or train_policy.dataset.test_size
+    prompt_set = validation.dataset.name if isinstance(train_policy, GrpoPolicyConfig) else ""
+    named = validation.dataset.local_dir or prompt_set or train_policy.dataset.test_size
     if validation.enable and not named:
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "

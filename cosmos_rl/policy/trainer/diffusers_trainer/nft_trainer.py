@@ -208,7 +208,9 @@ class NFTTrainer:
                     places = [i // world for i in ids]
                     media[places] = made.media
                     reward[places] = scoring.columns(table, self._val_rewards.names)
-                notify("post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)})
+                notify(
+                    "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
+                )
         self._conditions.forget()
         assert media is not None and reward is not None
         order = [(i % world) * rows + i // world for i in range(len(slots))]

@@ -128,7 +128,7 @@ def statistics(value_N: Tensor, *, mean_name: str = "mean") -> dict[str, float]:
     """Mean, population standard deviation, largest and smallest of what is not missing; NaN when all is."""
     valid = value_N[~value_N.isnan()]
     if len(valid) == 0:
-        return {name: math.nan for name in (mean_name, "std", "max", "min")}
+        return dict.fromkeys((mean_name, "std", "max", "min"), math.nan)
     found = {mean_name: valid.mean(), "std": valid.std(correction=0), "max": valid.max(), "min": valid.min()}
     return {name: float(value) for name, value in found.items()}
 

@@ -11,6 +11,7 @@ from cosmos_rl.policy.config.policy import (
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
 from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
+from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
 from cosmos_rl.policy.config.rollout import RolloutConfig
 from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
@@ -21,6 +22,7 @@ from cosmos_rl.policy.config.train_policy import (
     SftPolicyConfig,
     TrainPolicyConfig,
     ValidationDatasetConfig,
+    WatchConfig,
 )
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DatasetConfig",
+    "DataTermConfig",
     "DiffusersConfig",
     "GrpoPolicyConfig",
     "LocalRewardConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "TrainPolicyConfig",
     "ValidationConfig",
     "ValidationDatasetConfig",
+    "WatchConfig",
     "cross_check",
     "data_ranks",
     "dump_toml",

@@ -29,7 +29,8 @@ def not_runnable_yet(config: Config) -> list[str]:
     train_policy = config.train.train_policy
     lines = []
     if isinstance(train_policy, GrpoPolicyConfig):
-        lines.append(f'train.train_policy.type = "{train_policy.type}" (reinforcement learning)')
+        if train_policy.trainer_type != "diffusion_nft":
+            lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "diffusion_nft"')
     elif train_policy.trainer_type != "sft":
         lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "sft"')
     if not config.policy.is_diffusers:

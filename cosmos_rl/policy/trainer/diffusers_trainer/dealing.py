@@ -1,4 +1,4 @@
-"""How samples are dealt: to ranks, to optimiser steps, to forward passes. Pure functions; all ranks compute the same."""
+"""How samples are dealt to ranks, optimiser steps and forward passes: pure functions, the same on all ranks."""
 
 import math
 from collections.abc import Iterator, Sequence

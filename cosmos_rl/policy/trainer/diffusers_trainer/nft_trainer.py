@@ -23,7 +23,7 @@ from cosmos_rl.optim.optimizer import StepResult
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer import scoring
-from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels, dealt, optimizer_batches, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows, TermSums
@@ -55,6 +55,7 @@ class NFTTrainer:
         val_rewards: Rewards | None = None,
         held_out: HeldOut | None = None,
         data_loss: Callable[[int, int], Tensor] | None = None,
+        export: Callable[[], Callable[[Path], None]] | None = None,
     ) -> None:
         """Everything that a step needs, already loaded.
 
@@ -65,7 +66,8 @@ class NFTTrainer:
             conditions: prompts -> conditions of ``model``.
             val_prompts, val_rewards: of validation.
             held_out: samples for the watch; None: samples of the model at the start.
-            data_loss: (step, number of the optimiser step) -> mean loss of this rank's share of real samples.
+            data_loss: (step, number of the optimiser step) -> this rank's share of the mean loss of real samples.
+            export: copies the weights as they are now; its result writes them into a step's folder. None: no export.
 
         Raises:
             UserError: prompts and batch do not fit.
@@ -78,7 +80,7 @@ class NFTTrainer:
         self._prompts, self._val_prompts = prompts, val_prompts
         self._rewards, self._val_rewards = rewards, val_rewards or rewards
         self._conditions = conditions
-        self._data_loss = data_loss
+        self._data_loss, self._export = data_loss, export
         self.samples_per_step = config.train.global_batch_size or config.train.train_batch_per_replica
         self._group = config.rollout.n_generation
         per_step = self.samples_per_step // self._group
@@ -173,7 +175,7 @@ class NFTTrainer:
         done, alarm = step + 1, None
         if self.watch.due(done):
             measured, wrong = self.watch.look()
-            metrics |= {**measured, "watch/alarms": float(len(wrong))}
+            metrics |= {**measured, "watch/alarms": float(len(wrong)), "watch/rewinds": float(self._rewinds)}
             alarm = self._alarm(done, wrong)
         metrics["train/network_evaluations"] = self._count_evaluations()
         shown = scoring.gallery(scored, self._context) if self._gallery_due(done) else ()
@@ -212,18 +214,33 @@ class NFTTrainer:
                     "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
                 )
         self._conditions.forget()
-        assert media is not None and reward is not None
+        assert media is not None
+        assert reward is not None
         order = [(i % world) * rows + i // world for i in range(len(slots))]
         media, reward = self._context.gather_rows(media)[order], self._context.gather_rows(reward)[order]
         return self._validated(slots, media, reward)
+
+    def _base_samples(self, prompts: Sequence[str]) -> Tensor:
+        """Samples of the model as it is at the start, ``[W, C, ...]``; the same on all ranks."""
+        world, rank = self._context.dp_size, self._context.dp_rank
+        rows = -(-len(prompts) // world)
+        own = torch.zeros(rows, *self.watch.held_out.latents.shape[1:])
+        with self.policies.using("default"), self.model.evaluating():
+            for ids, counts in dealt(len(prompts), self._chunk, rank, world):
+                made = self._evaluator.sample([Slot(i, i, prompts[i], {}) for i in ids], "watch/sample", 0)
+                if counts:
+                    own[[i // world for i in ids]] = made.latents
+        self._conditions.forget()
+        order = [(i % world) * rows + i // world for i in range(len(prompts))]
+        return self._context.gather_rows(own)[order]
 
     def _validated(self, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
         names = list(self._val_rewards.names)
         total_N = reward[:, 0]
         metrics = {f"val/reward_{k}": v for k, v in scoring.statistics(total_N, mean_name="avg").items()}
-        metrics |= {f"val/reward/{name}": scoring.mean(reward[:, 1 + i]) for i, name in enumerate(names)}
+        metrics |= {f"val/reward_{name}": scoring.mean(reward[:, 1 + i]) for i, name in enumerate(names)}
         metrics |= {"val/rollout_count": float(len(slots)), "val/missing": float(total_N.isnan().sum())}
-        trained = set(self._rewards.names)
+        trained = {name for name, weight in self._rewards.weights.items() if weight != 0.0}
         untrained = {n: scoring.mean(reward[:, 1 + i]) for i, n in enumerate(names) if n not in trained}
         if untrained:
             self.watch.note_untrained(untrained)
@@ -241,7 +258,7 @@ class NFTTrainer:
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            return prepare_export(self.model, keep=self._context.is_main)
+            return self._export() if self._export is not None else lambda folder: None
 
     def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
         """What must survive a restart beside weights, moments and EMA."""
@@ -423,7 +440,7 @@ class NFTTrainer:
         )
 
     def _data_term(self, step: int, number: int) -> float | None:
-        """Add the gradient of the real samples. This rank's share of their mean loss: the ranks' shares add up to it."""
+        """Add the gradient of the real samples; this rank's share of their mean loss (the shares add up to it)."""
         beta = self._job.data_term.beta
         if self._data_loss is None or beta == 0.0:
             return None
@@ -485,8 +502,8 @@ class NFTTrainer:
         count = sum(p.numel() for p in self.params.values())
         what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
         logger.info(
-            f"DiffusionNFT on the {what}: {count:,} parameters on {self._context.device}; {self.stream.length} prompts, "
-            f"{self.stream.batch} per step x {self._group} samples = {self.samples_per_step}, "
+            f"DiffusionNFT on the {what}: {count:,} parameters on {self._context.device}; {self.stream.length} "
+            f"prompts, {self.stream.batch} per step x {self._group} samples = {self.samples_per_step}, "
             f"{self._levels_per_sample} of {len(self._levels)} noise levels each, rewards "
             f"{', '.join(self._rewards.names)}; {self.total_steps} steps"
         )

@@ -1,7 +1,7 @@
 """Transition kernels against an independent NumPy computation, closed forms and known marginals."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -324,6 +324,26 @@ def test_history_is_the_clean_prediction_of_the_step_before() -> None:
         assert torch.equal(states[index + 1], expected)
     with pytest.raises(ValueError, match=r"needs the previous step's clean prediction"):
         kernel.step(states[1], velocities[1], 1, levels)
+
+
+class NoisyMultistep(AffineKernel):
+    """A stochastic kernel with history, in coefficients of no meaning."""
+
+    def transition(self, index: int, sigmas: Sequence[float]) -> Transition:
+        return Transition(0.9, -0.2, h=0.1 if index else 0.0, s=0.3)
+
+
+def test_the_log_probability_of_a_multistep_kernel_counts_its_history() -> None:
+    sampled, velocities = sample(NoisyMultistep(), HARD)
+    states, levels = sampled.trajectory, torch.tensor(HARD).double().tolist()
+    assert sampled.log_probs is not None
+    for index, log_prob in enumerate(sampled.log_probs):
+        mean = 0.9 * states[index] - 0.2 * velocities[index]
+        if index:
+            mean = mean + 0.1 * (states[index - 1] - levels[index - 1] * velocities[index - 1])
+        density = torch.distributions.Normal(mean, 0.3).log_prob(states[index + 1])
+        assert log_prob is not None
+        torch.testing.assert_close(log_prob, density.flatten(1).mean(1), rtol=1e-5, atol=1e-6)  # float32
 
 
 def test_noise_is_asked_for_where_it_is_needed_and_demanded_before_the_first_forward() -> None:

@@ -52,8 +52,8 @@ def nft_loss(
 ) -> NftTerms:
     """``scale / beta * (r L+ + (1 - r) L-)`` per row, with ``L± = mean((noised - sigma v± - clean)^2 / w±)``.
 
-    ``w± = max(mean |noised - sigma v± - clean|, 1e-5)`` per row, a constant for the gradient; 1
-    without ``adaptive_weight``, when the loss is ``sigma^2`` times that of the paper, up to ``scale / beta``.
+    ``w± = max(mean |noised - sigma v± - clean|, 1e-5)`` per row, a constant for the gradient. Without
+    ``adaptive_weight`` it is 1, and the loss is the paper's loss in velocities times ``scale * sigma^2 / beta``.
 
     Args:
         velocity, velocity_old: ``[B, C, ...]``, trained and sampling policy at ``noised`` and ``sigma_B``.

@@ -62,7 +62,7 @@ def sample(argv: Sequence[str]) -> int:
     base, adapter = _base_and_adapter(given.source)
     import torch  # seconds, so only once the command line is known to be right
 
-    from cosmos_rl.tracking.media import save_pictures
+    from cosmos_rl.tracking.media import Shown, save_gallery
 
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
@@ -85,7 +85,11 @@ def sample(argv: Sequence[str]) -> int:
         for prompt, generator in zip(prompts, generators, strict=True)
     ]
     stacked = torch.stack([torch.from_numpy(picture) for picture in pictures])
-    for path in save_pictures(given.out, (stacked * 255).round().to(torch.uint8), prompts):
+    shown = [
+        Shown(picture, prompt, generator.initial_seed())
+        for picture, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
+    ]
+    for path in save_gallery(given.out, shown):
         print(path)
     return 0
 

@@ -21,7 +21,7 @@ from cosmos_rl.policy.trainer.task import Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
-from cosmos_rl.tracking.media import save_pictures
+from cosmos_rl.tracking.media import caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.utils.logging import logger
 
@@ -261,11 +261,11 @@ class TrainLoop:
         about = {"current_epoch": self._task.epoch(done)}
         self._notify("pre_validation_hook", {**about, "is_last_step": done == self._task.total_steps})
         report = self._task.validate(done, lambda name, data: self._notify(name, {**about, **data}))
-        if report.pictures is not None and self._context.is_main:
+        if report.pictures and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
-            files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
+            files = save_gallery(folder, report.pictures)
             for tracker in self._trackers:
-                tracker.log_pictures(done, "val/pictures", files, report.pictures.prompts)
+                tracker.log_pictures(done, "val/pictures", files, list(map(caption, report.pictures)))
         if "val/avg_loss" in report.metrics:
             self._held_out = (done, report.metrics["val/avg_loss"])
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.tracking.media import Shown
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,12 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Validation pictures."""
-
-    pictures_NHW3: Tensor
-    """uint8 ``[N, H, W, 3]`` on the CPU."""
-    prompts: Sequence[str]
-
-
-@dataclass(frozen=True)
 class ValidationReport:
     """What one validation found."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    pictures: Pictures | None = None
+    pictures: Sequence[Shown] = ()
+    """From the same prompts and noise at every validation; the same on all ranks."""
 
 
 Notify = Callable[[str, dict[str, Any]], None]

@@ -28,7 +28,8 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer, prepare_export
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
-from cosmos_rl.policy.trainer.task import Notify, Pictures, StepReport, ValidationReport
+from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
+from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
 MAX_VALIDATION_PROMPTS = 16
@@ -242,7 +243,7 @@ class SFTTrainer:
         u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
         return NoisedSamples(clean, cond, noise, index_from_density(u, self.model.train_sampling_steps))
 
-    def _pictures(self, prompts: Sequence[str]) -> Pictures:
+    def _pictures(self, prompts: Sequence[str]) -> list[Shown]:
         """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
         count = self._config.validation.n_generation
@@ -259,7 +260,8 @@ class SFTTrainer:
                 own[[i // world for i in ids]] = to_uint8(pictures)
         gathered = self._context.gather_rows(own)  # rank after rank; position i is row i // world of rank i % world
         order = [(i % world) * len(own) + i // world for i in range(len(all_prompts))]
-        return Pictures(gathered[order], all_prompts)
+        pairs = zip(gathered[order], all_prompts, strict=True)
+        return [Shown(picture, prompt, i, "fixed") for i, (picture, prompt) in enumerate(pairs)]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

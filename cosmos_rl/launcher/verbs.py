@@ -8,6 +8,8 @@ from typing import Any
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
+from cosmos_rl.storage.run_folder import run_at
+from cosmos_rl.tracking.report import write_report
 
 
 def tiny_model(argv: Sequence[str]) -> int:
@@ -41,6 +43,15 @@ def export(argv: Sequence[str]) -> int:
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
     print(export_checkpoint(policy, given.out))
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """Make `report.html` in a run folder: one page with pictures, curves and numbers that shows what the run did."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
+    parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
+    given = parser.parse_args(argv)
+    print(write_report(run_at(given.path).root))
     return 0
 
 

@@ -23,6 +23,7 @@ from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
 from cosmos_rl.tracking.media import caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
+from cosmos_rl.tracking.report import write_report
 from cosmos_rl.utils.logging import logger
 
 HOOKS = (
@@ -203,13 +204,21 @@ class TrainLoop:
             self._publish(folder, total)
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Describe the final export, and upload it if wanted. Other ranks do not wait for the network."""
+        """Describe export and run, and upload the export if wanted. Other ranks do not wait for the network."""
         export = folder / "lora" if (folder / "lora").is_dir() else folder
         describe = functools.partial(write_card, export, self._config, self._run.media, step=step)
         describe()
+        self._report()
         ckpt = self._config.train.ckpt
         if ckpt.upload_hf:
             hub.upload(export, ckpt.hf_repo_name or "", self._run.name, lambda name: describe(repository=name))
+
+    def _report(self) -> None:
+        """Everything is saved by now: a page that cannot be made does not fail the run."""
+        try:
+            logger.info(f"Look at the run: {write_report(self._run.root)}")
+        except Exception:
+            logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based step to go on with."""

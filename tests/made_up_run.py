@@ -110,7 +110,15 @@ def _describe(root: Path, toml: str) -> None:
     root.mkdir(parents=True)
     (root / "config.toml").write_text(toml)
     started: dict[str, Any] = {
-        "argv": ["cosmos-rl", "--config", "digits.toml", "--custom.password=hunter2"],
+        "argv": [
+            "cosmos-rl",
+            "--config",
+            "digits.toml",
+            "--custom.password=hunter2 hunter2",
+            "--hub-token",
+            "hunter2",
+            "a b",
+        ],
         "started": "2026-11-27T23:49:36+01:00",
         "seed": 42,
         "git_commit": "0123abc",

@@ -1,6 +1,8 @@
 """The words of the page: what was trained, how it ended, key numbers, configuration, how to use the result."""
 
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,7 @@ def provenance(record: Record) -> str:
         "Run": record.root.name,
         "Started": about.get("started"),
         "Seed": about.get("seed", record.setting("train.seed")),
-        "Command": masked(" ".join(about["argv"])) if about.get("argv") else None,
+        "Command": shlex.join(_masked_arguments(about["argv"])) if about.get("argv") else None,
         "Resumed from": about.get("resumed_from"),
         "Earlier commands on this run": len(about.get("earlier", [])) or None,
         "Commit": about.get("git_commit"),
@@ -135,13 +137,21 @@ def provenance(record: Record) -> str:
 
 
 def masked(text: str) -> str:
-    """``text`` without the values of keys that sound secret, in TOML or as ``--key=value``, and of URLs' passwords."""
+    """TOML without the values of keys that sound secret and without the passwords of URLs."""
     text = re.sub(rf'(?i)({_SECRET}"?\s*=\s*)("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\')', r'\1"***"', text)
-    text = re.sub(rf"(?i)(--{_SECRET}=)(?!\"\*\*\*)\S+", r"\1***", text)
     return re.sub(r"://[^/\s\"'@]+@", "://***@", text)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _masked_arguments(argv: Sequence[str]) -> list[str]:
+    """A command line without what follows options that sound secret: ``--key=value`` or ``--key value``."""
+    shown, secret = [], False
+    for argument in argv:
+        shown.append("***" if secret else re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", masked(argument)))
+        secret = re.fullmatch(rf"(?i)--{_SECRET}", argument) is not None
+    return shown
 
 
 def _tile(record: Record, key: str) -> str:

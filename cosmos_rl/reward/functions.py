@@ -152,6 +152,8 @@ def _file_module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # its neighbours, as for a script
     sys.modules[name] = module  # before it runs, as dataclasses and pickles look their module up
     try:
         spec.loader.exec_module(module)

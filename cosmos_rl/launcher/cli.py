@@ -3,7 +3,6 @@
 import importlib
 import importlib.metadata
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,11 +11,12 @@ from pathlib import Path
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import DEFAULT_MODULE, Launch, parse_launch, worker_command
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.output import output_to
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.signals import EXIT_USER_ERROR, StopRequest, listening
+from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, load_config, notes, world_size
-from cosmos_rl.policy.config.ranks import described, resized
 from cosmos_rl.utils.logging import logger
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
@@ -49,7 +49,7 @@ def launch(asked: Launch, argv: Sequence[str]) -> int:
     if asked.debug:
         logger.setLevel(logging.DEBUG)
     config = load_config(
-        asked.config, asked.overrides, sized=lambda config: _sized(config, asked.nproc_per_node, _gpus())
+        asked.config, asked.overrides, sized=lambda config: sized(config, asked.nproc_per_node, gpus())
     )
     config = _of_named_run(config, Path(asked.config))
     refuse_unbuilt(config)
@@ -89,47 +89,6 @@ def _of_named_run(config: Config, place: Path) -> Config:
         return config
     train = config.train.model_copy(update={"timestamp": place.resolve().name})
     return config.model_copy(update={"train": train})
-
-
-def _sized(config: Config, nproc: int | None, gpus: int) -> Config:
-    """The configuration for the ranks that will run: `nproc`, else one on a CPU, else as many as it asks for.
-
-    Raises:
-        UserError: the machine has fewer GPUs than that, or the sizes do not divide `nproc`.
-    """
-    asked = config.policy.parallelism
-    if asked.dp_shard_size == 0:  # an error that the rules name
-        return config
-    on_cpu = gpus == 0 or config.train.device == "cpu"
-    wanted = nproc or (1 if on_cpu else world_size(asked))
-    if wanted == -1:
-        wanted = gpus
-    if not on_cpu and wanted > gpus:
-        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        why = f"--nproc-per-node {nproc}" if nproc else f"[policy.parallelism] ({described(asked)} = {wanted} ranks)"
-        raise UserError(
-            f"{why} needs {wanted} GPUs, this machine has {has}; --nproc-per-node {gpus} runs on what is there"
-        )
-    if wanted == world_size(asked):
-        return config
-    config = resized(config, wanted)
-    logger.info(
-        "%s: %s, policy.parallelism.dp_shard_size = %d in place of %d",
-        f"--nproc-per-node {nproc}" if nproc else f"{gpus} GPUs" if not on_cpu else "on a CPU",
-        "1 rank" if wanted == 1 else f"{wanted} ranks",
-        config.policy.parallelism.dp_shard_size,
-        asked.dp_shard_size,
-    )
-    return config
-
-
-def _gpus() -> int:
-    """GPUs that a worker would see, counted without torch."""
-    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not present:
-        return present
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
 def _verb(name: str) -> Callable[[Sequence[str]], int]:

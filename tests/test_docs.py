@@ -18,6 +18,7 @@ import pytest
 
 from cosmos_rl.launcher import cli
 from cosmos_rl.launcher.arguments import parse_launch, worker_command
+from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
 from cosmos_rl.storage.run_folder import newest
@@ -102,8 +103,8 @@ def test_every_command_line_parses(page: Path, monkeypatch: pytest.MonkeyPatch) 
             continue
         asked = parse_launch(argv, "0", "")
         if (ROOT / asked.config).is_file():
-            sized = partial(cli._sized, nproc=asked.nproc_per_node, gpus=0)
-            load_config(ROOT / asked.config, asked.overrides, sized=sized)
+            fitted = partial(sized, nproc=asked.nproc_per_node, gpus=0)
+            load_config(ROOT / asked.config, asked.overrides, sized=fitted)
             worker_command(asked.script)
 
 

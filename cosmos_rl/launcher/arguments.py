@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
 from cosmos_rl.policy.config import Config
 
 DEFAULT_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
-_WITH_VALUE = ("--config", "--log-dir", "--nproc-per-node", "--max-restarts")
+_WITH_VALUE = (
+    "--config",
+    "--log-dir",
+    "--nproc-per-node",
+    "--max-restarts",
+    "--num-workers",
+    "--worker-idx",
+    "--node-ip-list",
+    "--rdzv-port",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Launch:
     nproc_per_node: int | None
     max_restarts: int
     debug: bool
+    nodes: Nodes
 
 
 def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
@@ -47,6 +58,7 @@ def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
         nproc_per_node=given.nproc_per_node,
         max_restarts=given.max_restarts,
         debug=given.debug,
+        nodes=nodes_of(given.num_workers, given.worker_idx, given.node_ip_list, given.rdzv_port),
     )
 
 
@@ -140,6 +152,12 @@ def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", type=_whole_number(1), metavar="N", help="processes on this machine")
     parser.add_argument(
         "--max-restarts", type=_whole_number(0), default=0, metavar="N", help="restart failed workers so many times (0)"
+    )
+    parser.add_argument("--num-workers", type=_whole_number(1), default=1, metavar="N", help="machines of the job (1)")
+    parser.add_argument("--worker-idx", type=_whole_number(0), default=0, metavar="I", help="which one this is (0)")
+    parser.add_argument("--node-ip-list", metavar="'A;B'", help="addresses of the machines, that of 0 first")
+    parser.add_argument(
+        "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of machine 0 ({DEFAULT_PORT})"
     )
     parser.add_argument("--debug", action="store_true", help="log more")
     parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")

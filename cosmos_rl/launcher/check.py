@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
 from cosmos_rl.launcher.arguments import DEFAULT_MODULE, split_overrides
-from cosmos_rl.launcher.cli import _gpus
 from cosmos_rl.launcher.environment import check_environment
 from cosmos_rl.launcher.machine import shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
@@ -140,7 +139,7 @@ class Report:
         parallelism = self.config.policy.parallelism
         ranks = world_size(parallelism)
         yield f"{counted(ranks, 'rank')}: {described(parallelism)}" if ranks > 1 else "1 rank, not sharded"
-        gpus = _gpus()
+        gpus = machine.gpus()
         if ranks > 1 and not self.on_cpu and gpus < ranks:
             has = counted(gpus, "GPU") if gpus else "no GPU"
             other = f"--nproc-per-node {gpus}" if gpus else "1 rank on the CPU"
@@ -233,14 +232,14 @@ def _sized(config: Config, nproc: int | None) -> Config:
     if nproc is not None:
         return resized(config, nproc)
     parallelism: ParallelismConfig = config.policy.parallelism
-    return resized(config, max(_gpus(), 1)) if world_size(parallelism) == -1 else config
+    return resized(config, max(machine.gpus(), 1)) if world_size(parallelism) == -1 else config
 
 
 def _on_cpu(config: Config, nproc: int | None) -> bool:
     """Whether to estimate for a CPU: asked for, or without GPUs and not meant for a machine with several."""
     if config.train.device != "auto":
         return config.train.device == "cpu"
-    return _gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
+    return machine.gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
 
 
 def _environment_problems(config: Config, *, pairs: bool) -> list[str]:

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def gpus() -> int:
+    """GPUs that a worker would see."""
+    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
 def gpu_lines() -> list[str]:
     """One line for each GPU: name and memory from nvidia-smi, else the device file."""
     found = _asked(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])

@@ -255,7 +255,9 @@ class TrainLoop:
             logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
     def _restore(self, resume_from: Path | None) -> int:
-        """Load a checkpoint; the 0-based step to go on with."""
+        """Load a checkpoint; the 0-based step to go on with. All ranks take rank 0's: a shared disk may lag behind."""
+        agreed = self._context.as_on_main(str(resume_from or ""))
+        resume_from = Path(agreed) if agreed else None
         if resume_from is None:
             self._rewind(-1)
             return 0

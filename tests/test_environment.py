@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.policy.config import Config
 
 
 def test_every_missing_thing_is_named_and_no_run_folder_is_made(
@@ -84,3 +87,16 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 2
     assert main(["export", str(tmp_path / "made"), "--out", str(tmp_path / "new")]) == 2
     assert "holds no whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
+    for generation in ("REMOTE", "WFM", "DIFFUSION"):
+        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
+    (tmp_path / "model_index.json").write_text("{}")
+    job = {"type": "grpo", "use_remote_reward": True}
+    values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
+    with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
+        check_environment(Config.from_dict(values), pairs=False)
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
+    check_environment(Config.from_dict(values), pairs=False)

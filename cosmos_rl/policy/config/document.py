@@ -109,12 +109,13 @@ def _sections(
         branches = list(branches_of(field.annotation, own))
         if not branches:
             entries.append(Entry(key, field, own, default))
-        item = default[0] if isinstance(default, tuple) and branches else default
+        listed = isinstance(default, tuple)
+        item = next(iter(default), None) if listed else default
         path = f"{name}.{key}" if name else key
         for branch, branch_kind in branches:
             there = item if isinstance(item, branch) else None
             present = given and there is not None
-            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=item is not default))
+            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=listed))
     yield Section(heading, table, given, tuple(entries))
     for sub in inner:
         yield from sub

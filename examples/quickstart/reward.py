@@ -31,5 +31,6 @@ def classifier() -> MLPClassifier:
 def digit_probability(media: np.ndarray, prompts: Sequence[str], **_: Any) -> list[float]:
     """Probability of the asked digit for each picture uint8 `[N, H, W, 3]`."""
     asked = [WORDS.index(next(word for word in prompt.split() if word in WORDS)) for prompt in prompts]
-    probabilities = classifier().predict_proba(features([Image.fromarray(picture) for picture in media]))
+    cells = features([Image.fromarray(picture) for picture in media])
+    probabilities = np.asarray(classifier().predict_proba(cells))
     return probabilities[np.arange(len(asked)), asked].tolist()

@@ -47,9 +47,11 @@ def problems_of(path, *overrides):
     return list(caught.value.problems)
 
 
-def test_a_diffusion_nft_job_is_valid_and_not_runnable_for_one_reason(path):
+def test_a_diffusion_nft_job_is_valid_and_runnable(path):
     config = load_config(path)
-    assert not_runnable_yet(config) == ['train.train_policy.type = "grpo" (reinforcement learning)']
+    assert not_runnable_yet(config) == []
+    others = load_config(path, ["train.train_policy.trainer_type=flow_grpo"])
+    assert not_runnable_yet(others) == ['train.train_policy.trainer_type = "flow_grpo"; use "diffusion_nft"']
     assert notes(config) == []
     assert config.train.train_policy.remote_reward.reward_fns[1].weight == 0.5
 

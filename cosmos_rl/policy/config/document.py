@@ -32,7 +32,8 @@ set on the command line: `--train.optm_lr=1e-4`, `--policy.diffusers.inference_s
 |---|---|
 | works | has an effect |
 | not yet | accepted; a value other than the default is refused when a run is started ("not runnable yet") |
-| reinforcement learning (videos, vision-language models), not yet | read only by such jobs, refused as a whole |
+| reinforcement learning | read only by such jobs |
+| videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
 | no effect | accepted so that older files load; named in one line when a run is started |
 
 Unknown keys are errors. Old names that are still read: {aliases}.

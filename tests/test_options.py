@@ -143,3 +143,23 @@ def test_broken_pictures_are_counted_in_the_metrics(
     (folder / "005.png").write_bytes(b"")
     with pytest.raises(UserError, match="2 of 12 samples cannot be read"):
         train(write_toml(), *options)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (
+            "--train.global_batch_size=14",
+            r"one step takes 14 \(train.global_batch_size\) .* lower train.global_batch_size",
+        ),
+        (
+            "--train.train_batch_per_replica=14",
+            r"14 \(train.train_batch_per_replica x ranks\) .* lower train.train_batch_per_replica",
+        ),
+    ],
+)
+def test_a_batch_that_is_too_large_is_named_by_the_key_that_sets_it(
+    write_toml: Callable[..., Path], option: str, told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        train(write_toml(), option)

@@ -35,13 +35,15 @@ class MapStream:
     seed: int
     shuffle: bool = True
     drop_last: bool = True
+    batch_key: str = "train.train_batch_per_replica"
+    """The key that sets the batch, for messages."""
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"the data set has {self.length} items, one step takes {self.batch} (train_batch_per_replica x ranks) "
+                f"the data set has {self.length} items, one step takes {self.batch} ({self.batch_key}) "
                 "and train.train_policy.dataloader_drop_last drops incomplete steps, so an epoch would have no step; "
-                "lower train.train_batch_per_replica or set dataloader_drop_last = false"
+                f"lower {self.batch_key.partition(' ')[0]} or set train.train_policy.dataloader_drop_last = false"
             )
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
+from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -24,6 +25,7 @@ def check_environment(config: Config, *, pairs: bool) -> None:
             problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
+    problems += _trackers(config)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -51,6 +53,14 @@ def with_absolute_paths(config: Config) -> Config:
     held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
     validation = validation.model_copy(update={"dataset": held_out})
     return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
+
+
+def _trackers(config: Config) -> list[str]:
+    try:
+        require_installed(config.logging.logger)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _missing(key: str, value: str) -> list[str]:

@@ -51,10 +51,12 @@ class SFTTrainer:
         self._val_dataset: Any = None
         if config.validation.enable:
             self._val_dataset = self._held_out(val_dataset)
-        batch = config.train.global_batch_size or config.train.train_batch_per_replica * context.world_size
-        sft = config.train.train_policy
+        sft, ranks = config.train.train_policy, context.world_size
+        batch, key = config.train.global_batch_size, "train.global_batch_size"
+        if batch is None:
+            batch, key = config.train.train_batch_per_replica * ranks, "train.train_batch_per_replica x ranks"
         self.stream = MapStream(
-            len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last
+            len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last, key
         )
         self.total_steps = self.stream.steps_per_epoch * config.train.epoch
         if config.train.max_num_steps is not None:

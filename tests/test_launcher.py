@@ -374,6 +374,24 @@ def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(plac
     assert json.loads((folder / "1").read_text()) == ["Policy", "2", threads, "r"]
 
 
+def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatch):
+    from cosmos_rl.launcher import agent
+
+    folder, script = place
+    script("def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n")
+    command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
+    assert main(command) == 2
+    assert capfd.readouterr().err == "error: no such pictures\n"
+    monkeypatch.setattr(agent, "_ALONE_SECONDS", 0.5)
+    script(
+        "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"
+        "    time.sleep(60)\n    (here / 'late').touch()\nsupervised(body)\n"
+    )
+    assert main(command) == 2
+    assert not (folder / "late").exists()
+    assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
+
+
 def test_no_worker_outlives_a_killed_launcher(place):
     folder, script = place
     script("supervised(steps)\n")

@@ -90,6 +90,7 @@ class Skipped:
     """Share of them that may be left out; one always may, unless this is 0."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Index -> what is wrong."""
+    consequence: str = "the next sample takes its place"
 
     def note(self, index: int, reason: str) -> None:
         """Count one.
@@ -107,7 +108,22 @@ class Skipped:
                 f"{len(self.reasons)} of {self.length} samples cannot be read, more than "
                 f"train.train_policy.max_skipped_frac = {self.max_frac:g} allows:\n  {lines}"
             )
-        logger.warning(f"left out, the next sample takes its place: {reason}")
+        logger.warning(f"left out, {self.consequence}: {reason}")
+
+
+def read_held_out(dataset: Sequence[Any], ids: Sequence[int], skipped: Skipped) -> tuple[list[int], list[Item]]:
+    """Those of the elements ``ids`` of a validation set that can be read, and their positions.
+
+    Raises:
+        UserError: more cannot be read than ``skipped`` allows.
+    """
+    found: dict[int, Item] = {}
+    for index in ids:
+        try:
+            found[index] = as_item(dataset[index], index)
+        except BadSample as error:
+            skipped.note(index, str(error))
+    return list(found), list(found.values())
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,3 +102,17 @@ def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: 
         check_environment(Config.from_dict(values), pairs=False)
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
     check_environment(Config.from_dict(values), pairs=False)
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
+    command = ["--config", str(write_toml()), '--logging.logger=["console", "wandb"]']
+    code = (
+        "import importlib.util, sys; real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'wandb' else real(name, package)\n"
+        "from cosmos_rl.launcher.cli import main\n"
+        f"codes = main({command}), main(['check', '--env', *{command}])\n"
+        "sys.exit(10 if 'torch' in sys.modules or codes != (2, 2) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2

@@ -87,6 +87,23 @@ def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, 
     assert not list((tmp_path / "out").iterdir())  # nothing began, so nothing is left
 
 
+def test_a_script_started_by_hand_is_one_rank(by_hand, capsys, monkeypatch):
+    path = by_hand()
+    options = [
+        "--policy.parallelism.dp_shard_size=4",
+        "--train.global_batch_size=6",
+        "--train.train_policy.mini_batch=3",
+    ]
+    by_hand("--config", str(path), *options)
+    ends_with(2, dataset=[])
+    printed = capsys.readouterr()
+    assert "1 rank, policy.parallelism.dp_shard_size = 1 in place of 4" in printed.out
+    assert printed.err.startswith("error: dataset: is empty")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ends_with(2, dataset=[])
+    assert "several ranks are started with `cosmos-rl --nproc-per-node N" in capsys.readouterr().err
+
+
 def test_success_returns_and_other_codes_end_the_process(monkeypatch):
     monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
     monkeypatch.delenv("COSMOS_LAUNCHER_PID", raising=False)

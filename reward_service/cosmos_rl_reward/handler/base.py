@@ -15,8 +15,9 @@ A reward is a class like this, in any module of the reward's own environment::
             values = [self.model(image) for image in images]
             return {"scores": {"sharpness": values}}
 
-The worker runs ``set_up`` once, scores the two ``probes`` as a self-test, then calls ``calculate_reward`` for one job after
-the other from one thread. It checks what comes back (length B, numbers finite), so a handler never has to invent a number.
+The worker runs ``set_up`` once, scores the two ``probes`` as a self-test, then calls ``calculate_reward`` for one job
+after the other from one thread. It checks what comes back (length B, numbers finite), so a handler never has to invent a
+number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Dict, List, Optional, Tuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class BaseRewardHandler:
 
     Class attributes:
         reward_name: key in ``reward_fn`` of a request and in the configuration.
-        NEEDS_LATENT_DECODER: latent jobs are expected, so start the VAE worker with the service and not at the first one.
+        NEEDS_LATENT_DECODER: latent jobs are expected: start the VAE worker with the service, not at the first job.
         array_type: ``"torch"`` (default): ``images`` is a ``torch.uint8`` tensor on ``device``. ``"numpy"``: a
             ``numpy.uint8`` array, and torch is never imported; choose it for rewards without a network, so that they
             run in environments without torch and start quickly. A handler that keeps ``"torch"`` in an environment
@@ -76,13 +77,13 @@ class BaseRewardHandler:
     reward_name: ClassVar[str] = ""
     NEEDS_LATENT_DECODER: ClassVar[bool] = False
     array_type: ClassVar[str] = "torch"
-    media_types: ClassVar[Tuple[str, ...]] = ("image", "video")
+    media_types: ClassVar[tuple[str, ...]] = ("image", "video")
     mergeable: ClassVar[bool] = False
     max_batch: ClassVar[int] = 16
-    required_metadata: ClassVar[Tuple[str, ...]] = ()
-    score_keys: ClassVar[Tuple[str, ...]] = ()
+    required_metadata: ClassVar[tuple[str, ...]] = ()
+    score_keys: ClassVar[tuple[str, ...]] = ()
     reward_version: ClassVar[str] = "1"
-    OPTIONS: ClassVar[Dict[str, Any]] = {}
+    OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **kwargs: Any) -> None:
         self.model_path: str = kwargs.get("model_path", "")
@@ -91,9 +92,9 @@ class BaseRewardHandler:
         self.download_path: str = kwargs.get("download_path", "")
         self.endpoint_url: str = kwargs.get("endpoint_url", "")
         self.endpoint_api_key: str = kwargs.get("endpoint_api_key", "")
-        self.options: Dict[str, Any] = {**self.OPTIONS, **self._checked(kwargs.get("options") or {})}
+        self.options: dict[str, Any] = {**self.OPTIONS, **self._checked(kwargs.get("options") or {})}
 
-    def _checked(self, options: Dict[str, Any]) -> Dict[str, Any]:
+    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         for name in options:
             if name not in self.OPTIONS:
                 close = difflib.get_close_matches(name, self.OPTIONS, 1)
@@ -108,7 +109,7 @@ class BaseRewardHandler:
             NotReady: something is missing; the message says what and what to do.
         """
 
-    def calculate_reward(self, images: Any, metadata: Dict[str, Any]) -> Dict[str, Any]:
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         """Score one job (or a merged batch, see ``mergeable``).
 
         Args:
@@ -129,7 +130,7 @@ class BaseRewardHandler:
         """
         raise NotImplementedError
 
-    def probes(self) -> List[Tuple[np.ndarray, Dict[str, Any]]]:
+    def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """Two one-sample jobs whose scores must be finite and should differ, for the self-test at start.
 
         Pictures are numpy uint8 in the layout of ``calculate_reward``. The default is a flat grey picture and a colour
@@ -146,14 +147,14 @@ class BaseRewardHandler:
         extra = {"video_infos": [{"video_fps": 8.0}]} if "image" not in self.media_types else {}
         return [(p, {"prompts": ["a photo of a cat"], **extra}) for p in pictures]
 
-    def provenance(self) -> Dict[str, Any]:
+    def provenance(self) -> dict[str, Any]:
         """What a number depends on; stored with each result so that two runs can be compared.
 
         Add ``model_digest`` (see ``digest``) and the names of pre-processing choices in an override.
         """
         return {"reward_version": self.reward_version, "device": self.device, "dtype": self.dtype, **self.options}
 
-    def fetch(self, offline: bool) -> Optional[str]:
+    def fetch(self, offline: bool) -> str | None:
         """Download the weights ``set_up`` needs; called by ``cosmos-rl-reward-prepare`` in the reward's environment.
 
         Args:
@@ -173,7 +174,7 @@ def digest(paths: Iterable[str | os.PathLike[str]]) -> str:
 
     Files over 1 GiB are sampled (first, middle and last MiB), and the digest says so by its prefix.
     """
-    files: List[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     total, sampled = hashlib.sha256(), False

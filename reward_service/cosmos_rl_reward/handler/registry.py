@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Callable, Dict, List, TypeVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 from cosmos_rl_reward.handler.base import BaseRewardHandler
 
@@ -14,8 +15,8 @@ Handler = TypeVar("Handler", bound="type[BaseRewardHandler]")
 class RewardRegistry:
     """Maps a reward's name to its handler class, and to the interpreter that runs it."""
 
-    _classes: Dict[str, type[BaseRewardHandler]] = {}
-    _interpreters: Dict[str, str] = {}
+    _classes: ClassVar[dict[str, type[BaseRewardHandler]]] = {}
+    _interpreters: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def register(cls, *, allow_override: bool = False) -> Callable[[Handler], Handler]:

@@ -16,8 +16,8 @@ A reward is a class like this, in any module of the reward's own environment::
             return {"scores": {"sharpness": values}}
 
 The worker runs ``set_up`` once, scores the two ``probes`` as a self-test, then calls ``calculate_reward`` for one job
-after the other from one thread. It checks what comes back (length B, numbers finite), so a handler never has to invent a
-number.
+after the other from one thread. It checks what comes back (length B, numbers finite), so a handler never has to invent
+a number.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class BaseRewardHandler:
         mergeable: jobs of several requests may be scored in one call when their pictures have the same shape. False
             (default) means each call is exactly one request; needed when samples of a request are compared.
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.
-        required_metadata: metadata keys without which a request is refused at the door.
+        required_metadata: metadata keys without which a request is refused at the door. Those that are lists of length
+            B are joined when jobs are merged, like ``prompts``.
         score_keys: names in ``scores``, for the list of rewards that clients can ask for.
         reward_version: changes whenever the same picture may get another number.
         OPTIONS: names and defaults of the reward's own options, ``[reward_args.options]`` in the configuration.
@@ -115,8 +116,8 @@ class BaseRewardHandler:
         Args:
             images: uint8, ``[B, H, W, 3]`` for images and ``[B, 3, T, H, W]`` for videos and decoded latents, 0..255;
                 a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only.
-            metadata: the request's metadata (``prompts`` is always a list of length B; a request without prompts has
-                empty strings) plus ``uuid``, ``media_type`` (``image`` or ``video``), ``input_info``,
+            metadata: the request's metadata (``prompts`` is always a list of length B) plus ``uuid``, ``media_type``
+                (``image`` or ``video``), ``input_info``,
                 ``decode_duration`` and ``decoded_info``.
 
         Returns:

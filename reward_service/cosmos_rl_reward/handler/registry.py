@@ -80,11 +80,11 @@ class RewardRegistry:
         return name in cls._interpreters
 
     @classmethod
-    def list_registered_rewards(cls) -> List[str]:
+    def list_registered_rewards(cls) -> list[str]:
         """Names of all registered classes, sorted."""
         return sorted(cls._classes)
 
     @classmethod
-    def list_registered_reward_venvs(cls) -> List[str]:
+    def list_registered_reward_venvs(cls) -> list[str]:
         """Names that have an interpreter, sorted."""
         return sorted(cls._interpreters)

@@ -99,7 +99,7 @@ def _redis(options: argparse.Namespace) -> int:
         return 1
     password = os.environ.get(_PASSWORD, "")
     if options.bind not in ("127.0.0.1", "::1") and len(password) < 16:
-        raise UserError(X)
+        raise UserError(f"--bind {options.bind}: others can reach it, so set a password (16 or more) in {_PASSWORD}")
     port = _free_port(options.bind, options.port)
     lines = [
         f"bind {options.bind}",

@@ -4,15 +4,13 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cosmos_rl_reward.errors import UserError
 
 PACKAGED = Path(__file__).parent / "configs" / "rewards.toml"
-# names under which the built-in scorers without weights or settings are offered by --rewards
-WEIGHTLESS_HINT = "mock, ocr, jpeg_compressibility, ..."
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -30,7 +28,7 @@ class RewardArgs(_Table):
     reward_class: str = ""
     """``module:Class`` of a third-party handler, importable in that environment."""
     function: str = ""
-    """``module:function``, called with ``(images, metadata)``; returns a list of numbers or a table of lists."""
+    """``module:function``, called for each sample, or for each request when it begins with ``images, metadata``."""
     model_path: str = ""
     """Weights: hub name or local path."""
     download_path: str = "/workspace"
@@ -249,6 +247,3 @@ def for_rewards(names: list[str], **overrides: Any) -> ServiceConfig:
     """
     args = [{"reward_type": name, "device": "cpu"} for name in names]
     return build({"reward_args": args, **overrides}, "--rewards")
-
-
-Verdict = Literal["loading", "ready", "failed", "absent"]

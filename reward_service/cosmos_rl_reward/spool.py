@@ -236,9 +236,9 @@ class Spool:
         gone = [path for i, (mtime, path) in enumerate(finished) if i >= keep or mtime < now - ttl_s]
         for path in gone:
             job = _read_header(Path(path))
-            for reward in job.rewards if job else ():
+            for result in [self.result_path(job.id, reward) for reward in job.rewards] if job else []:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.result_path(job.id, reward))
+                    os.unlink(result)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return len(gone)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickletools
 import struct
 import zipfile
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef
 from cosmos_rl_reward.payload.errors import Refused
@@ -150,8 +150,8 @@ def _interpret(data: bytes) -> Any:
     memo: dict[int, Any] = {}
     mark = object()
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
+        for opcode, value, _ in pickletools.genops(data):
+            name, argument = opcode.name, cast(Any, value)
             if name in ("PROTO", "FRAME"):
                 continue
             if name == "STOP":

@@ -6,8 +6,6 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-import numpy as np
-
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 
 GROUP = "cosmos_rl_reward.rewards"
@@ -20,7 +18,9 @@ def find_handler(name: str, reward_class: str, function: str) -> type[BaseReward
         NotReady: there is none, or its module cannot be imported.
     """
     if function:
-        return _wrap(name, _attribute(function, "function"))
+        from cosmos_rl_reward.rewards.function_reward import function_handler
+
+        return function_handler(_attribute(function, "function"), name)
     if reward_class:
         found = _attribute(reward_class, "reward_class")
         if not isinstance(found, type) or not issubclass(found, BaseRewardHandler):
@@ -52,21 +52,3 @@ def _attribute(path: str, where: str) -> Any:
         return getattr(_module(module), name)
     except AttributeError as error:
         raise NotReady(f"{where} = {path!r}: module {module} has no {name}") from error
-
-
-def _wrap(name: str, function: Any) -> type[BaseRewardHandler]:
-    """A handler around a plain function ``(images, metadata) -> list of numbers, or table of lists``."""
-
-    class FunctionReward(BaseRewardHandler):
-        reward_name = name
-        array_type = "numpy"
-        reward_version = str(getattr(function, "reward_version", "1"))
-
-        def calculate_reward(self, images: np.ndarray, metadata: dict[str, Any]) -> dict[str, Any]:
-            values = function(images, metadata)
-            return {"scores": values if isinstance(values, dict) else {name: list(values)}}
-
-        def provenance(self) -> dict[str, Any]:
-            return {"reward_version": self.reward_version, "function": f"{function.__module__}:{function.__qualname__}"}
-
-    return FunctionReward

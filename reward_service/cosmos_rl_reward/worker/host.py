@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from cosmos_rl_reward.broker.board import Board
@@ -155,7 +156,7 @@ async def _either(event: asyncio.Event, stop: asyncio.Event) -> bool:
     return not stop.is_set()
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

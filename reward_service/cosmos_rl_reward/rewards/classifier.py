@@ -73,8 +73,6 @@ class ClassifierReward(BaseRewardHandler):
     reward_name = "classifier"
     array_type = "numpy"
     media_types = ("image",)
-    mergeable = True
-    max_batch = 64
     score_keys = ("classifier", "classifier_correct", "classifier_label")
     OPTIONS: ClassVar[dict[str, Any]] = {"labels": [], "size": [], "channels": 0, "mean": 0.0, "std": 1.0}
 

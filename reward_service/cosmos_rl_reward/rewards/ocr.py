@@ -103,7 +103,7 @@ class OcrReward(BaseRewardHandler):
         blank = Image.new("RGB", (256, 96), "white")
         written = blank.copy()
         ImageDraw.Draw(written).text((30, 20), "HELLO", fill="black", font=ImageFont.load_default(size=48))
-        return [(np.asarray(picture)[None], {"prompts": ['a sign "HELLO"']}) for picture in (written, blank)]
+        return [(np.array(picture)[None], {"prompts": ['a sign "HELLO"']}) for picture in (written, blank)]
 
     def provenance(self) -> dict[str, Any]:
         """Adds the recogniser's version and weights."""

@@ -10,7 +10,7 @@ from PIL import Image
 
 from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.rewards.classifier import ClassifierReward, label_in_prompt
-from cosmos_rl_reward.rewards.function_reward import FunctionReward, function_handler, load_function
+from cosmos_rl_reward.rewards.function_reward import function_handler
 
 rng = np.random.default_rng(0)
 PICTURES = rng.integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
@@ -21,26 +21,40 @@ def redness(to_be_evaluated, reference=None, **kw):
     return float(to_be_evaluated[..., 0].mean() / 255) if "red" in kw["prompt"] else None
 
 
-def test_a_function_scores_each_sample(tmp_path):
-    source = tmp_path / "mine.py"
-    source.write_text("def height(to_be_evaluated, prompt):\n    return to_be_evaluated.shape[0] + len(prompt)\n")
-    reward = FunctionReward(options={"function": f"{source}:height"})
+def made(function, name="own"):
+    reward = function_handler(function, name)()
     reward.set_up()
-    result = reward.calculate_reward(PICTURES, {"prompts": ["", "a", "bc"]})
-    assert result == {"scores": {"function": [8.0, 9.0, 10.0]}, "item_errors": {}}
-    assert reward.provenance()["model_digest"].startswith("sha256:")
+    return reward
 
 
-def test_a_function_under_its_own_name_and_none_is_no_score():
+def test_a_function_scores_each_sample_and_none_is_no_score():
     handler = function_handler(redness, "redness")
     assert (handler.reward_name, handler.score_keys) == ("redness", ("redness",))
     assert "redness" not in RewardRegistry.list_registered_rewards()
-    reward = handler()
-    reward.set_up()
+    reward = made(redness, "redness")
     result = reward.calculate_reward(PICTURES[:2], {"prompts": ["red", "blue"]})
     assert result["scores"]["redness"] == [pytest.approx(PICTURES[0, ..., 0].mean() / 255), None]
-    assert result["item_errors"] == {1: "redness returned None"}
+    assert result["item_errors"] == {1: "the function returned None"}
     assert reward.provenance()["function"].endswith("test_own_models:redness")
+    assert reward.provenance()["model_digest"].startswith("sha256:")
+
+
+def test_a_function_gets_only_the_keywords_it_takes():
+    reward = made(lambda to_be_evaluated, prompt: to_be_evaluated.shape[0] + len(prompt))
+    assert reward.calculate_reward(PICTURES, {"prompts": ["", "a", "bc"]})["scores"] == {"own": [8.0, 9.0, 10.0]}
+
+
+def test_a_function_of_images_and_metadata_gets_the_whole_request():
+    def ranks(images, metadata):
+        return images.mean((1, 2, 3)).argsort().argsort().tolist()
+
+    ranks.reward_version = "7"
+    reward = made(ranks)
+    means = PICTURES.mean((1, 2, 3))
+    assert reward.calculate_reward(PICTURES, {"prompts": [""] * 3})["scores"] == {
+        "own": [int((means < mean).sum()) for mean in means]
+    }
+    assert reward.provenance()["reward_version"] == "7"
 
 
 def test_a_function_sees_its_own_samples_metadata_and_frames():
@@ -50,27 +64,11 @@ def test_a_function_sees_its_own_samples_metadata_and_frames():
         seen.append((to_be_evaluated.shape, reference, kw["fps"], kw["metadata"]["difficulty"], kw["metadata"]["tag"]))
         return 0.0
 
-    reward = function_handler(look, "look")()
-    reward.set_up()
+    reward = made(look)
     video = np.zeros((2, 3, 4, 5, 6), np.uint8)
     metadata = {"prompts": ["", ""], "references": ["x", "y"], "difficulty": [1, 2], "tag": "all"}
     reward.calculate_reward(video, {**metadata, "video_infos": [{"video_fps": 8.0}, {"video_fps": 16.0}]})
     assert seen == [((4, 5, 6, 3), "x", 8.0, 1, "all"), ((4, 5, 6, 3), "y", 16.0, 2, "all")]
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        ("nowhere", "package.module:name"),
-        ("no.such.module:f", "cannot import no.such.module"),
-        ("missing.py:f", "no file"),
-        ("math:nothing", "no function nothing"),
-        ("math:pi", "no function pi"),
-    ],
-)
-def test_a_function_that_is_not_there(place, reason):
-    with pytest.raises(NotReady, match=reason):
-        load_function(place)
 
 
 def dense(tmp_path, sizes):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
 WORDS = ["a photo of a red cat and two dogs on the moon", "blue sky green tree large small sign"] * 4
@@ -18,6 +18,8 @@ def save_tokenizer(folder: Path, **special: str) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(
         WORDS, trainers.BpeTrainer(vocab_size=120, special_tokens=list(dict.fromkeys(tokens)))
     )
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("<bos>", "<eos>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **{"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", **special},

@@ -59,7 +59,7 @@ class Job:
         return self.array.shape[0]
 
 
-def _pack(job: Job) -> bytes:
+def pack_header(job: Job) -> bytes:
     data = json.dumps(asdict(job), separators=(",", ":")).encode()
     if len(data) >= HEADER_BYTES:
         raise ValueError(f"the header of job {job.id} has {len(data)} bytes")
@@ -102,7 +102,7 @@ class Upload:
     def seal(self, job: Job) -> None:
         """Write the header and flush everything to the disk."""
         self.file.seek(0)
-        self.file.write(_pack(job))
+        self.file.write(pack_header(job))
         self.file.flush()
         os.fsync(self.file.fileno())
 

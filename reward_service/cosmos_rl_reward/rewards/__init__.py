@@ -14,4 +14,5 @@ MODULES: dict[str, str] = {
     "pickscore": "pickscore",
     "sharpness": "measured",
     "ssim_to_reference": "measured",
+    "unified_reward": "unified_reward",
 }

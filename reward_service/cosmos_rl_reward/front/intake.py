@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.front.ledger import Hold, Ledger
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
@@ -52,10 +52,15 @@ class Intake:
         length = request.headers.get("content-length")
         if length is not None and (not length.isdigit() or int(length) > self.config.max_body_bytes):
             raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
-        self.ledger.admit((), int(length or 0))
+        with self.ledger.hold() as hold:
+            hold.ask(int(length or 0))
+            return await self._receive(request, owner, key, hold)
+
+    async def _receive(self, request: Request, owner: str, key: str | None, hold: Hold) -> Ticket:
         upload = await self._disk(self.spool.upload)
         try:
-            data, line = await self._stream(request, upload)
+            data, line = await self._stream(request, upload, hold)
+            hold.ask(upload.size)
             job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
             job, older = await self._disk(self._seal, upload, data, line, job_id)
             if older is None:
@@ -73,7 +78,7 @@ class Intake:
         except OSError as error:
             raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
 
-    async def _stream(self, request: Request, upload: Upload) -> tuple[dict[str, Any], int]:
+    async def _stream(self, request: Request, upload: Upload, hold: Hold) -> tuple[dict[str, Any], int]:
         """Write the body to the disk; the metadata line is checked as soon as it is there."""
         parts: list[bytes] = []
         held = size = 0
@@ -95,6 +100,7 @@ class Intake:
                 if (end := line.find(b"\n")) >= 0:
                     del line[end:]
                     checked = self._check(bytes(line))
+                    hold.ask(size, _wanted(checked))
                 elif len(line) > MAX_LINE:
                     raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
             parts.append(chunk)
@@ -114,12 +120,11 @@ class Intake:
         if unknown := [name for name in data["reward_fn"] if name not in known]:
             names = ", ".join(sorted(known)) or "none"
             raise Refused(f"metadata.reward_fn: {unknown[0]!r} is not a reward of this service; enabled are {names}")
-        wanted = tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
+        wanted = _wanted(data)
         if not wanted:
             raise Refused("metadata.reward_fn: no reward has a weight above 0, so there is nothing to score")
         for name in wanted:
             self._check_reward(name, data)
-        self.ledger.admit(wanted, 0)
         return data
 
     def _check_reward(self, name: str, data: dict[str, Any]) -> None:
@@ -148,7 +153,7 @@ class Intake:
         job = Job(
             id=job_id,
             accepted=time.time(),
-            rewards=tuple(sorted(name for name in weights if weights[name] > 0)),
+            rewards=tuple(sorted(_wanted(data))),
             dropped=tuple(sorted(name for name in weights if weights[name] <= 0)),
             sha256=upload.sha256,
             line_end=line_end,
@@ -164,6 +169,10 @@ class Intake:
             raise Refused("this service does not decode latents (no_latent_decoder)")
         if channels == 48 and not self.config.decode_args.wan2pt2_model_path:
             raise Refused("latents with 48 channels need decode_args.wan2pt2_model_path on the service")
+
+
+def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
 
 
 def _write(upload: Upload, parts: list[bytes]) -> None:

@@ -41,6 +41,37 @@ class OpenJob:
     order: dict[str, int] = field(default_factory=dict)
 
 
+class Hold:
+    """Room that a job on its way in already takes, so that many at once do not pass a limit together."""
+
+    def __init__(self, ledger: "Ledger") -> None:
+        self._ledger = ledger
+        self._rewards: tuple[str, ...] = ()
+        self._size = 0
+
+    def ask(self, size: int, rewards: tuple[str, ...] | None = None) -> None:
+        """Hold at least ``size`` bytes, for ``rewards``; raises ``Refused`` when there is no room."""
+        size = max(size, self._size)
+        rewards = self._rewards if rewards is None else rewards
+        self.release()
+        self._ledger.admit(rewards, size)
+        self._rewards, self._size = rewards, size
+        self._ledger.held.update(rewards)
+        self._ledger.held_bytes += size
+
+    def release(self) -> None:
+        """Give it back."""
+        self._ledger.held.subtract(self._rewards)
+        self._ledger.held_bytes -= self._size
+        self._rewards, self._size = (), 0
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class Ledger:
     """Open jobs of this service. One per front."""
 
@@ -50,6 +81,8 @@ class Ledger:
         self.statuses: dict[str, dict[str, Any]] = {}
         self.errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=50)
         self.bytes = 0
+        self.held: collections.Counter[str] = collections.Counter()
+        self.held_bytes = 0
         self.open: dict[str, OpenJob] = {}
         self._depth: collections.Counter[str] = collections.Counter()
         self._entered: collections.Counter[str] = collections.Counter()
@@ -57,17 +90,22 @@ class Ledger:
         self._waiters: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self.rates: dict[str, float] = {}  # jobs per second, about
 
+    def hold(self) -> "Hold":
+        """Room for one job on its way in; use as a context manager."""
+        return Hold(self)
+
     def admit(self, rewards: tuple[str, ...], size: int) -> None:
         """Raise ``Refused`` (429, 503 or 507) when a job of ``size`` bytes cannot be taken now."""
         for reward in rewards:
             state, reason = self.state(reward)
             if state == "failed":
                 raise Refused(f"reward {reward} is not available: {reason}", 503)
-            if self._depth[reward] >= self.config.max_queued_jobs:
+            if self._depth[reward] + self.held[reward] >= self.config.max_queued_jobs:
                 limit = self.config.max_queued_jobs
                 raise Refused(f"reward {reward} has {limit} jobs waiting (max_queued_jobs); try again later", 429)
-        if self.bytes + size > self.config.max_spool_bytes:
-            raise Refused(f"{self.bytes} bytes are waiting (max_spool_bytes); try again later", 429)
+        taken = self.bytes + self.held_bytes
+        if taken + size > self.config.max_spool_bytes:
+            raise Refused(f"{taken} bytes are waiting (max_spool_bytes); try again later", 429)
         if self.spool.free_bytes() - size < self.config.min_free_bytes:
             raise Refused("the disk of the service is full", 507)
 

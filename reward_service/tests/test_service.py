@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     rewards = [
-        {**MOODY, "deadline_s": 3},
+        {**MOODY, "deadline_s": 2},
         {"reward_type": "function", "function": "moody_reward:brightness"},
         {"reward_type": "constant", "reward_class": "moody_reward:Constant"},
         {"reward_type": "jpeg_compressibility", "device": "cpu"},
@@ -115,7 +115,7 @@ def test_a_bare_prompt_channels_first_and_fortran_order(service):
         ("envelope", "as told"),
         ("die", "gave up after 3 attempts: the worker process ended by signal SIGKILL; its last lines: dying as told"),
         ("exit", "gave up after 3 attempts: the worker process ended with exit code 3"),
-        ("sleep 60", "gave up after 3 attempts: no answer within 3 s (deadline_s)"),
+        ("sleep 60", "gave up after 3 attempts: no answer within 2 s (deadline_s)"),
     ],
 )
 def test_every_failure_ends_in_a_stated_state(service, words, expected):

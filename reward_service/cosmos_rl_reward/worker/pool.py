@@ -148,7 +148,7 @@ class Pool:
                 if self.health.about["warning"]:
                     logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
                 while True:
-                    await self._score(replica, await self._take())
+                    await self._score(replica, await self._take_or_die(replica))
                     failures = self._deaths = 0
             except Failed as error:
                 failures += 1
@@ -198,15 +198,40 @@ class Pool:
         self._items.clear()
         self._kept = None
 
+    async def _take_or_die(self, replica: Replica) -> list[_Item]:
+        """The next batch, unless the replica ends while it waits for one: then raises ``Died``."""
+        taking, dying = asyncio.create_task(self._take()), asyncio.create_task(replica.ended())
+        try:
+            await asyncio.wait({taking, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if taking.done():
+                return taking.result()
+            raise Died(await replica.obituary())
+        finally:
+            taking.cancel()
+            dying.cancel()
+            await asyncio.wait({taking, dying})
+
     async def _take(self) -> list[_Item]:
-        """The next batch: jobs of one picture shape, tried before only alone."""
+        """The next batch; nothing of it is lost when this is cancelled."""
+        batch: list[_Item] = []
+        try:
+            await self._fill(batch)
+        except asyncio.CancelledError:
+            for item in batch:
+                self._waiting.put_nowait(item)
+            raise
+        return batch
+
+    async def _fill(self, batch: list[_Item]) -> None:
+        """Collect jobs of one picture shape; those that were tried before stay alone."""
         first = self._kept or await self._waiting.get()
         self._kept = None
-        batch, about = [first], self.health.about
+        batch.append(first)
+        about = self.health.about
         limit = self.spec.max_batch or about.get("max_batch", 1)
         count = first.job.count
         if not about.get("mergeable") or first.attempts or count >= limit:
-            return batch
+            return
         end = time.monotonic() + self.spec.max_wait_s
         while count < limit:
             try:
@@ -219,7 +244,6 @@ class Pool:
                 break
             batch.append(item)
             count += item.job.count
-        return batch
 
     async def _score(self, replica: Replica, batch: list[_Item]) -> None:
         batch = [item for item in batch if self._unfinished(item.job) or self._done(item)]

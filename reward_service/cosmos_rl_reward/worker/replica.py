@@ -109,9 +109,15 @@ class Replica:
         except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise Died(await self._obituary()) from None
+            raise Died(await self.obituary()) from None
 
-    async def _obituary(self) -> str:
+    async def ended(self) -> None:
+        """Wait until the process is gone."""
+        assert self._process is not None
+        await self._process.wait()
+
+    async def obituary(self) -> str:
+        """How the process ended; it is gone afterwards."""
         await self.kill()
         assert self._process is not None
         code = self._process.returncode or 0

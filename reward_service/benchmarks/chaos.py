@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.chaos --jobs 2000 --kills 60``
 
-Three parts. The *service* runs as a process tree under a keeper, as it would under systemd. The *checker* is a process of
-its own that knows only HTTP and its own log on disk; it is killed and started again, too. The *killer* (this process) kills
-front, workers, scorer, broker, root or checker with SIGKILL; once, the broker's folder is wiped as well.
+Three parts. The *service* runs as a process tree that is started again, as systemd would. The *checker* is a process of
+its own that knows only HTTP and its own log on disk; it is killed and started again, too. The *killer* (this process)
+kills front, workers, scorer, broker, root or checker with SIGKILL; once, the broker's folder is wiped as well.
 
 Every accepted job has to end once: a second pull has to show the same bytes. The log proves it.
 """

@@ -137,6 +137,7 @@ def prepare_main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing: start each reward once and report")
     parser.add_argument("--offline", action="store_true", help="download nothing: use --wheels and local weights")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install from")
+    parser.add_argument("--locks", type=Path, help="folder of lock files: <reward>.txt is installed, or written")
     options = parser.parse_args(argv)
     logs.set_up("prepare")
 
@@ -144,7 +145,8 @@ def prepare_main(argv: list[str] | None = None) -> int:
         from cosmos_rl_reward.prepare import prepare
 
         config = load(options.config)
-        return asyncio.run(prepare(config, options.reward, options.check, options.offline, options.wheels))
+        where = (options.wheels, options.locks)
+        return asyncio.run(prepare(config, options.reward, options.check, options.offline, *where))
 
     return _guarded(run)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from streaq.constants import REDIS_GROUP
 logger = logging.getLogger(__name__)
 LEASE_S = 4.0  # a job whose host died is handed to another after this long
 _RENEW_S = 1.0
+_TELL_S = 10.0  # between two lines of the log about a broker that is away
 _TASK = "score"
 
 Run = Callable[[str, int], Awaitable[None]]
@@ -124,6 +126,7 @@ class StreaqQueue:
 
     async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
         """See ``JobQueue``. Connects again for ever when the broker goes away."""
+        told = -_TELL_S
         while not control.stop.is_set():
             worker = _Worker(self.url, queue, concurrency)
             self._register(worker, run, control)
@@ -137,7 +140,9 @@ class StreaqQueue:
                 if not serving.done() or not control.stop.is_set():
                     raise
             except Exception as error:
-                logger.warning("queue %s: the broker went away (%s), connecting again", queue, _first(error))
+                if time.monotonic() - told > _TELL_S:
+                    logger.warning("queue %s: the broker went away (%s), connecting again", queue, _first(error))
+                    told = time.monotonic()
             finally:
                 stopping.cancel()
                 serving.cancel()

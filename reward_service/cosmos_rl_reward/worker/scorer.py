@@ -47,6 +47,7 @@ class Scorer:
         from cosmos_rl_reward.worker.discover import find_handler
 
         self.name: str = start["name"]
+        self.fetched: str | None = None
         kind = find_handler(self.name, start["reward_class"], start["function"])
         self.torch: Any = None
         device = start["kwargs"]["device"]
@@ -55,6 +56,9 @@ class Scorer:
             if device == "auto":
                 device = "cuda" if self.torch.cuda.is_available() else "cpu"
         self.handler = kind(**{**start["kwargs"], "device": "cpu" if device == "auto" else device})
+        if start["op"] == "fetch":
+            self.fetched = self.handler.fetch(start["offline"])
+            return
         self.handler.set_up()
         self.warning = self._self_test() if start["self_test"] else ""
         self.provenance = _plain(self.handler.provenance())
@@ -206,21 +210,27 @@ def _failure(job_id: str, error: Exception) -> dict[str, Any]:
 
 def serve(channel: socket.socket, log: Any) -> None:
     """Start the reward, then answer the host until it goes away."""
-    from cosmos_rl_reward.handler import NotReady
     from cosmos_rl_reward.worker.wire import pack, receive
 
     start = receive(channel)
     if start is None:
         return
     try:
-        worker = (Decoding if start["op"] == "decode" else Scorer)(start)
+        from cosmos_rl_reward.handler import NotReady
+    except ImportError as error:
+        reason = f"every reward's environment needs numpy (Python >= 3.10): {error}"
+        channel.sendall(pack({"ready": False, "reason": reason}))
+        return
+    try:
+        worker: Any = (Decoding if start["op"] == "decode" else Scorer)(start)
     except BaseException as error:
         if not isinstance(error, NotReady):
             traceback.print_exception(error)
         reason = str(error) if isinstance(error, NotReady) else f"{type(error).__name__}: {error}"
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
-    channel.sendall(pack({"ready": True, "about": worker.about()}))
+    about = {"fetched": worker.fetched} if start["op"] == "fetch" else worker.about()
+    channel.sendall(pack({"ready": True, "about": about}))
     while (message := receive(channel)) is not None:
         replies = worker.score(message["jobs"])
         log.flush()

@@ -4,8 +4,11 @@
 MODULES: dict[str, str] = {
     "brightness_target": "measured",
     "classifier": "classifier",
+    "cosmos_reason1": "cosmos_reason1",
+    "dance_grpo": "dance_grpo",
     "gen_eval": "gen_eval",
     "hpsv2": "hpsv2",
+    "hpsv3": "hpsv3",
     "image_reward": "image_reward",
     "jpeg_compressibility": "measured",
     "jpeg_incompressibility": "measured",

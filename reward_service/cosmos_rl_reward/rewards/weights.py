@@ -103,3 +103,10 @@ def torch_dtype(name: str, device: str) -> Any:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise NotReady(f"reward_args.dtype: {name!r} is not float16, bfloat16 or float32")
     return torch.float32 if device.startswith("cpu") and dtype == torch.float16 else dtype
+
+
+def bfloat16_or_wider(name: str) -> Any:
+    """float32 when that is configured, else bfloat16: for models that were trained so and overflow in float16."""
+    import torch
+
+    return torch.float32 if name == "float32" else torch.bfloat16

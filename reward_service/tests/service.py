@@ -74,11 +74,14 @@ class Service:
         self.process: subprocess.Popen[bytes] | None = None
         self.headers: dict[str, str] = {}
 
-    def start(self, ready: bool = True) -> "Service":
+    def start_front_only(self) -> "Service":
+        """Start it without workers, and wait for those elsewhere."""
+        return self.start(extra=["--front-only"])
+
+    def start(self, ready: bool = True, extra: list[str] | None = None) -> "Service":
         begin = self.log.stat().st_size if self.log.exists() else 0
         command = [sys.executable, "-m", "cosmos_rl_reward.cli", "--config", str(self.config)]
-        if self.port:
-            command += ["--port", str(self.port)]
+        command += ["--port", str(self.port), *(extra or [])]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
         self.until(lambda: re.search(rb"listening on \S+:(\d+)", self._tail(begin)), 20, "the service listens")

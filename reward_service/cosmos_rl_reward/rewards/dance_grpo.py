@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,10 @@ _DIMENSIONS = ("VQ", "MQ", "TA")
 _TOKENS = [f"<|{name}_reward|>" for name in _DIMENSIONS]
 _MIN_PIXELS = 128 * 28 * 28
 _TEMPLATE = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"
+_TEMPLATE_FILE = "prompt_template.py"
+_TEMPLATE_URL = (
+    "https://raw.githubusercontent.com/KwaiVGI/VideoAlign/3e5ebc600aebc4d28300e9132b0a23ee8e1bc47c/prompt_template.py"
+)
 
 
 @RewardRegistry.register()
@@ -38,7 +43,8 @@ class DanceGRPO(BaseRewardHandler):
 
     Options:
         template: ``prompt_template.py`` of VideoAlign (its text is read, no code is run), or a text file with
-            ``{text_prompt}`` and the three special tokens; empty = a file of that name in the model's folder.
+            ``{text_prompt}`` and the three special tokens; empty = a file of that name in the model's folder, else in
+            ``<download_path>/dance_grpo``, where ``prepare`` puts it.
         base_model: folder or hub name of the Qwen2-VL it was trained from; empty = what ``model_config.json`` says.
     """
 
@@ -52,22 +58,25 @@ class DanceGRPO(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         """See ``BaseRewardHandler.fetch``."""
         need("transformers", "torchvision")
-        files = (*MODEL_FILES, "*.pth", "*.py")
-        self._folder = folder_of(self.model_path or _MODEL, files, offline=offline)
+        self._folder = folder_of(self.model_path or _MODEL, (*MODEL_FILES, "*.pth"), offline=offline, published=_MODEL)
         self._settings = _settings(self._folder)
         self._checkpoint = _newest_checkpoint(self._folder)
-        self._template = self._read_template()
+        self._template = self._read_template(offline)
         base = self.options["base_model"] or self._settings["model_config"]["model_name_or_path"]
         whole = (self._checkpoint / "model.pth").is_file()
         self._base = folder_of(base, TOKENIZER_FILES if whole else MODEL_FILES, offline=offline)
         return f"dance_grpo: {self._checkpoint}"
 
-    def _read_template(self) -> str:
-        path = Path(self.options["template"] or self._folder / "prompt_template.py")
+    def _read_template(self, offline: bool) -> str:
+        beside = self._folder / _TEMPLATE_FILE
+        downloaded = Path(self.download_path, "dance_grpo", _TEMPLATE_FILE)
+        path = Path(self.options["template"] or (beside if beside.is_file() else downloaded))
+        if path == downloaded and not path.is_file() and not offline:
+            _download(_TEMPLATE_URL, path)
         if not path.is_file():
             raise NotReady(
                 f"reward_args.options.template: no file {path}; the model was trained with one fixed question, which is"
-                " in prompt_template.py of the VideoAlign repository: copy that file here"
+                f" in {_TEMPLATE_FILE} of the VideoAlign repository: run cosmos-rl-reward-prepare, or copy it there"
             )
         text = special_tokens.read_constants(path, _TEMPLATE)[0] if path.suffix == ".py" else path.read_text()
         if "{text_prompt}" not in text or any(text.count(token) != 1 for token in _TOKENS):
@@ -168,6 +177,16 @@ def _settings(folder: Path) -> dict[str, Any]:
         if data.get(key, known) != known:
             raise NotReady(f"{path}: data_config.{key} = {data[key]!r} is not supported, only {known!r}")
     return settings
+
+
+def _download(url: str, path: Path) -> None:
+    """Fetch a small text file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            path.write_bytes(answer.read())
+    except OSError as error:
+        raise NotReady(f"{path} is missing, and {url} cannot be read: {error}") from error
 
 
 def _newest_checkpoint(folder: Path) -> Path:

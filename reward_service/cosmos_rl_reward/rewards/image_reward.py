@@ -21,7 +21,7 @@ from cosmos_rl_reward.rewards.weights import (
     torch_dtype,
 )
 
-_MODEL, _FILES = "THUDM/ImageReward", ("ImageReward.safetensors", "ImageReward.pt")
+_MODEL, _OLD_NAME, _FILES = "THUDM/ImageReward", "ImageReward-v1.0", ("ImageReward.safetensors", "ImageReward.pt")
 _TOKENIZER = "bert-base-uncased"
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the training set's raw scores
 _TOKENS = 35
@@ -130,7 +130,8 @@ class ImageReward(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         """See ``BaseRewardHandler.fetch``."""
         need("transformers")
-        self._folder = folder_of(self.model_path or _MODEL, (*_FILES, "med_config.json"), offline=offline)
+        name = _MODEL if self.model_path in ("", _OLD_NAME) else self.model_path
+        self._folder = folder_of(name, (*_FILES, "med_config.json"), offline=offline)
         self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
         return f"image_reward: {file_of(self._folder, _FILES)}"
 

@@ -144,8 +144,12 @@ class SpecialTokenModel:
         for name in ("pixel_values", "pixel_values_videos"):
             if name in inputs:
                 inputs[name] = inputs[name].to(self._backbone.dtype)
+        # These models were trained with plain running positions, not with Qwen2-VL's own in time, height and width:
+        # their training code went around the step that makes those.
+        batch, length = inputs["input_ids"].shape
+        positions = torch.arange(length, device=inputs["input_ids"].device).expand(3, batch, length)
         with torch.inference_mode():
-            hidden = self._backbone(**inputs, use_cache=False).last_hidden_state
+            hidden = self._backbone(**inputs, position_ids=positions, use_cache=False).last_hidden_state
             rows = torch.stack([h[place] for h, place in zip(hidden, places, strict=True)])
             return self._head(rows.float())
 

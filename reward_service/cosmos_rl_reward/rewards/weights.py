@@ -26,13 +26,14 @@ def need(*packages: str) -> None:
         )
 
 
-def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False) -> Path:
+def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, published: str = "") -> Path:
     """A local folder as it is, else the hub repository of that name (downloaded into the hub's cache when missing).
 
     Args:
         name: a folder, or ``owner/name`` on the hub.
         patterns: files wanted from the hub.
         offline: use the cache only.
+        published: hub name of what an absolute path should hold: it is downloaded there when the folder is missing.
 
     Raises:
         NotReady: neither a folder nor to be had from the hub.
@@ -42,8 +43,13 @@ def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False) -> P
     need("huggingface_hub")
     import huggingface_hub
 
+    place: dict[str, Any] = {"local_files_only": offline}
+    if published and Path(name).expanduser().is_absolute():
+        if offline:
+            raise NotReady(f"weights: no folder {name}")
+        name, place = published, {"local_dir": Path(name).expanduser()}
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), local_files_only=offline))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), **place))
     except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotReady(f"weights {name!r}: not a local folder, and not to be had from the hub ({reason})") from error

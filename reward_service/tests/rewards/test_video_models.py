@@ -206,7 +206,7 @@ def raw_ratings(tuned, head, tokenizer, prompt, frames):
         hidden = tuned(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=(ids == tuned.config.video_token_id).int() * 2,
+            position_ids=torch.arange(ids.shape[1]).expand(3, 1, -1),  # as in its training: running positions
             pixel_values_videos=pixels,
             video_grid_thw=grid,
             output_hidden_states=True,
@@ -346,7 +346,7 @@ def test_hpsv3_is_the_first_output_of_its_head(package, tmp_path):
             hidden = model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=(ids == model.config.image_token_id).int(),
+                position_ids=torch.arange(ids.shape[1]).expand(3, 1, -1),  # as in its training: running positions
                 pixel_values=pixels,
                 image_grid_thw=grid,
                 output_hidden_states=True,
@@ -416,3 +416,18 @@ def test_what_hpsv3_lacks_is_said(package, tmp_path):
     broken = HPSv3(model_path=str(tmp_path / "HPSv3.safetensors"), options={"engine": "package"})
     with pytest.raises(NotReady, match="package hpsv3 cannot be imported: no trl"):
         broken.set_up()
+
+
+def test_prepare_fetches_the_question(tmp_path, monkeypatch):
+    folder = folder_with(tmp_path, tmp_path)
+    published = (folder / "prompt_template.py").rename(tmp_path / "published.py")
+    monkeypatch.setattr("cosmos_rl_reward.rewards.dance_grpo._TEMPLATE_URL", published.as_uri())
+    reward = DanceGRPO(model_path=str(folder), download_path=str(tmp_path / "downloads"))
+    with pytest.raises(NotReady, match="no file"):
+        reward.fetch(offline=True)
+    assert reward.fetch(offline=False) == f"dance_grpo: {folder / 'checkpoint-10'}"
+    assert (tmp_path / "downloads" / "dance_grpo" / "prompt_template.py").read_text() == published.read_text()
+    published.unlink()
+    assert reward.fetch(offline=True)
+    with pytest.raises(NotReady, match="no folder /no/such/VideoReward"):
+        DanceGRPO(model_path="/no/such/VideoReward").fetch(offline=True)

@@ -191,7 +191,6 @@ class NFTTrainer:
             for i, record in enumerate(self._val_prompts)
             for k in range(count)
         ]
-        tables: list[RewardTable] = []
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
         size = (self._config.validation.batch_size or self._config.rollout.batch_size) * count
         world = self._context.dp_size
@@ -202,7 +201,6 @@ class NFTTrainer:
                 notify("pre_per_step_validation_hook", {"batch_index": number})
                 made = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
                 table = self._val_rewards.submit(scoring.request_of(made)).result(self._deadline())
-                tables.append(table)
                 if media is None or reward is None:
                     media = torch.zeros(rows, *made.media.shape[1:], dtype=made.media.dtype)
                     reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
@@ -214,6 +212,7 @@ class NFTTrainer:
                     "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
                 )
         self._conditions.forget()
+        self._count_evaluations()  # here, so that a checkpoint of this step holds them
         assert media is not None
         assert reward is not None
         order = [(i % world) * rows + i // world for i in range(len(slots))]
@@ -465,7 +464,8 @@ class NFTTrainer:
         return metrics
 
     def _count_evaluations(self) -> float:
-        """Network evaluations of all ranks since the start of the run; a backward pass counts as two."""
+        """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must
+        call it."""
         (count,) = self._context.sum_over_ranks([float(self.model.evaluations)])
         self.model.evaluations = 0
         self._evaluations += int(count)

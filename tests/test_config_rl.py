@@ -96,6 +96,11 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
             "policy.lora.lora_names: found ['default']; allowed: a list with \"def",
         ),
         (
+            ['policy.lora.lora_names=["old", "default"]'],
+            "policy.lora.primary_adapter: found unset with policy.lora.lora_names = ['old', 'default']; allowed: \"def",
+        ),
+        (["policy.lora.primary_adapter=old"], 'policy.lora.primary_adapter: found "old" with'),
+        (
             ["rollout.parallelism.dp_shard_size=4"],
             "rollout.parallelism.dp_shard_size: found 4; allowed: 8 as in policy",
         ),

@@ -7,12 +7,12 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-fast lint format bench clean
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -e "./reward_service[dev]"
 	touch $@
 
-# fine-tune a tiny SD3 pipeline on handwritten digits, from random weights to judged pictures
+# a tiny SD3 pipeline learns handwritten digits: fine-tuning, LoRA, reinforcement learning, judged pictures
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart/quickstart.py --out outputs/quickstart $(ARGS)
 

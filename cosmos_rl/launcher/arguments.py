@@ -10,9 +10,12 @@ from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 
-DEFAULT_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
+PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
+PROMPTS_MODULE = "cosmos_rl.tools.dataset.diffusion_nft"
+BUNDLED = (PAIRS_MODULE, PROMPTS_MODULE)
+"""Scripts that read the data which the configuration names."""
 _WITH_VALUE = (
     "--config",
     "--log-dir",
@@ -31,7 +34,8 @@ class Launch:
 
     config: str
     overrides: tuple[str, ...]
-    script: str
+    script: str | None
+    """None: the bundled one of the job, see `script_for`."""
     script_args: tuple[str, ...]
     log_dir: str | None
     nproc_per_node: int | None
@@ -52,7 +56,7 @@ def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
     return Launch(
         config=given.config,
         overrides=(*overrides, *late_overrides),
-        script=script or DEFAULT_MODULE,
+        script=script,
         script_args=tuple(script_args),
         log_dir=given.log_dir,
         nproc_per_node=given.nproc_per_node,
@@ -66,6 +70,13 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The configuration overrides among a script's arguments, and the rest as it was."""
     overrides = [argument for argument in arguments if _is_override(argument)]
     return overrides, [argument for argument in arguments if not _is_override(argument)]
+
+
+def script_for(asked: str | None, config: Config) -> str:
+    """The script that gives the data: the one that is asked for, else the bundled one of the job."""
+    if asked is not None:
+        return asked
+    return PROMPTS_MODULE if isinstance(config.train.train_policy, GrpoPolicyConfig) else PAIRS_MODULE
 
 
 def worker_command(script: str) -> list[str]:
@@ -141,8 +152,8 @@ def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
         prog="cosmos-rl",
         usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
         "       cosmos-rl VERB ...",
-        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it "
-        f"{DEFAULT_MODULE} trains on a folder of captioned pictures.",
+        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
+        "captioned pictures or, for reinforcement learning, the prompts that the TOML names.",
         epilog=verbs,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -135,7 +135,11 @@ def test_many_passes_lead_to_the_sampled_optimum() -> None:
         errors.append(new - old - move)
         sizes.append(move)
     share_left = np.square(errors).sum() / np.square(sizes).sum()
-    print([np.square(e).sum()/np.square(s).sum() for e,s in zip(errors,sizes)], share_left, math.sqrt(np.square(sizes).mean()))
+    print(
+        [np.square(e).sum() / np.square(s).sum() for e, s in zip(errors, sizes)],
+        share_left,
+        math.sqrt(np.square(sizes).mean()),
+    )
     assert share_left <= 0.05
     assert math.sqrt(np.square(sizes).mean()) > 0.1
 

@@ -15,6 +15,8 @@ from cosmos_rl_reward.worker.pool import PoolSpec
 from cosmos_rl_reward.worker.replica import Failed, Replica
 
 _ALWAYS = ("numpy", "pillow")  # what every reward's environment needs
+# read as text only: its own pins are for training and do not fit the environment
+_WITHOUT_DEPENDENCIES = {"hpsv3": ["hpsv3==1.0.0"]}
 _SCRIPT_S = 3 * 3600.0
 
 
@@ -93,11 +95,14 @@ async def _install(args: RewardArgs, offline: bool, wheels: Path | None, locks: 
         return
     lock = locks / f"{args.reward_type}.txt" if locks is not None else None
     locked = lock is not None and lock.exists()
-    what = ["-r", str(lock)] if locked else requirements(args.reward_type)
+    # a lock names everything, and pip would find what is installed without dependencies at odds with it
+    what = ["--no-deps", "-r", str(lock)] if locked else requirements(args.reward_type)
     source = ["--no-index"] if offline else []
     source += ["--find-links", str(wheels)] if wheels is not None else []
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input"]
     await _run([*pip, "install", "--quiet", *source, *what], "pip")
+    if bare := [] if locked else _WITHOUT_DEPENDENCIES.get(args.reward_type, []):
+        await _run([*pip, "install", "--quiet", "--no-deps", *source, *bare], "pip")
     if lock is not None and not locked:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.write_text(await _run([*pip, "freeze", "--exclude-editable"], "pip freeze"))

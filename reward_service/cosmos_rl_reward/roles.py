@@ -1,6 +1,6 @@
 """Entry point of the service's own processes: ``python -m cosmos_rl_reward.roles front|workers``, started by others."""
 
-import asyncio
+import gc
 import os
 import socket
 import sys
@@ -16,15 +16,18 @@ def main() -> int:
     logs.set_up(role)
     config = ServiceConfig.model_validate_json(sys.stdin.buffer.read())
     broker = os.environ["COSMOS_RL_REWARD_INTERNAL_BROKER"]
+    gc.set_threshold(20_000, 20, 20)  # many short-lived objects per request, none of them in cycles
     try:
         if role == "front":
             from cosmos_rl_reward.front.app import run_front
 
             run_front(config, broker, socket.socket(fileno=int(arguments[0])))
         else:
+            import uvloop
+
             from cosmos_rl_reward.worker.host import Host
 
-            asyncio.run(Host(config, broker, arguments).run())
+            uvloop.run(Host(config, broker, arguments).run())
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

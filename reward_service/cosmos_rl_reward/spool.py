@@ -121,13 +121,14 @@ class Spool:
         self.incoming = self.root / "incoming"
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._shards: set[Path] = set()
+        self._shards: dict[str, Path] = {}
 
     def _shard(self, kind: str, job_id: str) -> Path:
-        folder = self.root / kind / job_id[:2]
-        if folder not in self._shards:
+        name = f"{kind}/{job_id[:2]}"
+        folder = self._shards.get(name)
+        if folder is None:
+            folder = self._shards[name] = self.root / name
             folder.mkdir(exist_ok=True, mode=0o700)
-            self._shards.add(folder)
         return folder
 
     def job_path(self, job_id: str) -> Path:
@@ -173,6 +174,20 @@ class Spool:
 
     def write_result(self, job_id: str, reward: str, data: bytes) -> bool:
         """Publish a result. The first writer wins: False when there was one, which stays untouched."""
+        return self.write_results([(job_id, reward, data)]) == 1
+
+    def write_results(self, results: list[tuple[str, str, bytes]]) -> int:
+        """``write_result`` for several; returns how many were the first."""
+        written = [
+            self.result_path(job_id, reward).parent
+            for job_id, reward, data in results
+            if self._link(job_id, reward, data)
+        ]
+        for folder in set(written):
+            _fsync_dir(folder)
+        return len(written)
+
+    def _link(self, job_id: str, reward: str, data: bytes) -> bool:
         path = self.result_path(job_id, reward)
         aside = self.incoming / uuid.uuid4().hex
         try:
@@ -186,19 +201,19 @@ class Spool:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(aside)
-        _fsync_dir(path.parent)
         return True
 
     def missing_rewards(self, job: Job) -> list[str]:
         """Rewards of the job without a result."""
         return [reward for reward in job.rewards if not self.result_path(job.id, reward).exists()]
 
-    def finish(self, job_id: str) -> None:
+    def finish(self, job: Job) -> None:
         """Cut the body off and drop decoded latents: every reward has its result."""
         with contextlib.suppress(FileNotFoundError):
-            os.truncate(self.job_path(job_id), HEADER_BYTES)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.decoded_path(job_id))
+            os.truncate(self.job_path(job.id), HEADER_BYTES)
+        if job.media == "latent":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.decoded_path(job.id))
 
     def open_jobs(self) -> Iterator[Job]:
         """All jobs that still have their body, in no order."""

@@ -54,8 +54,8 @@ class MemoryBoard:
             "about": {**ABOUT, **about},
         }
 
-    async def publish(self, event: dict[str, Any]) -> None:
-        self.told.append(event)
+    async def publish(self, events: list[dict[str, Any]]) -> None:
+        self.told.extend(events)
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         return {"host": dict(self.rewards)} if self.rewards else {}

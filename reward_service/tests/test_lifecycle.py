@@ -2,6 +2,7 @@
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -223,3 +224,20 @@ def test_a_large_body_does_not_grow_the_front(tmp_path):
         watcher.join()
         assert peak[0] - base < 32 << 20
         assert service.result(job, "mock", 60)["scores"]["mock"] == [0.0]
+
+
+def test_tls(tmp_path):
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-keyout", key, "-out", cert]
+    subprocess.run([*new, *names], check=True, capture_output=True)
+    config = {"reward_args": [{"reward_type": "mock"}], "tls_cert": str(cert), "tls_key": str(key)}
+    service = Service(tmp_path / "s", config).start(ready=False)
+    with service:
+        trusted = httpx.Client(
+            base_url=f"https://localhost:{service.port}", verify=ssl.create_default_context(cafile=cert)
+        )
+        service.until(lambda: trusted.get("/readyz").status_code == 200, 20, "it is ready, over TLS")
+        trusted.close()
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{service.port}/healthz")

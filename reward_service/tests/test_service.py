@@ -171,6 +171,7 @@ def test_same_key_same_job(service):
 
 
 def test_reward_list_readiness_and_metrics(service):
+    service.until(lambda: service.get("/readyz").json()["ready"], 10, "what was killed is back")
     data = service.get("/api/reward/rewards").json()
     assert data["rewards"]["moody"]["state"] == "ready"
     assert data["rewards"]["moody"]["score_keys"] == ["mean"]

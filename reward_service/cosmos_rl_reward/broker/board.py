@@ -30,9 +30,9 @@ class Board:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def publish(self, event: dict[str, Any]) -> None:
+    async def publish(self, events: list[dict[str, Any]]) -> None:
         """Tell everybody who listens."""
-        await self._redis.publish(_EVENTS, msgspec.json.encode(event).decode())
+        await self._redis.publish(_EVENTS, msgspec.json.encode(events).decode())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Events as they come, for ever. Those sent while the broker is away are lost: look at the spool as well."""
@@ -40,7 +40,8 @@ class Board:
             try:
                 async with self._redis.pubsub(channels=[_EVENTS], ignore_subscribe_messages=True) as channel:
                     async for message in channel:
-                        yield msgspec.json.decode(str(message["data"]))
+                        for event in msgspec.json.decode(str(message["data"])):
+                            yield event
             except asyncio.CancelledError:
                 raise
             except Exception as error:

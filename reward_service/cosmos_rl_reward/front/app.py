@@ -125,6 +125,9 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
     app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan)
     for part in (router, v1.router, v2.router):
         app.include_router(part)
+    # the two that are called most, past the framework's reading of arguments
+    app.add_route("/api/reward/enqueue", v1.enqueue, methods=["POST"])
+    app.add_route("/api/reward/pull", v1.pull, methods=["POST"])
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(Denied, _denied)
     app.add_exception_handler(ClientDisconnect, _gone)
@@ -148,7 +151,6 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
     tls: dict[str, Any] = {}
     if config.tls_cert:
         tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key or None}
-    settings = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False, **tls
-    )
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False}
+    settings = uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet, **tls)
     uvicorn.Server(settings).run(sockets=[listener])

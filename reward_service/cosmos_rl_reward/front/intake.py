@@ -13,9 +13,10 @@ from cosmos_rl_reward.front.ledger import Hold, Ledger
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
-from cosmos_rl_reward.spool import HEADER_BYTES, Job, Upload
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
 
 _CHUNK = 1 << 20  # bytes gathered before they go to the disk
+_PAUSES = 10  # the whole body may take this many times receive_timeout_s
 _POLITE = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
 _KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
 
@@ -26,6 +27,31 @@ class Ticket:
 
     job: Job
     fresh: bool
+
+
+class _Coming:
+    """A body on its way in: a part in memory, the rest in a file that is made when it is needed."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._parts: list[bytes] = []
+        self.upload: Upload | None = None
+        self.size = self.held = 0
+
+    def add(self, part: bytes) -> None:
+        """The next bytes."""
+        self._parts.append(part)
+        self.size += len(part)
+        self.held += len(part)
+
+    def flush(self) -> Upload:
+        """Write what is in memory to the file."""
+        if self.upload is None:
+            self.upload = self._spool.upload()
+        for part in self._parts:
+            self.upload.write(part)
+        self._parts, self.held = [], 0
+        return self.upload
 
 
 class Intake:
@@ -57,17 +83,18 @@ class Intake:
             return await self._receive(request, owner, key, hold)
 
     async def _receive(self, request: Request, owner: str, key: str | None, hold: Hold) -> Ticket:
-        upload = await self._disk(self.spool.upload)
+        coming = _Coming(self.spool)
         try:
-            data, line = await self._stream(request, upload, hold)
-            hold.ask(upload.size)
+            data, line_end = await self._stream(request, coming, hold)
+            hold.ask(HEADER_BYTES + coming.size)
             job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
-            job, older = await self._disk(self._seal, upload, data, line, job_id)
-            if older is None:
-                await self.ledger.add(job)
-                return Ticket(job, True)
+            job, older = await self._disk(self._store, coming, data, line_end, job_id)
         finally:
-            await asyncio.to_thread(upload.discard)
+            if coming.upload is not None:
+                await asyncio.to_thread(coming.upload.discard)
+        if older is None:
+            await self.ledger.add(job)
+            return Ticket(job, True)
         if older.sha256 != job.sha256:
             raise Refused("Idempotency-Key: was used before, with another body", 409)
         return Ticket(older, False)
@@ -78,39 +105,33 @@ class Intake:
         except OSError as error:
             raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
 
-    async def _stream(self, request: Request, upload: Upload, hold: Hold) -> tuple[dict[str, Any], int]:
-        """Write the body to the disk; the metadata line is checked as soon as it is there."""
-        parts: list[bytes] = []
-        held = size = 0
+    async def _stream(self, request: Request, coming: "_Coming", hold: Hold) -> tuple[dict[str, Any], int]:
+        """Take the body in; the metadata line is checked as soon as it is there. Returns it and where it ends."""
         line, checked = bytearray(), None
-        chunks = request.stream().__aiter__()
+        chunks, end = request.stream().__aiter__(), time.monotonic() + _PAUSES * self.config.receive_timeout_s
         while True:
             try:
-                async with asyncio.timeout(self.config.receive_timeout_s):
+                async with asyncio.timeout(min(self.config.receive_timeout_s, end - time.monotonic())):
                     chunk = await anext(chunks, None)
             except TimeoutError:
                 raise Refused(f"no data for {self.config.receive_timeout_s:g} s (receive_timeout_s)", 408) from None
             if chunk is None:
                 break
-            size += len(chunk)
-            if size > self.config.max_body_bytes:
+            coming.add(chunk)
+            if coming.size > self.config.max_body_bytes:
                 raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
             if checked is None:
                 line += chunk[: MAX_LINE + 1 - len(line)]
-                if (end := line.find(b"\n")) >= 0:
-                    del line[end:]
+                if (newline := line.find(b"\n")) >= 0:
+                    del line[newline:]
                     checked = self._check(bytes(line))
-                    hold.ask(size, _wanted(checked))
+                    hold.ask(coming.size, _wanted(checked))
                 elif len(line) > MAX_LINE:
                     raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
-            parts.append(chunk)
-            held += len(chunk)
-            if held >= _CHUNK:
-                await self._disk(_write, upload, parts)
-                parts, held = [], 0
+            if coming.held >= _CHUNK:
+                await self._disk(coming.flush)
         if checked is None:
             raise Refused("metadata: no newline after the JSON line")
-        await self._disk(_write, upload, parts)
         return checked, HEADER_BYTES + len(line)
 
     def _check(self, line: bytes) -> dict[str, Any]:
@@ -138,8 +159,16 @@ class Intake:
             if missing := [field for field in about.get("required_metadata", ()) if field not in data]:
                 raise Refused(f"metadata.{missing[0]}: needed by reward {name}")
 
-    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+    def _store(self, coming: "_Coming", data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
         """Check the payload and make the job real. Returns it, and the job that has its id already, if any."""
+        upload = coming.flush()
+        try:
+            return self._seal(upload, data, line_end, job_id)
+        finally:
+            upload.discard()
+            coming.upload = None
+
+    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
         media = read_payload(upload.file, line_end + 1, upload.size, data.get("media_type"))
         config = self.config
         if media.count > config.max_items:
@@ -173,11 +202,6 @@ class Intake:
 
 def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
-
-
-def _write(upload: Upload, parts: list[bytes]) -> None:
-    for part in parts:
-        upload.write(part)
 
 
 async def discard_body(request: Request) -> None:

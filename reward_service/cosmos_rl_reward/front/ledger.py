@@ -26,7 +26,7 @@ BROKER_S = 5.0  # longest wait for an answer of the broker
 class Notices(Protocol):
     """What the ledger needs of ``broker.board.Board``."""
 
-    async def publish(self, event: dict[str, Any]) -> None: ...
+    async def publish(self, events: list[dict[str, Any]]) -> None: ...
     async def statuses(self) -> dict[str, dict[str, Any]]: ...
     async def epoch(self) -> str: ...
     def events(self) -> Any: ...
@@ -199,7 +199,7 @@ class Ledger:
         await self.settled(event)
         if written:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.board.publish(event), BROKER_S)
+                await asyncio.wait_for(self.board.publish([event]), BROKER_S)
         return written
 
     async def settled(self, event: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ class Ledger:
         if not entry.missing:
             del self.open[job_id]
             self.bytes -= entry.job.size
-            await asyncio.to_thread(self.spool.finish, job_id)
+            self.spool.finish(entry.job)
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""
@@ -227,7 +227,7 @@ class Ledger:
             if missing:
                 self.enter(job, missing)
             else:
-                self.spool.finish(job.id)
+                self.spool.finish(job)
 
     def next_queue(self, job: Job, name: str) -> bool:
         """Whether the open job is to be in the queue ``name`` now."""

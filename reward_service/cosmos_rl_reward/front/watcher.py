@@ -146,7 +146,7 @@ class Watcher:
             if job.id not in ledger.open:
                 missing = await asyncio.to_thread(ledger.spool.missing_rewards, job)
                 if not missing:
-                    await asyncio.to_thread(ledger.spool.finish, job.id)
+                    await asyncio.to_thread(ledger.spool.finish, job)
                 elif ledger.enter(job, set(missing)):
                     await ledger.queue_jobs([job])
 

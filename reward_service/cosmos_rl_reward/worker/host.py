@@ -94,19 +94,21 @@ class Host:
             async def requeue(name: str, job_id: str) -> None:
                 await queue.put(name, [job_id])
 
-            pools = [Pool(spec, self.spool, board.publish, requeue) for spec in self._specs]
+            news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+            pools = [Pool(spec, self.spool, news.put, requeue) for spec in self._specs]
             workers = [asyncio.create_task(pool.serve()) for pool in pools]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
             telling = asyncio.create_task(self._tell(board, pools))
+            posting = asyncio.create_task(_post(board, news))
             stopping = asyncio.create_task(stop.wait())
             try:
-                tasks = {stopping, telling, *workers, *consumers}
+                tasks = {stopping, telling, posting, *workers, *consumers}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
                     task.result()  # nothing but the signal ends them: show what did
             finally:
                 await self._drain(consumers)
-                await _end([telling, stopping, *workers])
+                await _end([telling, posting, stopping, *workers])
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
         for control in self._controls.values():
@@ -145,6 +147,16 @@ class Host:
                     if pool.spec.lazy and pool.health.state == "idle":
                         pool.wanted.set()
             await asyncio.sleep(0.1)
+
+
+async def _post(board: Board, news: asyncio.Queue[dict[str, Any]]) -> None:
+    """Publish events, those that came together in one message."""
+    while True:
+        events = [await news.get()]
+        while not news.empty():
+            events.append(news.get_nowait())
+        with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
+            await board.publish(events)
 
 
 async def _either(event: asyncio.Event, stop: asyncio.Event) -> bool:

@@ -1,14 +1,13 @@
 """All replicas of one reward on this host: collects jobs into batches, retries, restarts, and writes results."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cosmos_rl_reward.results import FAILED, without_scores
+from cosmos_rl_reward.results import FAILED, SUCCEEDED, without_scores
 from cosmos_rl_reward.spool import Job, Spool
 from cosmos_rl_reward.worker.replica import Died, Failed, Replica
 
@@ -137,6 +136,7 @@ class Pool:
 
     async def _keep(self, number: int) -> None:
         failures = 0
+        delivery: asyncio.Task[None] | None = None
         while True:
             await self.wanted.wait()
             replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment)
@@ -148,8 +148,11 @@ class Pool:
                 if self.health.about["warning"]:
                     logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
                 while True:
-                    await self._score(replica, await self._take_or_die(replica))
+                    writing = await self._score(replica, await self._take_or_die(replica))
                     failures = self._deaths = 0
+                    if delivery is not None:
+                        await delivery
+                    delivery = writing
             except Failed as error:
                 failures += 1
                 await self._fail(number, f"{error} (interpreter {replica.python})")
@@ -164,6 +167,9 @@ class Pool:
             finally:
                 self._up.discard(number)
                 await replica.kill()
+                if delivery is not None:
+                    await delivery
+                    delivery = None
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
 
     def _set(self, state: str, reason: str) -> None:
@@ -245,10 +251,11 @@ class Pool:
             batch.append(item)
             count += item.job.count
 
-    async def _score(self, replica: Replica, batch: list[_Item]) -> None:
+    async def _score(self, replica: Replica, batch: list[_Item]) -> asyncio.Task[None] | None:
+        """Have a batch scored; the returned task writes its results, while the next one is scored."""
         batch = [item for item in batch if self._unfinished(item.job) or self._done(item)]
         if not batch:
-            return
+            return None
         began = time.monotonic()
         jobs = [
             {
@@ -264,12 +271,36 @@ class Pool:
             for item in batch:
                 await self._again(item, str(error), count=len(batch) == 1)
             raise
-        for item, reply in zip(batch, replies, strict=True):
-            if "body" in reply:
-                await self._succeed(item, reply, began)
-            elif reply["again"]:
+        return asyncio.create_task(self._deliver(list(zip(batch, replies, strict=True)), began))
+
+    async def _deliver(self, answers: list[tuple[_Item, dict[str, Any]]], began: float) -> None:
+        """Write what was scored; what was not is tried again or fails."""
+        scored = [(item, reply) for item, reply in answers if "body" in reply]
+        if self._decoding:
+            for item, _ in scored:
+                for reward in await asyncio.to_thread(self._spool.missing_rewards, item.job):
+                    await self._requeue(reward, item.job.id)
+        elif scored:
+            await self._write([(item.job.id, self.spec.name, reply["body"].encode()) for item, reply in scored])
+        for item, reply in scored:
+            self.health.last_success = time.time()
+            self._done(item)
+            await self._tell(
+                {
+                    "id": item.job.id,
+                    "reward": self.spec.name,
+                    "state": SUCCEEDED,
+                    "wait_s": began - item.queued,
+                    "score_s": reply["s"],
+                    "batch": reply["batch"],
+                    "items": item.job.count,
+                    "failed": reply["failed"],
+                }
+            )
+        for item, reply in answers:
+            if "body" not in reply and reply["again"]:
                 await self._again(item, reply["error"], count=True)
-            else:
+            elif "body" not in reply:
                 await self._give_up(item, reply["error"])
 
     def _done(self, item: _Item) -> bool:
@@ -286,48 +317,26 @@ class Pool:
             return
         self._waiting.put_nowait(item)
 
-    async def _succeed(self, item: _Item, reply: dict[str, Any], began: float) -> None:
-        job = item.job
-        event = {
-            "id": job.id,
-            "reward": self.spec.name,
-            "state": "succeeded",
-            "wait_s": began - item.queued,
-            "score_s": reply["s"],
-            "batch": reply["batch"],
-            "items": job.count,
-            "failed": reply["failed"],
-        }
-        if self._decoding:
-            for reward in await asyncio.to_thread(self._spool.missing_rewards, job):
-                await self._requeue(reward, job.id)
-        else:
-            await self._write(job.id, self.spec.name, reply["body"].encode())
-        self.health.last_success = time.time()
-        self._done(item)
-        await self._tell(event)
-
     async def _give_up(self, item: _Item, error: str) -> None:
         """The job has failed for good."""
         logger.error("%s: job %s failed: %s", self.spec.name, item.job.id, error)
         names = await asyncio.to_thread(self._spool.missing_rewards, item.job) if self._decoding else [self.spec.name]
         prefix = "decoding latents: " if self._decoding else ""
         for name in names:
-            await self._write(item.job.id, name, without_scores(name, FAILED, prefix + error))
+            await self._write([(item.job.id, name, without_scores(name, FAILED, prefix + error))])
             await self._tell({"id": item.job.id, "reward": name, "state": FAILED, "error": error[:500]})
         self._done(item)
 
-    async def _write(self, job_id: str, reward: str, data: bytes) -> None:
+    async def _write(self, results: list[tuple[str, str, bytes]]) -> None:
         for pause in (0.5, 1, 2, 4, 8, None):  # a full disk may be emptied
             try:
-                await asyncio.to_thread(self._spool.write_result, job_id, reward, data)
+                await asyncio.to_thread(self._spool.write_results, results)
                 return
             except OSError as error:
-                logger.error("result of job %s cannot be written: %s", job_id, error)
+                logger.error("%s: %d results cannot be written: %s", self.spec.name, len(results), error)
                 if pause is None:
                     raise
                 await asyncio.sleep(pause)
 
     async def _tell(self, event: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
-            await self._announce(event)
+        await self._announce(event)

@@ -114,7 +114,6 @@ def test_the_batch_arithmetic_of_the_nft_recipe(capsys: pytest.CaptureFixture[st
         "16 micro-batches of 9",
         "160 backward passes and 480 forward passes",
         "1 optimiser step per step",
-        "not runnable yet: train.train_policy.type",
     ):
         assert text in report, text
 

@@ -328,7 +328,7 @@ def test_every_present_name_exists():
         ("policy.parallelism.n_init_replicas=2", "policy.parallelism.n_init_replicas = 2"),
         ("train.compile=true", "train.compile = true; today only false"),
         ("train.fsdp_offload=true", "train.fsdp_offload = true"),
-        ("train.train_policy.dataset.name=pickscore", 'train.train_policy.dataset.name = "pickscore"; today only ""'),
+        ("train.train_policy.dataset.subset=x", 'train.train_policy.dataset.subset = "x"; today only unset'),
         ("train.train_policy.trainer_type=other", "train.train_policy.trainer_type"),
     ],
 )
@@ -355,7 +355,7 @@ def test_what_is_documented_but_not_built_is_valid_and_named(toml, override, par
         "train.train_policy.cache.max_gb=0.5",
         "logging.logger=['tensorboard','trackio']",
         "profiler.enable_profiler=true",
-        "validation.dataset.name=pickscore",  # not read, as nothing is validated
+        "validation.dataset.subset=x",  # not read, as nothing is validated
     ],
 )
 def test_what_this_version_can_do_is_runnable_and_noted_nowhere(toml, override):

@@ -142,7 +142,7 @@ def test_prompt_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text('[{"prompt": "a"}, {"prompt": "b", "seed": 1}]')
     assert list(PromptFile(path)) == ["a", "b"]
-    for text, message in [("{", "not valid JSON"), ("[]", "no list"), ('[{"text": "a"}]', r"rows \[0\]")]:
+    for text, message in [("{", "not valid JSON"), ("[]", "no list"), ('[{"text": "a"}]', "in row 0;")]:
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             PromptFile(path)

@@ -26,7 +26,7 @@ from cosmos_rl.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "customisation"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -62,8 +62,8 @@ def test_every_internal_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_every_page_is_named_in_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text()))
-    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
+    linked = set(re.findall(r"\]\(docs/([\w/-]+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from cosmos_rl.checkpoint import hub
 from cosmos_rl.checkpoint.card import write_card
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, load_config
-from cosmos_rl.tracking.media import save_pictures
+from cosmos_rl.tracking.media import Shown, save_gallery
 from tests.trainer_runs import train
 
 VALIDATION = '[validation]\nenable = true\nfreq = 2\ndataset.local_dir = "{}"'
@@ -272,9 +272,9 @@ def test_the_snippet_of_an_adapter_loads_it(write_toml: Callable[..., Path], tin
 
 
 def test_a_base_of_the_hub_is_named_and_strange_prompts_stay_in_their_cell(tmp_path: Path) -> None:
-    pictures = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
-    save_pictures(tmp_path / "media/validation/step_9", pictures, ["later", "later"])
-    save_pictures(tmp_path / "media/validation/step_4", pictures, ["a | b\n<script>", "a | b\n<script>"])
+    black = torch.zeros(4, 4, 3, dtype=torch.uint8)
+    save_gallery(tmp_path / "media/validation/step_9", [Shown(black, "later", i) for i in range(2)])
+    save_gallery(tmp_path / "media/validation/step_4", [Shown(black, "a | b\n<script>", i) for i in range(2)])
     config = Config.from_dict({"policy": {"model_name_or_path": "stabilityai/stable-diffusion-3.5-medium"}})
     (tmp_path / "export").mkdir()
     write_card(tmp_path / "export", config, tmp_path / "media", step=5)

@@ -44,7 +44,7 @@ def test_latents_are_bit_equal_to_the_stock_pipeline(
         output_type="latent",
     ).images
     cond = model.encode_prompts(prompts, "" if guidance > 1 else None, each=True)
-    ours = model.sample_latents(cond, noise, num_steps=5, guidance=guidance, kernel=kernel)
+    ours = model.sample_latents(cond, noise, num_steps=5, guidance=guidance, solver=kernel)
     assert torch.equal(ours, stock)
 
 

@@ -16,7 +16,6 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.loop import HOOKS
 from cosmos_rl.tracking.console import duration
-from cosmos_rl.tracking.media import save_pictures, slug
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
 from tests.trainer_runs import train
 
@@ -224,14 +223,6 @@ def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
         (2, 1.0),
         (3, 1.5),
     ]
-
-
-def test_names_of_pictures_are_safe(tmp_path: Path) -> None:
-    assert slug("../etc/passwd \0 Ünïcode") == "etc-passwd-n-code"
-    assert slug("???") == "empty"
-    assert len(slug("x" * 500)) == 40
-    files = save_pictures(tmp_path / "p", torch.zeros(2, 4, 4, 3, dtype=torch.uint8), ["same", "same"])
-    assert [file.name for file in files] == ["000_same.png", "001_same.png"]
 
 
 def test_durations_read_well() -> None:

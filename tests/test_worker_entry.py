@@ -40,9 +40,27 @@ def ends_with(code, **arguments):
 
 
 def test_arguments_that_can_have_no_effect_yet_are_refused(by_hand, capsys, tmp_path):
-    ends_with(2, data_packer=object(), reward_fns=[print])
-    assert "not usable yet: data_packer, reward_fns" in capsys.readouterr().err
+    ends_with(2, data_packer=object(), filter_reward_fns=[print])
+    assert "not usable yet: data_packer, filter_reward_fns" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(by_hand, capsys, monkeypatch):
+    import cosmos_rl.policy.trainer
+
+    ends_with(2, dataset=[], reward_fns=[print])
+    assert 'reward_fns: only with train.train_policy.type = "grpo"' in capsys.readouterr().err
+    given = {}
+    monkeypatch.setattr(worker_entry, "refuse_unbuilt", lambda config: None)
+    monkeypatch.setattr(cosmos_rl.policy.trainer, "run", lambda *args, **keywords: given.update(keywords) or 0)
+    path = by_hand()
+    path.write_text(
+        path.read_text() + '[train.train_policy]\ntype = "grpo"\nuncentralized_training = true\n'
+        "[policy.parallelism]\ndp_shard_size = 1\n[policy.diffusers.sample]\ndeterministic_sampling = true\n"
+    )
+    by_hand("--config", str(path), "--mode=colocated", "--train.train_batch_per_replica=16")
+    worker_entry.main(dataset=["a"], reward_fns=[print])
+    assert (given["reward_fns"], given["val_reward_fns"]) == ([print], None)
 
 
 def test_a_missing_config_is_a_usage_error(by_hand, capsys):

@@ -1,14 +1,20 @@
 """Flow matching (Lipman et al. 2023, arXiv 2210.02747, eq. 14; rectified flow, Liu et al. 2022, arXiv 2209.03003)."""
 
+import torch
 from torch import Tensor
 
 
-def element_mean(value: Tensor, element_mask: Tensor | None = None) -> Tensor:
-    """Mean over all but the batch dimension, float32 ``[B]``; with a mask (broadcastable to ``value``) over its ones.
+def widened(value: Tensor) -> Tensor:
+    """As float32; float64 stays float64."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
-    A sample whose mask is all zero has mean 0.
+
+def element_mean(value: Tensor, element_mask: Tensor | None = None) -> Tensor:
+    """Mean over all but the batch dimension, ``[B]``; with a mask (broadcastable to ``value``) over its ones.
+
+    It is float32, or float64 for float64 values. A sample whose mask is all zero has mean 0.
     """
-    value = value.float()
+    value = widened(value)
     if element_mask is None:
         return value.flatten(1).mean(1)
     mask = element_mask.to(value).expand_as(value).flatten(1)

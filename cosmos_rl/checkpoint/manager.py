@@ -105,6 +105,15 @@ class CheckpointManager:
             atomic.replace_link(self._best, target)
         return target is not None
 
+    def discard_after(self, step: int) -> None:
+        """Remove saved steps later than ``step`` and their exports: a resume must not find them."""
+        for later in [s for s in layout.whole_steps(self._checkpoints) if s > step] if self._is_main else []:
+            atomic.remove(layout.step_dir(self._checkpoints, later))
+            atomic.remove(layout.step_dir(self._exports, later))
+            logger.info(f"[Policy] Step: {later}, checkpoint and export removed")
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
     def _copied(self, state: StateDict) -> StateDict:
         """A private copy on the CPU: the loop goes on changing the live tensors.
 

@@ -1,6 +1,7 @@
 """Everything that must survive a restart, as one flat dictionary of named tensors.
 
-Listed in one place: trained weights, optimiser moments, EMA shadow. Positions in the data, random draws and the
+Listed in one place: trained weights, optimiser moments, and copies by kind: the EMA's shadow, the old policy, what a
+task holds out. Positions in the data, random draws and the
 learning rate are functions of the step and need no state; the step itself is in ``trainer_state.json``.
 """
 
@@ -16,19 +17,21 @@ from torch.distributed.checkpoint import FileSystemReader
 from cosmos_rl.errors import UserError
 
 StateDict = dict[str, Tensor]
+Copies = Mapping[str, Mapping[str, Tensor]]
+"""Kind (``ema``, ``old``, ...) -> name -> tensor."""
 
 
 def collect(
-    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, ema: Mapping[str, Tensor] | None
+    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, copies: Copies
 ) -> StateDict:
-    """Views of the live state: ``model.<name>``, ``optim.<name>.<key>``, ``ema.<name>``."""
+    """Views of the live state: ``model.<name>``, ``optim.<name>.<key>``, ``<kind>.<name>`` for each kind of copy."""
     state: StateDict = {f"model.{name}": param.detach() for name, param in params.items()}
     moments = optimizer.state if optimizer is not None else {}
     for name, param in params.items():
         for key, value in moments.get(param, {}).items():
             state[f"optim.{name}.{key}"] = value
-    for name, value in (ema or {}).items():
-        state[f"ema.{name}"] = value
+    for kind, tensors in copies.items():
+        state |= {f"{kind}.{name}": value for name, value in tensors.items()}
     return state
 
 
@@ -36,7 +39,7 @@ def restore(
     folder: Path,
     params: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
-    ema: Mapping[str, Tensor] | None,
+    copies: Copies,
 ) -> None:
     """Load ``folder`` into the live objects. Every weight must be there; a parameter that had no gradient before the
     save has no moments and starts fresh. Without an optimiser only the weights are read.
@@ -45,13 +48,13 @@ def restore(
         UserError: the checkpoint holds other weights than the run at hand trains.
     """
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    _check_names(folder, set(stored), params, ema)
+    _check_names(folder, set(stored), params, copies)
     for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
         if moments and optimizer is not None:
             fused = bool(optimizer.param_groups[0].get("fused"))
             optimizer.state[param] = {k: _empty_moment(k, param, fused) for k in moments}
-    target = collect(params, optimizer, ema)
+    target = collect(params, optimizer, copies)
     _check_shapes(folder, stored, target)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an export runs without a group
@@ -64,10 +67,8 @@ def _empty_moment(key: str, param: torch.nn.Parameter, fused: bool) -> Tensor:
     return torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
-def _check_names(
-    folder: Path, stored: set[str], params: Mapping[str, torch.nn.Parameter], ema: Mapping[str, Tensor] | None
-) -> None:
-    wanted = {f"model.{n}" for n in params} | {f"ema.{n}" for n in ema or {}}
+def _check_names(folder: Path, stored: set[str], params: Mapping[str, torch.nn.Parameter], copies: Copies) -> None:
+    wanted = {f"model.{n}" for n in params} | {f"{kind}.{n}" for kind, tensors in copies.items() for n in tensors}
     missing = sorted(wanted - stored)
     foreign = sorted(key for key in stored - wanted if key.startswith(("model.", "ema.")))
     if missing or foreign:

@@ -1,40 +1,136 @@
-"""Lists of prompts without pictures."""
+"""Lists of prompts without pictures: what a record of one is, and the files they are read from."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from cosmos_rl.errors import UserError
 
+_FORMS = {
+    ".txt": "one prompt a line",
+    ".jsonl": 'a line per prompt like {"prompt": "..."}',
+    ".json": 'a JSON list of objects like {"prompt": "..."}',
+}
+SUFFIXES = tuple(_FORMS)
+"""Endings of the files that `read_prompts` reads."""
+_SHOWN = 10
+"""Rows that a message names."""
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A prompt and what is known about it."""
+
+    prompt: str
+    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What the rewards get beside the text, such as the objects that a picture of `geneval` has to show."""
+
 
 class PromptFile(Sequence[str]):
-    """A JSON file that holds a list of objects with the key ``prompt``."""
+    """The texts of a file of prompts."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the whole file.
 
         Raises:
-            UserError: no such file, not JSON, not such a list, or an empty one.
+            UserError: as `read_prompts`.
         """
         self.path = Path(path).expanduser()
-        expected = 'expected a JSON list of objects like {"prompt": "..."}'
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{self.path.absolute()}: cannot be read ({error.strerror}); {expected}") from error
-        except ValueError as error:
-            raise UserError(f"{self.path.absolute()}: is not valid JSON ({error}); {expected}") from error
-        if not isinstance(content, list) or not content:
-            raise UserError(f"{self.path.absolute()}: holds no list of prompts; {expected}")
-        wrong = [
-            i for i, row in enumerate(content) if not isinstance(row, dict) or not isinstance(row.get("prompt"), str)
-        ]
-        if wrong:
-            raise UserError(f'{self.path.absolute()}: rows {wrong[:10]} have no string under "prompt"; {expected}')
-        self._prompts = [row["prompt"] for row in content]
+        self._prompts = [record.prompt for record in read_prompts(self.path)]
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._prompts[index]
+
+
+def as_prompt_record(raw: object, index: int) -> PromptRecord:
+    """An element of any data set of prompts: a text, a record, or a mapping with ``prompt``.
+
+    The other keys of a mapping become the metadata, or what stands under ``metadata`` when that is a mapping itself.
+
+    Raises:
+        UserError: the element has another form.
+    """
+    if isinstance(raw, PromptRecord):
+        return raw
+    if isinstance(raw, str):
+        return PromptRecord(raw)
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("prompt"), str):
+        found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+        raise UserError(f'data set element {index}: need a text or a mapping with a text "prompt", found {found}')
+    return _of_mapping(raw)
+
+
+def _of_mapping(row: Mapping[str, Any]) -> PromptRecord:
+    rest = {key: value for key, value in row.items() if key != "prompt"}
+    metadata = rest.pop("metadata", None)
+    if isinstance(metadata, Mapping):
+        rest |= metadata
+    elif metadata is not None:
+        rest["metadata"] = metadata
+    return PromptRecord(row["prompt"], MappingProxyType(rest))
+
+
+def read_prompts(path: str | Path) -> list[PromptRecord]:
+    """The prompts of a ``.txt`` (one a line), ``.jsonl`` or ``.json`` file in their order; blank lines are dropped.
+
+    Raises:
+        UserError: no such file, another form, or no prompt in it; the message names the line.
+    """
+    path = Path(path).expanduser()
+    if path.suffix not in _FORMS:
+        raise UserError(f"{path.absolute()}: is no file of prompts; known endings: {', '.join(SUFFIXES)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        expected = f"expected {_FORMS[path.suffix]}"
+        raise UserError(f"{path.absolute()}: cannot be read ({why}); {expected}") from error
+    return parse_prompts(text, str(path.absolute()), path.suffix)
+
+
+def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
+    """What `read_prompts` makes of the ``text`` of the file ``name``, whose ending ``suffix`` says its form."""
+    expected = f"expected {_FORMS[suffix]}"
+    if suffix == ".txt":
+        records = [PromptRecord(line.strip()) for line in text.split("\n") if line.strip()]
+        wrong = []
+    elif suffix == ".jsonl":
+        rows = list(_json_lines(text, name, expected))
+        wrong = [f"line {number}" for number, row in rows if not _has_prompt(row)]
+        records = [_of_mapping(row) for _, row in rows if _has_prompt(row)]
+    else:
+        content = _json(text, name, expected)
+        if not isinstance(content, list):
+            raise UserError(f"{name}: holds no list of prompts; {expected}")
+        wrong = [f"row {number}" for number, row in enumerate(content) if not _has_prompt(row)]
+        records = [_of_mapping(row) for row in content if _has_prompt(row)]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise UserError(f'{name}: no text under "prompt" in {", ".join(wrong[:_SHOWN])}{more}; {expected}')
+    if not records:
+        raise UserError(f"{name}: holds no list of prompts: it is empty; {expected}")
+    return records
+
+
+def _has_prompt(row: object) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("prompt"), str) and bool(row["prompt"].strip())
+
+
+def _json(text: str, name: str, expected: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{name}: is not valid JSON ({error}); {expected}") from error
+
+
+def _json_lines(text: str, name: str, expected: str) -> Iterator[tuple[int, Any]]:
+    """Number, from 1, and content of every line that is not blank."""
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold other line separators
+        if line.strip():
+            yield number, _json(line, f"{name}, line {number}", expected)

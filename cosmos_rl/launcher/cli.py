@@ -15,6 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("cosmos_rl.launcher.check:check", "is a configuration right; its batches, memory and disk"),
     "doctor": ("cosmos_rl.launcher.doctor:doctor", "is everything installed; with --config: does the model train"),
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
+    "report": ("cosmos_rl.launcher.verbs:report", "make one page, report.html, that shows what a run did"),
     "sample": ("cosmos_rl.launcher.verbs:sample", "make pictures from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
+from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
@@ -26,6 +27,7 @@ def check_environment(config: Config, *, pairs: bool) -> None:
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
+    problems += missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
 

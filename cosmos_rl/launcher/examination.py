@@ -185,7 +185,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
 
     def sampled() -> Tensor:
         with torch.no_grad(), model.evaluating():
-            return model.sample_latents(cond, noise, num_steps=_STEPS, guidance=guidance, kernel="stock").cpu()
+            return model.sample_latents(cond, noise, num_steps=_STEPS, guidance=guidance, solver="stock").cpu()
 
     before = sampled()
     _follow_gradients(model)

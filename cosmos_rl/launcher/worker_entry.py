@@ -15,8 +15,9 @@ from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.resume import resume_from
 from cosmos_rl.launcher.signals import StopRequest
 from cosmos_rl.launcher.supervised import supervised
-from cosmos_rl.policy.config import Config, load_config, world_size
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
 from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.utils.logging import logger
 
@@ -28,9 +29,7 @@ _WITHOUT_EFFECT = (
     "batch_sampler",
     "val_sampler",
     "val_batch_sampler",
-    "reward_fns",
     "filter_reward_fns",
-    "val_reward_fns",
 )
 
 
@@ -40,6 +39,8 @@ def main(
     val_dataset: object | None = None,
     custom_logger_fns: Sequence[Callable[[dict[str, Any], int], None]] | None = None,
     hook_fns: Mapping[str, Callable[..., None]] | None = None,
+    reward_fns: RewardFns | None = None,
+    val_reward_fns: RewardFns | None = None,
     args: argparse.Namespace | None = None,
     **others: object,
 ) -> None:
@@ -50,6 +51,9 @@ def main(
         val_dataset: the same for validation.
         custom_logger_fns: called as `fn(metrics, step)` on rank 0.
         hook_fns: hook name to function, see the customisation page.
+        reward_fns: functions that score samples for reinforcement learning, pairs `(function, weight)`, or either of
+            them by name; they take the place of those in `train.train_policy.local_reward`. See the rewards page.
+        val_reward_fns: the same for validation; without it as in training.
         args: the script's parsed arguments, when it has options of its own; `args.config` is used if present.
         others: further documented arguments have no effect yet and are refused; unknown ones are named in a warning.
     """
@@ -57,6 +61,7 @@ def main(
     def train(stop: StopRequest) -> int:
         _refuse(others)
         with _config_and_run(args) as (config, run):
+            rewards = _reward_arguments(config, reward_fns, val_reward_fns)
             # The trainer pulls in torch and diffusers: seconds, so only once everything else is known to be right.
             from cosmos_rl.policy.trainer import run as run_trainer
 
@@ -70,9 +75,20 @@ def main(
                 hook_fns=hook_fns,
                 resume_from=resume_from(config, run, restarts),
                 stop=stop,
+                **rewards,
             )
 
     supervised(train)
+
+
+def _reward_arguments(config: Config, train: RewardFns | None, validation: RewardFns | None) -> dict[str, Any]:
+    """The trainer's arguments for rewards; a job without rewards has none."""
+    if isinstance(config.train.train_policy, GrpoPolicyConfig):
+        return {"reward_fns": train, "val_reward_fns": validation}
+    given = [name for name, value in {"reward_fns": train, "val_reward_fns": validation}.items() if value is not None]
+    if given:
+        raise UserError(f'worker_entry.main: {", ".join(given)}: only with train.train_policy.type = "grpo"')
+    return {}
 
 
 def _refuse(others: Mapping[str, object]) -> None:

@@ -48,6 +48,8 @@ class Optimizer:
         """
         self._params = list(params.values())
         self._lr = lr
+        self.lr_factor = 1.0
+        """Factor on all learning rates, beside the schedule's."""
         self._bases: list[float] = []
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
@@ -60,7 +62,7 @@ class Optimizer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based optimiser step ``step``."""
-        return self._lr * self._schedule.factor(step)
+        return self._lr * self._schedule.factor(step) * self.lr_factor
 
     def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0) -> StepResult:
         """Scale the gradients, clip them by their global L2 norm (0 or less: only measure), step, and clear them.
@@ -78,7 +80,7 @@ class Optimizer:
             torch._foreach_mul_(grads, scale)
         lr = self.learning_rate(step)
         for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
-            group["lr"] = base * self._schedule.factor(step)
+            group["lr"] = base * self._schedule.factor(step) * self.lr_factor
         bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)

@@ -39,7 +39,7 @@ class RunFolder:
 
     @property
     def media(self) -> Path:
-        """Folder of validation pictures."""
+        """Galleries: `validation/step_<N>/`, `rollout/step_<N>/`."""
         return self.root / "media"
 
     @property
@@ -56,6 +56,11 @@ class RunFolder:
     def run_json(self) -> Path:
         """How the run was started: command, versions, commit, time."""
         return self.root / "run.json"
+
+    @property
+    def report(self) -> Path:
+        """The page that shows what the run did."""
+        return self.root / "report.html"
 
     @property
     def next(self) -> Path:
@@ -102,6 +107,23 @@ def newest(output_dir: Path) -> RunFolder | None:
     """The run that was started last, or None."""
     found = runs(output_dir)
     return found[-1] if found else None
+
+
+def run_at(path: Path) -> RunFolder:
+    """The run whose folder `path` is, else the newest run of the output folder `path`.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(path).expanduser().absolute()
+    here = RunFolder(path)
+    if here.config.is_file() or here.metrics.is_file() or here.next.is_dir():
+        return here
+    run = newest(path)
+    if run is None:
+        holds = "holds no run" if path.is_dir() else "does not exist"
+        raise UserError(f"{path} {holds}: give <output_dir>/<timestamp>, or <output_dir> for its newest run")
+    return run
 
 
 def runs(output_dir: Path) -> list[RunFolder]:

@@ -6,6 +6,20 @@ from typing import Any
 
 from cosmos_rl.utils.logging import logger
 
+_SHOWN = {
+    "train/loss_avg": ("Loss", ".5f"),
+    "train/reward_mean": ("Reward", ".4f"),
+    "train/reward_std": ("Reward std", ".4f"),
+    "train/kl_loss_avg": ("KL", ".3g"),
+    "optimizer/grad_norm": ("Grad norm", ".5f"),
+    "train/grad_norm": ("Grad norm", ".5f"),
+    "train/learning_rate": ("LR", ".3g"),
+    "watch/loss_ratio": ("Held-out loss ratio", ".3g"),
+    "val/avg_loss": ("Val loss", ".5f"),
+    "val/reward_avg": ("Val reward", ".4f"),
+}
+"""Metric -> its name and format in the line; only what a job has is shown."""
+
 
 def duration(seconds: float) -> str:
     """``95.2s`` below two minutes, else ``1h02m`` or ``12m05s``."""
@@ -28,10 +42,7 @@ class Console:
         """The line of 1-based ``step``."""
         spent = time.perf_counter() - self._began
         left = spent / max(step - self._start, 1) * (self._total - step)
-        parts = [f"Step: {step}/{self._total}", f"Loss: {metrics['train/loss_avg']:.5f}"]
-        parts.append(f"Grad norm: {metrics['optimizer/grad_norm']:.5f}")
-        parts.append(f"LR: {metrics['train/learning_rate']:.3g}")
-        if "val/avg_loss" in metrics:
-            parts.append(f"Val loss: {metrics['val/avg_loss']:.5f}")
+        parts = [f"Step: {step}/{self._total}"]
+        parts += [f"{name}: {format(metrics[key], form)}" for key, (name, form) in _SHOWN.items() if key in metrics]
         parts.append(f"Iteration time: {metrics['train/iteration_time']:.2f}s, ETA: {duration(left)}")
         logger.info(", ".join(parts))

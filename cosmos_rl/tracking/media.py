@@ -1,14 +1,41 @@
-"""Pictures of a run on the disk: ``media/<kind>/step_<N>/<index>_<slug>.png`` with an ``index.json``."""
+"""Pictures of a run on the disk: ``media/<kind>/step_<N>/<index>_<slug>.png`` with an ``index.json``.
+
+``<kind>`` is ``validation`` (the same prompts and noise over time) or ``rollout`` (best and worst training samples).
+"""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
-from torch import Tensor
 
 from cosmos_rl.storage import atomic
+
+if TYPE_CHECKING:  # the report reads galleries without torch
+    from torch import Tensor
+
+MAX_CAPTION_CHARS = 100
+TOTAL = "total"
+"""Name of the score that is trained on, among the scores of single rewards."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One picture of a gallery."""
+
+    picture_HW3: "Tensor"
+    """uint8 ``[H, W, 3]`` on the CPU."""
+    prompt: str
+    sample_id: int
+    """Global id: with the step and the run's seed it reproduces the picture."""
+    group: str = ""
+    """"best", "worst", "fixed" (same prompts and noise in every gallery) or "" (plain)."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward name -> score, and "total"; None: missing."""
 
 
 def slug(text: str) -> str:
@@ -16,12 +43,64 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "empty"
 
 
-def save_pictures(folder: Path, pictures_NHW3: Tensor, prompts: Sequence[str]) -> list[Path]:
-    """Write uint8 pictures ``[N, H, W, 3]`` with their prompts into a new ``folder``, whole or not at all."""
-    names = [f"{i:03d}_{slug(prompt)}.png" for i, prompt in enumerate(prompts)]
+def caption(shown: Shown) -> str:
+    """The first 100 characters of the prompt, and the total score where there is one: ``a cat | avg: 0.8125``."""
+    prompt, total = shown.prompt[:MAX_CAPTION_CHARS], _finite(shown.scores.get(TOTAL))
+    return prompt if total is None else f"{prompt} | avg: {total:.4g}"
+
+
+def save_gallery(folder: Path, shown: Sequence[Shown]) -> list[Path]:
+    """Write the pictures and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
+
+    A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``; a missing score is null.
+    """
+    names = [f"{i:03d}_{slug(one.prompt)}.png" for i, one in enumerate(shown)]
     with atomic.staging(folder) as stage:
-        for name, picture in zip(names, pictures_NHW3.numpy(), strict=True):
-            Image.fromarray(picture).save(stage / name)
-        rows = [{"file": name, "prompt": prompt} for name, prompt in zip(names, prompts, strict=True)]
+        for name, one in zip(names, shown, strict=True):
+            Image.fromarray(one.picture_HW3.numpy()).save(stage / name)
+        rows = [_row(name, one) for name, one in zip(names, shown, strict=True)]
         (stage / "index.json").write_text(json.dumps(rows, indent=1))
     return [folder / name for name in names]
+
+
+def pick_best_and_worst(
+    total_N: "Tensor", groups: "Tensor | Sequence[Hashable]", count: int
+) -> tuple[list[int], list[int]]:
+    """Rows of up to ``count`` best and ``count`` worst samples, best first and worst first.
+
+    Each prompt gives its best sample before any gives its second best (the same for the worst), so that one easy
+    prompt does not fill the gallery. No row is in both lists; with fewer than ``2 * count`` scores the best go first.
+
+    Args:
+        total_N: reward per sample ``[N]``; NaN: missing, never picked.
+        groups: which prompt each sample belongs to ``[N]``.
+        count: rows wanted of each kind.
+    """
+    totals: list[float] = total_N.tolist()
+    groups = (
+        groups if isinstance(groups, Sequence) else groups.tolist()
+    )  # elements of a tensor never compare equal as keys
+    scored = [row for row, total in enumerate(totals) if not math.isnan(total)]
+    best = _one_per_group(sorted(scored, key=lambda row: -totals[row]), groups)[: min(count, (len(scored) + 1) // 2)]
+    rest = sorted((row for row in scored if row not in set(best)), key=lambda row: totals[row])
+    return best, _one_per_group(rest, groups)[:count]
+
+
+def _one_per_group(ordered: Sequence[int], groups: Sequence[Hashable]) -> list[int]:
+    """The rows in turns: the first of every group, then the second of every group ...; within a turn as they came."""
+    seen: dict[Hashable, int] = {}
+    turns = []
+    for place, row in enumerate(ordered):
+        turns.append((seen.get(groups[row], 0), place, row))
+        seen[groups[row]] = turns[-1][0] + 1
+    return [row for _, _, row in sorted(turns)]
+
+
+def _row(name: str, one: Shown) -> dict[str, object]:
+    scores = {reward: _finite(score) for reward, score in one.scores.items()}
+    return {"file": name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
+
+
+def _finite(score: float | None) -> float | None:
+    """JSON has no NaN, and neither NaN nor infinity is a score."""
+    return float(score) if score is not None and math.isfinite(score) else None

@@ -43,5 +43,5 @@ def _step_of(line: str) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """All whole lines of a metrics file; the last one may be half written while the run goes on."""
+    return [json.loads(line) for line in path.read_text().splitlines() if math.isfinite(_step_of(line))]

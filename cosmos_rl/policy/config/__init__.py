@@ -10,7 +10,9 @@ from cosmos_rl.policy.config.policy import (
     SampleConfig,
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
-from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFnConfig, RolloutConfig
+from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
+from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
+from cosmos_rl.policy.config.rollout import RolloutConfig
 from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
 from cosmos_rl.policy.config.train_policy import (
@@ -27,9 +29,12 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "DataTermConfig",
     "DatasetConfig",
     "DiffusersConfig",
     "GrpoPolicyConfig",
+    "LocalRewardConfig",
+    "LocalRewardFnConfig",
     "LoggingConfig",
     "LoraConfig",
     "ParallelismConfig",
@@ -45,6 +50,7 @@ __all__ = [
     "TrainPolicyConfig",
     "ValidationConfig",
     "ValidationDatasetConfig",
+    "WatchConfig",
     "cross_check",
     "data_ranks",
     "dump_toml",

@@ -30,8 +30,8 @@ class Kind(enum.Enum):
 
     WORKS = "works"
     LATER = "not yet"  # any value but the default is refused
-    RL = "reinforcement learning, not yet"  # read only by such jobs, which are refused as a whole; so are the next two
-    VIDEO = "videos, not yet"
+    RL = "reinforcement learning"  # read only by such jobs
+    VIDEO = "videos, not yet"  # read only by such jobs, which are refused as a whole; so are the next
     VLM = "vision-language models, not yet"
     NO_EFFECT = "no effect"  # upstream's; accepted and named once
 

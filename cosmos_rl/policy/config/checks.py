@@ -29,7 +29,8 @@ def not_runnable_yet(config: Config) -> list[str]:
     train_policy = config.train.train_policy
     lines = []
     if isinstance(train_policy, GrpoPolicyConfig):
-        lines.append(f'train.train_policy.type = "{train_policy.type}" (reinforcement learning)')
+        if train_policy.trainer_type != "diffusion_nft":
+            lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "diffusion_nft"')
     elif train_policy.trainer_type != "sft":
         lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "sft"')
     if not config.policy.is_diffusers:
@@ -179,7 +180,8 @@ def _data_rules(config: Config) -> list[str]:
             f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "
             "only with train.train_policy.dataloader_num_workers >= 1"
         )
-    named = validation.dataset.local_dir or validation.dataset.name or train_policy.dataset.test_size
+    prompt_set = validation.dataset.name if isinstance(train_policy, GrpoPolicyConfig) else ""
+    named = validation.dataset.local_dir or prompt_set or train_policy.dataset.test_size
     if validation.enable and not named:
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
-from cosmos_rl.policy.config.rollout import RemoteRewardConfig
+from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
@@ -115,35 +115,55 @@ def _nearest(total: int, step: int) -> str:
 
 
 def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    yield from _clips("train.train_policy.remote_reward", job.remote_reward)
-    validation = config.validation
+    remote, local, validation = job.remote_reward, job.local_reward, config.validation
+    yield from _table("train.train_policy.remote_reward", remote, _remote_clips(remote))
+    yield from _table("train.train_policy.local_reward", local, _local_clips(local))
     if validation.remote_reward:
-        yield from _clips("validation.remote_reward", validation.remote_reward)
+        yield from _table("validation.remote_reward", validation.remote_reward, _remote_clips(validation.remote_reward))
+    if validation.local_reward:
+        yield from _table("validation.local_reward", validation.local_reward, _local_clips(validation.local_reward))
     if validation.use_remote_reward not in (None, job.use_remote_reward):
         yield (
             f"validation.use_remote_reward: found {str(validation.use_remote_reward).lower()}; allowed: "
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
-    rewards = [reward.name for reward in job.remote_reward.reward_fns]
-    if job.use_remote_reward and "gen_eval" in rewards and job.dataset.name != "geneval":
+    rewards = [reward.name for reward in remote.reward_fns if reward.weight]
+    of_geneval = job.dataset.name == "geneval" or job.dataset.local_dir
+    if job.use_remote_reward and "gen_eval" in rewards and not of_geneval:
         yield (
             f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '
-            '"gen_eval", which needs its objects and tags'
+            '"gen_eval", which needs its objects and tags, or your own file with them as local_dir'
         )
-
-
-def _clips(table: str, reward: RemoteRewardConfig) -> Iterator[str]:
-    if reward.reward_clip_min >= reward.reward_clip_max:
+    asked = set(rewards) if job.use_remote_reward else set()
+    if both := sorted(asked & {reward.shown_name for reward in local.reward_fns}):
         yield (
-            f"{table}.reward_clip_min: found {reward.reward_clip_min}; allowed: less than "
-            f"reward_clip_max = {reward.reward_clip_max}"
+            f'train.train_policy.local_reward.reward_fns: found the name "{both[0]}", which remote_reward also has; '
+            "allowed: another name"
         )
-    for index, entry in enumerate(reward.reward_fns):
-        if entry.clip_min >= entry.clip_max:
-            yield (
-                f"{table}.reward_fns.{index}.clip_min: found {entry.clip_min}; allowed: less than "
-                f"clip_max = {entry.clip_max}"
-            )
-    names = [(entry.name, entry.score_key) for entry in reward.reward_fns]
+
+
+_Clip = tuple[str, float, float]
+"""Name of a reward and the bounds of its scores."""
+
+
+def _remote_clips(table: RemoteRewardConfig) -> list[_Clip]:
+    return [(f"{entry.name} {entry.score_key or ''}".rstrip(), entry.lower, entry.upper) for entry in table.reward_fns]
+
+
+def _local_clips(table: LocalRewardConfig) -> list[_Clip]:
+    return [(entry.shown_name, entry.clip_min, entry.clip_max) for entry in table.reward_fns]
+
+
+def _table(key: str, table: RemoteRewardConfig | LocalRewardConfig, clips: list[_Clip]) -> Iterator[str]:
+    """Rules of one table of rewards."""
+    if table.reward_clip_min >= table.reward_clip_max:
+        yield (
+            f"{key}.reward_clip_min: found {table.reward_clip_min}; allowed: less than "
+            f"reward_clip_max = {table.reward_clip_max}"
+        )
+    for index, (_, lower, upper) in enumerate(clips):
+        if lower >= upper:
+            yield f"{key}.reward_fns.{index}.clip_min: found {lower}; allowed: less than clip_max = {upper}"
+    names = [name for name, _, _ in clips]
     if len(set(names)) != len(names):
-        yield f"{table}.reward_fns: found {[name for name, _ in names]}; allowed: each name and score_key once"
+        yield f"{key}.reward_fns: found {names}; allowed: each of them once"

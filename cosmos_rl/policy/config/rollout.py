@@ -1,46 +1,9 @@
-"""`[rollout]` and the reward tables: how reinforcement learning generates samples and has them scored."""
-
-from typing import Annotated
+"""`[rollout]`: how reinforcement learning generates samples."""
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import AnyTable, NoEffect, PositiveInt, Table
 from cosmos_rl.policy.config.policy import ParallelismConfig
-
-
-class RewardFnConfig(Table):
-    """`[[train.train_policy.remote_reward.reward_fns]]`: one reward of the service."""
-
-    name: str
-    """Reward type at the service."""
-    weight: StrictFloat = 1.0
-    """Weight in the sum over all rewards."""
-    score_key: str | None = None
-    """Field of the answer that holds the score, or "a+b" for a sum; unset: as name."""
-    clip_min: StrictFloat = -5.0
-    """Smaller scores count as this."""
-    clip_max: StrictFloat = 5.0
-    """Larger scores count as this."""
-
-
-class RemoteRewardConfig(Table):
-    """`[train.train_policy.remote_reward]`: scores from the reward service.
-
-    A sample's reward is scale * clip(sum of weight_i * clip(score_i)).
-    """
-
-    scale: StrictFloat = 1.0
-    """Factor of the clipped sum."""
-    reward_clip_min: StrictFloat = -5.0
-    """A smaller sum counts as this."""
-    reward_clip_max: StrictFloat = 5.0
-    """A larger sum counts as this."""
-    batch_size: PositiveInt = 1
-    """Most samples in one request."""
-    reward_fns: Annotated[tuple[RewardFnConfig, ...], Field(min_length=1)] = (
-        RewardFnConfig(name="dance_grpo", score_key="overall_reward"),
-    )
-    """The rewards that are added up."""
 
 
 class RolloutConfig(Table):

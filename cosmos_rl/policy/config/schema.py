@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
 from cosmos_rl.policy.config.policy import PolicyConfig
 from cosmos_rl.policy.config.problems import ConfigError, validated
-from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFunction, RolloutConfig
+from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.rollout import RewardFunction, RolloutConfig
 from cosmos_rl.policy.config.train import TrainConfig
 from cosmos_rl.policy.config.train_policy import ValidationDatasetConfig
 
@@ -31,6 +32,8 @@ class ValidationConfig(Table):
     use_remote_reward: ForRl[StrictBool | None] = None
     """Unset: as in training, which it must equal."""
     remote_reward: ForRl[RemoteRewardConfig | None] = None
+    """Unset: as in training."""
+    local_reward: ForRl[LocalRewardConfig | None] = None
     """Unset: as in training."""
     temperature: NoEffect[StrictFloat] = 0.0
     """Of language models, like all keys that follow."""

@@ -19,32 +19,36 @@ from cosmos_rl.policy.config.base import (
     PositiveInt,
     Table,
 )
-from cosmos_rl.policy.config.rollout import RemoteRewardConfig, RewardFunction
+from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
+from cosmos_rl.policy.config.rollout import RewardFunction
 
 
 class DatasetConfig(Table):
     """`[train.train_policy.dataset]`: where the training data is."""
 
     local_dir: str = ""
-    """Folder of pairs: `x.json` beside `x.jpg`, `x.jpeg`, `x.png` or `x.webp`."""
+    """Folder of pairs: `x.json` beside `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
+    prompts (`.txt`, `.jsonl`, `.json`), or a folder with one for each split."""
     test_size: PositiveInt | OpenFraction | None = None
     """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
     a share."""
-    name: Later[str] = ""
-    """Named prompt set (pickscore, ocr, geneval, dance_grpo_t2v) or data set on the hub."""
+    name: ForRl[str] = ""
+    """Named prompt set: pickscore, ocr, geneval or dance_grpo_t2v."""
     subset: Later[str | None] = None
     """Subset of the data set on the hub."""
     revision: Later[str | None] = None
     """Branch, tag or commit of the data set on the hub."""
-    split: Later[str | tuple[str, ...]] = ""
-    """Split of the named data set; of several the first."""
+    split: ForRl[str | tuple[str, ...]] = ""
+    """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
 
 
 class ValidationDatasetConfig(DatasetConfig):
     """`[validation.dataset]`: where the validation data is."""
 
     local_dir: str = ""
-    """Folder of pairs as for training, or a `.json` file with a list of prompts."""
+    """Folder of pairs as for training, or a `.json` file with a list of prompts; reinforcement learning as for
+    training."""
     test_size: NoEffect[PositiveInt | OpenFraction | None] = None
     """Counts in train.train_policy.dataset."""
 
@@ -146,21 +150,38 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     uncentralized_training: StrictBool = False
     """Must be true: every rank runs the same loop."""
     use_remote_reward: StrictBool = False
-    """Ask the reward service for scores; false: reward functions of your script."""
+    """Ask the reward service for scores; false: only local_reward, or the reward functions of your script."""
     remote_reward: RemoteRewardConfig = RemoteRewardConfig()
     """Scores from the reward service."""
+    local_reward: LocalRewardConfig = LocalRewardConfig()
+    """Scores from Python functions."""
+    on_missing_reward: Literal["neutral", "drop_group", "raise"] = "neutral"
+    """When a sample has no reward: "neutral" leaves it out of its group's statistics and trains with weight 0 on it,
+    "drop_group" trains on no sample of its prompt, "raise" ends the run."""
+    max_missing_frac: Fraction = 0.2
+    """A larger share of samples without a reward in a step ends the run."""
     bypass_reward: StrictBool = False
-    """All rewards are 0, to try things."""
+    """All rewards are 0, to try things; nothing is asked or called."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference model; 0: none is kept or run."""
     advantage_low: StrictFloat = -5.0
     """Smaller advantages count as this."""
     advantage_high: StrictFloat = 5.0
     """Larger advantages count as this; also the scale of DiffusionNFT's weights."""
+    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """Which part of an advantage counts: all of it, above 0, below 0, 1 where it is above 0, its sign."""
+    normalise_rewards: Literal["sum", "each"] = "sum"
+    """Advantages of the weighted sum of the rewards, or the weighted sum of each reward's advantages."""
+    drop_equal_groups: StrictBool = False
+    """Leave out prompts whose samples all have the same reward."""
     mu_iterations: PositiveInt = 1
     """Passes over the samples of a step."""
     batch_size_per_optimize: PositiveInt | None = None
     """Samples per rank and optimiser step; unset: all of the step."""
+    data_term: DataTermConfig = DataTermConfig()
+    """Real samples that are fine-tuned on beside the reward."""
+    watch: WatchConfig = WatchConfig()
+    """Tells when the policy cheats."""
     epsilon_low: NonNegativeFloat = 0.2
     """How far the likelihood ratio may fall below 1."""
     epsilon_high: NonNegativeFloat = 0.2

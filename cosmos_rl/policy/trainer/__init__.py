@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from cosmos_rl.distributed.context import Context
+    from cosmos_rl.policy.trainer.task import Task
 
 
 class StopRequest(Protocol):
@@ -29,6 +34,8 @@ def run(
     val_dataset: Any = None,
     custom_logger_fns: Sequence[LoggerFn] = (),
     hook_fns: Mapping[str, HookFn] | None = None,
+    reward_fns: RewardFns | None = None,
+    val_reward_fns: RewardFns | None = None,
     resume_from: Path | None = None,
     stop: StopRequest,
 ) -> int:
@@ -41,6 +48,7 @@ def run(
         val_dataset: pairs (held-out loss and pictures) or prompts (pictures), likewise.
         custom_logger_fns: called as ``fn(metrics, step)`` after each step; their errors are logged, not raised.
         hook_fns: callables by documented name.
+        reward_fns, val_reward_fns: functions that score samples, for reinforcement learning.
         resume_from: ``…/step_<N>/policy`` of a whole checkpoint.
         stop: asked after each step.
 
@@ -48,12 +56,29 @@ def run(
         Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
     """
     from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
-    from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
     if config.train.deterministic:
         use_deterministic_kernels()
     with process_group(config.train.device, config.policy.parallelism.dp_replicate_size) as context:
-        task = SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)
+        task = _task(config, context, dataset, val_dataset, reward_fns, val_reward_fns)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
+
+
+def _task(
+    config: Config,
+    context: "Context",
+    dataset: Any,
+    val_dataset: Any,
+    reward_fns: RewardFns | None,
+    val_reward_fns: RewardFns | None,
+) -> "Task":
+    if isinstance(config.train.train_policy, GrpoPolicyConfig):
+        from cosmos_rl.policy.trainer.diffusers_trainer.nft_job import build_nft
+
+        rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
+        return build_nft(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
+    from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+
+    return SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)

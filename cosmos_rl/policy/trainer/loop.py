@@ -10,19 +10,20 @@ from typing import Any
 
 from cosmos_rl.checkpoint import hub
 from cosmos_rl.checkpoint.card import write_card
-from cosmos_rl.checkpoint.layout import policy_dir, step_dir
+from cosmos_rl.checkpoint.layout import policy_dir, step_dir, whole_steps
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
-from cosmos_rl.policy.trainer.task import Task
+from cosmos_rl.policy.trainer.task import Alarm, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
-from cosmos_rl.tracking.media import save_pictures
+from cosmos_rl.tracking.media import Shown, caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
+from cosmos_rl.tracking.report import write_report
 from cosmos_rl.utils.logging import logger
 
 HOOKS = (
@@ -67,7 +68,7 @@ class TrainLoop:
             is_main=context.is_main,
         )
         self._saved_step: int | None = None
-        self._held_out: tuple[int, float] | None = None  # step and loss of the last validation that reported one
+        self._judged: tuple[int, float] | None = None  # step and objective of the last validation that reported one
         self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
         self._skipped_in_a_row = 0
         unknown = sorted(set(hooks) - set(HOOKS))
@@ -95,7 +96,8 @@ class TrainLoop:
         task.start(start)
         if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
             self._log(0, self._validate(0))
-        for step in range(start, total):
+        step = start
+        while step < total:
             began = time.perf_counter()
             report = task.train_step(step)
             done = step + 1
@@ -105,16 +107,49 @@ class TrainLoop:
             if self._validation_due(done):
                 metrics |= self._validate(done)
             self._log(done, metrics)
+            self._show(done, report.gallery)
             if self._line_due(done, start):
                 console.log(done, metrics)
+            if report.alarm is not None and report.alarm.action != "warn":
+                step = self._go_back(done, report.alarm)
+                continue
+            if report.alarm is not None:
+                logger.warning(report.alarm.text)
             if self._save_due(done):
                 self._save(done)
             end_of_step()
             signal_name = self._stop_signal()
             if signal_name and done < total:
                 return self._end_early(done, signal_name)
+            step = done
         self._finish(total, trained=start < total)
         return 0
+
+    def _go_back(self, done: int, alarm: Alarm) -> int:
+        """Restore the newest whole checkpoint that the alarm calls good; the step to go on with.
+
+        Raises:
+            UserError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
+        """
+        self._manager.wait()
+        good = [step for step in whole_steps(self._run.checkpoints) if step <= alarm.good_step]
+        if alarm.action == "stop" or not good:
+            self._save(done, final=True)
+            self._manager.wait()
+            if self._context.is_main:
+                self._report()
+            kept = f"The newest checkpoint before it is step {max(good)}." if good else "There is none before it."
+            raise UserError(
+                f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
+                f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
+                'train.optm_lr make this rarer; watch.action = "rewind" tries that by itself, "warn" goes on'
+            )
+        logger.warning(f"{alarm.text}\n  Going back to step {max(good)}")
+        self._manager.discard_after(max(good))
+        step = self._restore(policy_dir(self._run.checkpoints, max(good)).absolute())
+        alarm.after_rewind()
+        self._task.start(step)
+        return step
 
     def _stop_signal(self) -> str | None:
         """The signal that asked any rank to stop; the same answer on all ranks."""
@@ -151,7 +186,7 @@ class TrainLoop:
         ckpt = self._config.train.ckpt
         last = done == self._task.total_steps
         export = self._export_of(done) if ckpt.export_safetensors or last else None
-        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
+        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._copies())
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
         kept = {"step": done, "run": self._task.identity(), "loop": own, "task": self._task.progress()}
@@ -162,12 +197,12 @@ class TrainLoop:
         self._notify("save_checkpoint_hook", {**where, "total_steps": self._task.total_steps}, owner=self._manager)
 
     def _is_best(self, done: int) -> bool:
-        """Whether ``done``, which is being saved, was validated and has the lowest held-out loss of all saved steps."""
-        if self._held_out is None or self._held_out[0] != done or not math.isfinite(self._held_out[1]):
+        """Whether ``done``, which is being saved, was validated and has the lowest objective of all saved steps."""
+        if self._judged is None or self._judged[0] != done or not math.isfinite(self._judged[1]):
             return False
-        if self._best is not None and self._held_out[1] >= self._best[1]:
+        if self._best is not None and self._judged[1] >= self._best[1]:
             return False
-        self._best = self._held_out
+        self._best = self._judged
         return True
 
     def _export_of(self, done: int) -> WriteExport:
@@ -203,13 +238,21 @@ class TrainLoop:
             self._publish(folder, total)
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Describe the final export, and upload it if wanted. Other ranks do not wait for the network."""
+        """Describe export and run, and upload the export if wanted. Other ranks do not wait for the network."""
         export = folder / "lora" if (folder / "lora").is_dir() else folder
         describe = functools.partial(write_card, export, self._config, self._run.media, step=step)
         describe()
+        self._report()
         ckpt = self._config.train.ckpt
         if ckpt.upload_hf:
             hub.upload(export, ckpt.hf_repo_name or "", self._run.name, lambda name: describe(repository=name))
+
+    def _report(self) -> None:
+        """Everything is saved by now: a page that cannot be made does not fail the run."""
+        try:
+            logger.info(f"Look at the run: {write_report(self._run.root)}")
+        except Exception:
+            logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based step to go on with. All ranks take rank 0's: a shared disk may lag behind."""
@@ -232,7 +275,7 @@ class TrainLoop:
                     f"{resume_from} was saved with {name} = {before!r}, this run has {now!r}: data and noise "
                     "would not go on where they stopped. Use the old value, or start a new run."
                 )
-        restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._shadow())
+        restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._copies())
         self._task.restore_progress(state["task"])
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])
         best = state["loop"].get("best")
@@ -249,8 +292,10 @@ class TrainLoop:
         if self._metrics is not None:
             self._metrics.rewind(step)
 
-    def _shadow(self) -> Mapping[str, Any] | None:
-        return None if self._task.ema is None else self._task.ema.shadow
+    def _copies(self) -> Mapping[str, Mapping[str, Any]]:
+        """Named tensors beside the trained weights: the EMA's and the task's own."""
+        ema = self._task.ema
+        return {**({} if ema is None else {"ema": ema.shadow}), **self._task.copies()}
 
     # ---- validation and logging --------------------------------------------------------------------------------
 
@@ -263,15 +308,23 @@ class TrainLoop:
         about = {"current_epoch": self._task.epoch(done)}
         self._notify("pre_validation_hook", {**about, "is_last_step": done == self._task.total_steps})
         report = self._task.validate(done, lambda name, data: self._notify(name, {**about, **data}))
-        if report.pictures is not None and self._context.is_main:
+        if report.pictures and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
-            files = save_pictures(folder, report.pictures.pictures_NHW3, report.pictures.prompts)
+            files = save_gallery(folder, report.pictures)
             for tracker in self._trackers:
-                tracker.log_pictures(done, "val/pictures", files, report.pictures.prompts)
-        if "val/avg_loss" in report.metrics:
-            self._held_out = (done, report.metrics["val/avg_loss"])
+                tracker.log_pictures(done, "val/pictures", files, list(map(caption, report.pictures)))
+        if report.objective is not None:
+            self._judged = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
         return {**report.metrics, "val/time": time.perf_counter() - began}
+
+    def _show(self, done: int, gallery: Sequence[Shown]) -> None:
+        """Write a gallery of training samples, and the report with it."""
+        if not gallery or not self._context.is_main:
+            return
+        files = save_gallery(self._run.media / "rollout" / f"step_{done}", gallery)
+        for tracker in self._trackers:
+            tracker.log_pictures(done, "rollout_images", files, list(map(caption, gallery)))
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         if self._metrics is not None:

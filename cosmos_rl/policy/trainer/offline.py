@@ -29,7 +29,7 @@ def export_checkpoint(policy: Path, out: Path) -> Path:
     model: DiffuserModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
     params = model.trainable()
     ema = build_ema(params, config.train)
-    restore(policy, params, None, None if ema is None else ema.shadow)
+    restore(policy, params, None, {} if ema is None else {"ema": ema.shadow})
     with ema.swapped_in() if ema is not None else nullcontext():
         prepare_export(model)(out)
     return out

@@ -3,13 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.tracking.media import Shown
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something went wrong with what is learnt, while every number is still finite."""
+
+    text: str
+    action: Literal["warn", "stop", "rewind"]
+    good_step: int
+    """The last step at which nothing was wrong: a rewind goes back to a checkpoint no later than that."""
+    after_rewind: Callable[[], None]
+    """Called once the state of the good step is back."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +32,10 @@ class StepReport:
     metrics: Mapping[str, float]
     applied: bool
     """False when a loss or gradient was not finite and the weights were left alone."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Validation pictures."""
-
-    pictures_NHW3: Tensor
-    """uint8 ``[N, H, W, 3]`` on the CPU."""
-    prompts: Sequence[str]
+    gallery: Sequence[Shown] = ()
+    """Samples to be shown; the same on all ranks."""
+    alarm: Alarm | None = None
+    """The same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,10 @@ class ValidationReport:
     """What one validation found."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    pictures: Pictures | None = None
+    pictures: Sequence[Shown] = ()
+    """From the same prompts and noise at every validation; the same on all ranks."""
+    objective: float | None = None
+    """What the best checkpoint has the lowest of."""
 
 
 Notify = Callable[[str, dict[str, Any]], None]
@@ -68,6 +79,10 @@ class Task(Protocol):
 
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy what the export needs; the result writes it into a step's folder, later and in another thread."""
+        ...
+
+    def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Tensors that must survive a restart beside weights, moments and EMA: kind -> name -> live tensor."""
         ...
 
     def identity(self) -> dict[str, Any]:

@@ -33,9 +33,9 @@ class Cond:
             element_mask=None if self.element_mask is None else change(self.element_mask),
         )
 
-    def rows(self, which: slice) -> "Cond":
-        """The conditions of some samples, as a view."""
-        return self._map(lambda value: value[which])
+    def rows(self, which: slice | Tensor) -> "Cond":
+        """The conditions of some samples: a view for a slice, a copy for indices int64 ``[N]``."""
+        return self._map(lambda value: value[which if isinstance(which, slice) else which.to(value.device)])
 
     def to(self, device: torch.device) -> "Cond":
         """The same on ``device``."""

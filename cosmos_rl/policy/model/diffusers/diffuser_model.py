@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
-from cosmos_rl.diffusion.kernels import EulerKernel, StockKernel, sigmas_of
-from cosmos_rl.diffusion.sampling import run_sampling
 from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
@@ -28,13 +25,14 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model.diffusers import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.freezing import apply_patterns
+from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.utils.logging import logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class DiffuserModel(abc.ABC):
+class DiffuserModel(VelocityModel):
     """A diffusers pipeline with its parts as attributes (``transformer``, ``vae``, ``scheduler``, ``text_encoder``, …).
 
     Attributes:
@@ -157,13 +155,47 @@ class DiffuserModel(abc.ABC):
         sigma = self.sigma_map[index].to(clean_latents.device)
         return mix(clean_latents, noise, sigma), noise, self.timestep_map[index].to(clean_latents.device)
 
-    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
-        """Noise level in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
-        return sigma.float() * self.scheduler.config.num_train_timesteps
+    def nft_prepare_transformer_input(
+        self,
+        latents: Tensor,
+        prompt_embeds: Tensor,
+        prompt_attention_mask: Tensor | None,
+        pooled_prompt_embeds: Tensor | None,
+        timestep: Tensor,
+        num_frames: int,
+        height: int,
+        width: int,
+    ) -> dict[str, Any]:
+        """Keyword arguments of one call of the transformer, for every forward pass: training, rollout and loss.
+
+        Args:
+            latents: ``[B, C, ...]``.
+            prompt_embeds, prompt_attention_mask, pooled_prompt_embeds: what ``text_embedding`` gave under
+                ``encoder_hidden_states``, ``encoder_attention_mask`` and ``pooled_projections``.
+            timestep: ``[B]`` float32, from ``timestep_from_sigma``.
+            num_frames, height, width: of the media, in pixels.
+        """
+        text = zip(TEXT_KEYWORDS.values(), (prompt_embeds, prompt_attention_mask, pooled_prompt_embeds), strict=True)
+        given = {keyword: value for keyword, value in text if value is not None}
+        return {"hidden_states": latents, "timestep": timestep, **given, "return_dict": False}
 
     def transformer_input(self, latents: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> dict[str, Any]:
-        """Keyword arguments of one call of the transformer."""
-        return {"hidden_states": latents, "timestep": timestep, **text, "return_dict": False}
+        """Keyword arguments of one call of the transformer; a family whose text has other parts overrides this."""
+        foreign = sorted(set(text) - set(TEXT_KEYWORDS.values()))
+        if foreign:
+            raise NotImplementedError(
+                f"{type(self).__name__}.text_embedding gives {', '.join(foreign)}: override transformer_input, which "
+                "knows only the three usual parts"
+            )
+        height, width = self.config.inference_size
+        return self.nft_prepare_transformer_input(
+            latents,
+            **{name: text.get(keyword) for name, keyword in TEXT_KEYWORDS.items()},  # pyright: ignore[reportArgumentType]
+            timestep=timestep,
+            num_frames=self.config.train_frames if self.config.is_video else 1,
+            height=height,
+            width=width,
+        )
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` float32 in [0, 1]."""
@@ -202,25 +234,6 @@ class DiffuserModel(abc.ABC):
             chunks = [list(visuals[first : first + size]) for first in range(0, len(visuals), size)]
             return torch.cat([self.visual_embedding(chunk, **keywords) for chunk in chunks])
 
-    def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
-        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and every loss call.
-
-        Args:
-            latents: ``[B, C, ...]``.
-            sigma: ``[B]`` float32 in [0, 1].
-            cond: conditions of the B samples.
-            guidance: above 1 mixes ``negative + guidance * (text - negative)``, both in one pass.
-        """
-        timestep = self.timestep_from_sigma(sigma)
-        if guidance <= 1.0:
-            return self.predict(latents, timestep, cond)
-        if cond.negative is None:
-            raise ValueError("guidance above 1 needs conditions with a negative twin")
-        both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
-        out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
-        negative, positive = out.chunk(2)
-        return negative + guidance * (positive - negative)
-
     def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
         """One call of the transformer at its own ``timestep``; the result has the dtype of ``latents``."""
         inputs = self.transformer_input(latents, timestep.to(latents.device), dict(cond.text))
@@ -250,64 +263,6 @@ class DiffuserModel(abc.ABC):
         """Shape of one sample's latents for a picture of that size."""
         factor = self.pipeline.vae_scale_factor
         return (self.transformer.config.in_channels, height // factor, width // factor)
-
-    @torch.no_grad()
-    def sample_latents(
-        self, cond: Cond, noise: Tensor, *, num_steps: int, guidance: float, kernel: str = "euler"
-    ) -> Tensor:
-        """Noise ``[N, C, ...]`` -> clean latents with the checkpoint's own noise levels.
-
-        ``kernel`` is ``euler`` or ``stock`` (the pipeline scheduler's own step). The scheduler that training uses keeps
-        its state.
-        """
-        scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        sigmas = sigmas_of(scheduler, num_steps)
-        cond = cond.to(self.device)
-
-        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-            return self.velocity(latents, sigma, cond, guidance=guidance)
-
-        step = {"euler": EulerKernel(), "stock": StockKernel(scheduler)}[kernel]
-        return run_sampling(velocity, noise.to(self.device), sigmas, kernel=step).latents
-
-    def sample(
-        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: str = ""
-    ) -> Tensor:
-        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device."""
-        cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
-        with self.evaluating():
-            return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The transformer in eval mode (no dropout) inside the block."""
-        was_training = self.transformer.training
-        self.transformer.eval()
-        try:
-            yield
-        finally:
-            self.transformer.train(was_training)
-            # a forward pass without a backward leaves weights gathered, and they would outlive a change of the shards
-            for module in self.transformer.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-    # ---- weights -----------------------------------------------------------------------------------------------
-
-    @property
-    def primary_adapter(self) -> str:
-        """Name of the adapter that is trained and exported."""
-        assert self.lora_config is not None, "only with policy.lora"
-        return self.lora_config.active_adapter
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters by their full names in the transformer, in a fixed order."""
-        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
-
-    def synchronise_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
-        if isinstance(self.transformer, FSDPModule):
-            self.transformer.set_requires_gradient_sync(wanted)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
         "rank_pattern": dict(config.r_pattern or {}),
         "alpha_pattern": dict(config.alpha_pattern or {}),
     }
-    for name in config.lora_names:
-        transformer.add_adapter(PeftLoraConfig(**peft_config), adapter_name=name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        for name in config.lora_names:
+            transformer.add_adapter(PeftLoraConfig(**peft_config), adapter_name=name)
     for name, param in list(transformer.named_parameters()):
         if ".lora_" in name and param.dtype != torch.float32:
             owner, _, leaf = name.rpartition(".")

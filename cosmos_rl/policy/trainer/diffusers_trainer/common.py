@@ -1,17 +1,22 @@
 """What every diffusers job builds in the same way."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
-from cosmos_rl.distributed.sharding import full_cpu
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.sharding import Sharding, full_cpu
+from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
-from cosmos_rl.policy.config import TrainConfig
+from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
 from cosmos_rl.policy.model.diffusers.lora import adapter_state
 
 
@@ -61,3 +66,31 @@ def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype, *, keep: bool
     """Whole tensors on the CPU where ``keep``; nothing on the other ranks, which only take part in the gathering."""
     copies = ((name, full_cpu(value, dtype, keep=keep)) for name, value in state.items())
     return {name: copy for name, copy in copies if copy is not None}
+
+
+def sharding_of(config: Config, context: Context) -> Sharding | None:
+    """How the transformer is spread over the ranks; None for a single one."""
+    if context.mesh is None:
+        return None
+    reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
+    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
+
+
+def opened(given: Any, config: Config, name: str) -> Any:
+    """A data set, or what its factory makes of the configuration."""
+    if inspect.isclass(given):
+        raise UserError(
+            f"{name}: give an object of the class {given.__name__}, or a function of the config that makes one"
+        )
+    if callable(given) and not hasattr(given, "__getitem__"):
+        return opened(given(config), config, name)
+    dataset: Any = given
+    if hasattr(dataset, "setup"):
+        dataset.setup(config)
+    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{name}: need an object with __len__ and __getitem__, or a function of the config that makes one"
+        )
+    if len(dataset) == 0:
+        raise UserError(f"{name}: is empty")
+    return dataset

@@ -1,11 +1,9 @@
 """Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,27 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.items import BadSample, Item, Part
+from cosmos_rl.data.items import BadSample, Part
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
-from cosmos_rl.diffusion.schedule import density, index_from_density
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
-from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import (
+    build_ema,
+    build_optimizer,
+    opened,
+    prepare_export,
+    sharding_of,
+)
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
-from cosmos_rl.policy.trainer.task import Notify, Pictures, StepReport, ValidationReport
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
+from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
 MAX_VALIDATION_PROMPTS = 16
@@ -47,7 +50,7 @@ class SFTTrainer:
         self._config = config
         self._context = context
         self._seed = config.train.seed
-        self._dataset = _opened(dataset, config, "dataset")
+        self._dataset = opened(dataset, config, "dataset")
         self._val_dataset: Any = None
         if config.validation.enable:
             self._val_dataset = self._held_out(val_dataset)
@@ -69,10 +72,11 @@ class SFTTrainer:
             device=context.device,
             gradient_checkpointing=config.policy.model_gradient_checkpointing,
             seed=self._seed,
-            sharding=_sharding(config, context),
+            sharding=sharding_of(config, context),
             rest_on_cpu=job.cached_latents or job.cached_text,
         )
         self.encoding = Encoding(self.model, config)
+        self._noising = Noising(self.model, self.encoding, config)
         self.params: Mapping[str, torch.nn.Parameter] = self.model.trainable()
         self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
         self.ema: Ema | None = build_ema(self.params, config.train)
@@ -88,7 +92,7 @@ class SFTTrainer:
         """The validation data: what is given, else the first ``dataset.test_size`` training samples, taken out."""
         share = self._config.train.train_policy.dataset.test_size
         if share is None or self._config.validation.dataset.local_dir:
-            return _opened(val_dataset, self._config, "val_dataset")
+            return opened(val_dataset, self._config, "val_dataset")
         if callable(val_dataset) and not hasattr(val_dataset, "__getitem__"):
             val_dataset = val_dataset(self._config)
         if val_dataset is not None:
@@ -127,7 +131,7 @@ class SFTTrainer:
         torch.manual_seed(randomness.key(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
         dropout = self._config.train.train_policy.caption_dropout
-        whole = self._prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
+        whole = self._noising.prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
         size = self._config.train.train_policy.mini_batch
         own_sum, own_weight, count = 0.0, 0.0, len(batch.items)
         for first in range(0, count, size):
@@ -162,8 +166,9 @@ class SFTTrainer:
         with swap, torch.no_grad(), self.model.evaluating():
             if self._validates_prompts():
                 return ValidationReport(pictures=self._pictures(list(self._val_dataset)))
-            metrics = {"val/avg_loss": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
-            return ValidationReport(metrics, self._pictures(self._held_out_prompts()))
+            loss = self.held_out_loss(notify)
+            metrics = {"val/avg_loss": loss, "val/skipped": len(self._val_skipped.reasons)}
+            return ValidationReport(metrics, self._pictures(self._held_out_prompts()), objective=loss)
 
     def _validates_prompts(self) -> bool:
         try:
@@ -182,7 +187,7 @@ class SFTTrainer:
                 read, items = read_held_out(self._val_dataset, [other], self._val_skipped)
                 if read:
                     break
-            micro_sum, micro_weight = self._prepare("validation", 0, read, items, 0.0).loss(self.model)
+            micro_sum, micro_weight = self._noising.prepare("validation", 0, read, items, 0.0).loss(self.model)
             if counts:
                 total, weight = total + float(micro_sum), weight + float(micro_weight)
             score = float(micro_sum) / max(float(micro_weight), 1e-12)
@@ -202,19 +207,9 @@ class SFTTrainer:
         return self._val_prompts
 
     def _dealt(self, count: int) -> Iterator[tuple[list[int], bool]]:
-        """Positions 0 ... count - 1 dealt to this rank in chunks; (positions, do they count).
-
-        Every rank gets as many chunks, since sharded forward passes must meet: one that has none left repeats its
-        first position, and that chunk does not count.
-        """
+        """This rank's positions of 0 ... count - 1 in chunks; (positions, do they count)."""
         size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
-        rank, world = self._context.dp_rank, self._context.dp_size
-        own = list(range(rank, count, world))
-        most = math.ceil(count / world)
-        rounds = math.ceil(most / size)
-        for number in range(rounds):
-            chunk = own[number * size : (number + 1) * size]
-            yield chunk or [rank % count], bool(chunk)
+        return dealt(count, size, self._context.dp_rank, self._context.dp_size)
 
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
@@ -233,6 +228,10 @@ class SFTTrainer:
         """Take over the counters of a checkpoint."""
         self._optimizer_steps = int(progress["optimizer_steps"])
 
+    def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """None."""
+        return {}
+
     def identity(self) -> dict[str, Any]:
         """What the positions in the data and the draws depend on."""
         sft = self._config.train.train_policy
@@ -247,26 +246,7 @@ class SFTTrainer:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _prepare(
-        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], dropout: float
-    ) -> "NoisedSamples":
-        """Encode items and draw their noise levels and noise; all draws are keyed by (seed, purpose, step, id)."""
-        config = self._config.policy.diffusers
-        clean = self.encoding.latents(items)
-        prompts = [item.prompt for item in items]
-        if dropout > 0.0:
-            drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
-            prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
-        cond = self.encoding.conditions(prompts)
-        noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
-        if config.weighting_scheme == "logit_normal":
-            level = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
-        else:
-            level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
-        u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
-        return NoisedSamples(clean, cond, noise, index_from_density(u, self.model.train_sampling_steps))
-
-    def _pictures(self, prompts: Sequence[str]) -> Pictures:
+    def _pictures(self, prompts: Sequence[str]) -> list[Shown]:
         """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
         count = self._config.validation.n_generation
@@ -283,7 +263,8 @@ class SFTTrainer:
                 own[[i // world for i in ids]] = to_uint8(pictures)
         gathered = self._context.gather_rows(own)  # rank after rank; position i is row i // world of rank i % world
         order = [(i % world) * len(own) + i // world for i in range(len(all_prompts))]
-        return Pictures(gathered[order], all_prompts)
+        pairs = zip(gathered[order], all_prompts, strict=True)
+        return [Shown(picture, prompt, i, "fixed") for i, (picture, prompt) in enumerate(pairs)]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())
@@ -293,51 +274,3 @@ class SFTTrainer:
             f"in {self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "
             f"{self.stream.steps_per_epoch} steps per epoch, {self.total_steps} steps"
         )
-
-
-@dataclass(frozen=True)
-class NoisedSamples:
-    """Encoded samples with everything that was drawn for them."""
-
-    clean: Tensor
-    """Latents ``[B, C, ...]`` float32."""
-    cond: Cond
-    noise: Tensor
-    """Like ``clean``."""
-    index: Tensor
-    """int64 ``[B]`` on the CPU: places in the ascending training grid."""
-
-    def rows(self, which: slice) -> "NoisedSamples":
-        """Some of the samples, as a view."""
-        return NoisedSamples(self.clean[which], self.cond.rows(which), self.noise[which], self.index[which])
-
-    def loss(self, model: DiffuserModel) -> tuple[Tensor, Tensor]:
-        """Flow-matching ``(sum, weight)``."""
-        return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
-
-
-def _sharding(config: Config, context: Context) -> Sharding | None:
-    if context.mesh is None:
-        return None
-    reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
-    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
-
-
-def _opened(given: Any, config: Config, name: str) -> Any:
-    """A data set, or what its factory makes of the configuration."""
-    if inspect.isclass(given):
-        raise UserError(
-            f"{name}: give an object of the class {given.__name__}, or a function of the config that makes one"
-        )
-    if callable(given) and not hasattr(given, "__getitem__"):
-        return _opened(given(config), config, name)
-    dataset: Any = given
-    if hasattr(dataset, "setup"):
-        dataset.setup(config)
-    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            f"{name}: need an object with __len__ and __getitem__, or a function of the config that makes one"
-        )
-    if len(dataset) == 0:
-        raise UserError(f"{name}: is empty")
-    return dataset

@@ -1,0 +1,156 @@
+"""From rewards to advantages and to DiffusionNFT's optimality.
+
+A reward that is not finite is missing: it enters no statistic, and the sample's advantage is NaN, which the caller has
+to leave out (:func:`kept_rows`). Groups are told apart by their id, never by the text of their prompt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+
+
+def group_advantages(reward_N: Tensor, group_N: Tensor, *, global_std: bool, eps: float = 1e-4) -> Tensor:
+    """``(reward - mean of its group) / (std + eps)``, float64 ``[N]``; NaN where the reward is missing.
+
+    Args:
+        reward_N: ``[N]`` rewards of a whole step, all ranks together.
+        group_N: ``[N]`` integer ids; samples with one id were made from one prompt entry.
+        global_std: population standard deviation over all rewards of the step; else over those of the sample's group.
+        eps: added to the deviation.
+
+    Groups whose rewards are all equal, and those with one reward, give exactly 0.
+    """
+    groups = _Groups.of(reward_N, group_N)
+    deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
+    if global_std:
+        valid = groups.reward_N[groups.valid_N]
+        std_N = (valid.std(correction=0) if len(valid) else valid.sum()).expand_as(deviation_N)
+    else:
+        std_N = groups.mean_P(deviation_N**2).sqrt()[groups.inverse_N]
+    return torch.where(groups.valid_N, deviation_N / (std_N + eps), torch.nan)
+
+
+def combined_advantages(
+    rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_N: Tensor, *, global_std: bool
+) -> Tensor:
+    """Normalise each reward by itself, then add up with the weights; float64 ``[N]``.
+
+    Unlike a sum of rewards, a reward with small numbers counts as much as one with large ones. A sample that lacks one
+    of the rewards is missing as a whole. Rewards of weight 0 or without a weight do not count.
+    """
+    counted = {name: weight for name, weight in weights.items() if weight != 0.0}
+    absent = sorted(set(counted) - set(rewards))
+    if absent or not counted:
+        raise ValueError(f"rewards that are weighed: {sorted(counted)}; rewards given: {sorted(rewards)}")
+    stacked = torch.stack([rewards[name].double() for name in counted])
+    stacked = torch.where(stacked.isfinite().all(0), stacked, torch.nan)
+    parts = [
+        weight * group_advantages(reward_N, group_N, global_std=global_std)
+        for reward_N, weight in zip(stacked, counted.values(), strict=True)
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
+    """Advantages ``[N]`` -> what training uses of them; NaN stays NaN.
+
+    ``all``: as they are; ``positive_only``, ``negative_only``: the others count as 0; ``one_only``: 1 where positive,
+    else 0; ``binary``: the sign.
+    """
+    if mode == "all":
+        return advantage_N
+    if mode == "positive_only":
+        return advantage_N.clamp(min=0.0)
+    if mode == "negative_only":
+        return advantage_N.clamp(max=0.0)
+    if mode == "one_only":
+        return torch.where(advantage_N.isnan(), advantage_N, (advantage_N > 0).to(advantage_N))
+    if mode == "binary":
+        return torch.where(advantage_N.isnan(), advantage_N, advantage_N.sign())
+    raise ValueError(f'advantage mode: found "{mode}"; allowed: all, positive_only, negative_only, one_only, binary')
+
+
+def optimality(advantage_N: Tensor, low: float, high: float) -> Tensor:
+    """DiffusionNFT's weight ``r = clip(clip(A, low, high) / (2 high) + 1/2, 0, 1)``, ``[N]``; NaN stays NaN.
+
+    It is the probability that the sample is a good one (Zheng et al. 2025, arXiv 2509.16117).
+    """
+    if not (high > 0.0 and low < high):
+        raise ValueError(f"bounds of the advantage: found {low} and {high}; allowed: low < high and high > 0")
+    return (advantage_N.clamp(low, high) / (2.0 * high) + 0.5).clamp(0.0, 1.0)
+
+
+def zero_std_share(reward_N: Tensor, group_N: Tensor) -> float:
+    """Share of the groups whose rewards are all equal, so that they teach nothing; groups without a reward left out."""
+    groups = _Groups.of(reward_N, group_N)
+    scored_P = groups.count_P > 0
+    return float((groups.equal_P & scored_P).sum() / scored_P.sum().clamp(min=1))
+
+
+def kept_rows(
+    reward_N: Tensor,
+    advantage_N: Tensor,
+    group_N: Tensor,
+    *,
+    on_missing: Literal["neutral", "drop_group"],
+    drop_equal_groups: bool,
+) -> Tensor:
+    """Which samples are trained on, bool ``[N]``.
+
+    Args:
+        reward_N, advantage_N, group_N: ``[N]`` each; without an advantage a sample is never kept.
+        on_missing: leave out only the sample without a reward (``neutral``), or its whole group.
+        drop_equal_groups: leave out groups whose rewards are all equal.
+    """
+    groups = _Groups.of(reward_N, group_N)
+    kept_N = groups.valid_N & ~advantage_N.isnan()
+    if on_missing == "drop_group":
+        whole_P = groups.count_P == torch.bincount(groups.inverse_N, minlength=len(groups.count_P))
+        kept_N = kept_N & whole_P[groups.inverse_N]
+    elif on_missing != "neutral":
+        raise ValueError(f'on_missing: found "{on_missing}"; allowed: neutral, drop_group')
+    return kept_N & ~groups.equal_P[groups.inverse_N] if drop_equal_groups else kept_N
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rewards sorted into ``P`` groups."""
+
+    reward_N: Tensor
+    valid_N: Tensor
+    inverse_N: Tensor
+    """Row -> index of its group."""
+    count_P: Tensor
+    """Rewards that are there, per group."""
+    offset_N: Tensor
+    """Reward minus the smallest of its group, 0 where missing: exactly 0 in a group of equal rewards."""
+
+    @classmethod
+    def of(cls, reward_N: Tensor, group_N: Tensor) -> "_Groups":
+        if reward_N.ndim != 1 or reward_N.shape != group_N.shape:
+            raise ValueError(f"rewards {list(reward_N.shape)} and groups {list(group_N.shape)}; allowed: both [N]")
+        reward_N = reward_N.double()
+        valid_N = reward_N.isfinite()
+        ids_P, inverse_N = group_N.unique(return_inverse=True)
+        count_P = torch.bincount(inverse_N[valid_N], minlength=len(ids_P))
+        lowest_P = reward_N.new_full((len(ids_P),), torch.inf)
+        lowest_P = lowest_P.scatter_reduce(0, inverse_N[valid_N], reward_N[valid_N], "amin")
+        offset_N = torch.where(valid_N, reward_N - lowest_P[inverse_N], 0.0)
+        return cls(reward_N, valid_N, inverse_N, count_P, offset_N)
+
+    def mean_P(self, value_N: Tensor) -> Tensor:
+        """Mean per group of values that are 0 where the reward is missing; 0 for a group without rewards."""
+        total_P = value_N.new_zeros(len(self.count_P)).index_add(
+            0, self.inverse_N, torch.where(self.valid_N, value_N, 0.0)
+        )
+        return total_P / self.count_P.clamp(min=1)
+
+    @property
+    def equal_P(self) -> Tensor:
+        """bool ``[P]``: all rewards of the group that are there are equal."""
+        return self.mean_P(self.offset_N) == 0

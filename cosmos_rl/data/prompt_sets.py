@@ -1,0 +1,168 @@
+"""Prompt sets by name, which are fetched once, and the files of prompts that a `dataset` table names."""
+
+import contextlib
+import difflib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, parse_prompts, read_prompts
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DatasetConfig
+from cosmos_rl.storage.atomic import write_bytes
+from cosmos_rl.utils.logging import logger
+
+_DEFAULT_CACHE = "~/.cache/cosmos_rl"
+_NFT = "https://raw.githubusercontent.com/NVlabs/DiffusionNFT/main/dataset"
+_VIDEO_PROMPTS = "https://raw.githubusercontent.com/XueZeyue/DanceGRPO/main/assets/video_prompts.txt"
+_WAIT_S = 300.0
+"""Seconds to wait for another process that fetches the same file."""
+_FETCH_S = 120.0
+"""Seconds that a download may take."""
+_LARGEST = 64 * 2**20
+"""Bytes; the largest of the sets has 3 MB."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A prompt set that others publish."""
+
+    file: str
+    """Its file name, with the split in braces."""
+    urls: dict[str, str]
+    """Split -> where it is published."""
+
+
+def _of_nft(name: str, file: str) -> _Known:
+    return _Known(file, {split: f"{_NFT}/{name}/{file.format(split=split)}" for split in ("train", "test")})
+
+
+KNOWN = {
+    "pickscore": _of_nft("pickscore", "{split}.txt"),
+    "ocr": _of_nft("ocr", "{split}.txt"),
+    "geneval": _of_nft("geneval", "{split}_metadata.jsonl"),
+    "dance_grpo_t2v": _Known("{split}.txt", {"train": _VIDEO_PROMPTS, "test": _VIDEO_PROMPTS}),
+}
+"""Prompt sets by `dataset.name`."""
+
+
+def prompts_of(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRecord]:
+    """The prompts that the table ``key`` asks for: those of ``local_dir``, else the set ``name``.
+
+    Args:
+        dataset: the table.
+        key: its dotted name, for messages.
+        split: which split to take when the table names none.
+
+    Raises:
+        UserError: nothing is named, an unknown set, a file that is missing or wrong, or a failed download.
+    """
+    splits = [dataset.split] if isinstance(dataset.split, str) else dataset.split
+    split = next(iter(splits), "") or split
+    if dataset.local_dir:
+        return read_prompts(_own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir"))
+    if not dataset.name:
+        raise UserError(f"{key}.name: missing; allowed: one of {', '.join(KNOWN)}, or give a file as {key}.local_dir")
+    if dataset.name not in KNOWN:
+        near = difflib.get_close_matches(dataset.name, KNOWN, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f'{key}.name: found "{dataset.name}"; allowed: one of {", ".join(KNOWN)}{hint}')
+    return _named(dataset.name, split, key)
+
+
+def _own_file(path: Path, split: str, key: str) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(f'{key} = "{path}": {path.absolute()} does not exist; give a file or a folder of prompts')
+    names = [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{split}_metadata.jsonl"]
+    found = next((path / name for name in names if (path / name).is_file()), None)
+    if found is None:
+        raise UserError(f'{key} = "{path}": no prompts there for the split "{split}"; expected {" or ".join(names)}')
+    return found
+
+
+def _named(name: str, split: str, key: str) -> list[PromptRecord]:
+    known = KNOWN[name]
+    set_in = os.environ.get("COSMOS_CACHE_DIR") or _DEFAULT_CACHE
+    places = [
+        Path(root).expanduser() / "diffusion_nft" / name / known.file.format(split=split)
+        for root in dict.fromkeys((set_in, _DEFAULT_CACHE))
+    ]
+    found = next((place for place in places if place.is_file()), None)
+    if found is not None:
+        return read_prompts(found)
+    if split not in known.urls:
+        raise UserError(
+            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {places[0]}'
+        )
+    return _fetched(known.urls[split], places[0])
+
+
+def _fetched(url: str, path: Path) -> list[PromptRecord]:
+    """Download a prompt file unless another process has done so meanwhile; only a whole and readable one is kept."""
+    with _alone(path):
+        if path.is_file():
+            return read_prompts(path)
+        logger.info("fetching %s", url)
+        try:
+            content = _download(url)
+            text = content.decode("utf-8-sig")
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise UserError(
+                f"{path} is not there, and {url} cannot be fetched ({type(error).__name__}: {error}); without a "
+                "network, copy the file to that place yourself"
+            ) from error
+        records = parse_prompts(text, url, path.suffix)
+        write_bytes(path, content)
+        return records
+
+
+def _download(url: str) -> bytes:
+    parts, size, until = [], 0, time.monotonic() + _FETCH_S
+    with httpx.stream("GET", url, follow_redirects=True, timeout=20.0) as answer:
+        answer.raise_for_status()
+        for part in answer.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > _LARGEST or time.monotonic() > until:
+                raise ValueError(f"larger than {_LARGEST} bytes or slower than {_FETCH_S:g} s")
+        expected = answer.headers.get("content-length")
+        if expected and "content-encoding" not in answer.headers and int(expected) != size:
+            raise ValueError(f"only {size} of {expected} bytes came")
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within the block no other process on this machine fetches ``path``; the end of the process frees it too."""
+    lock_path = path.with_name(f".{path.name}.lock")
+    try:
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"{lock_path.parent}: cannot be written ({error.strerror}); set COSMOS_CACHE_DIR") from error
+    try:
+        until = time.monotonic() + _WAIT_S
+        while not _locked(lock):
+            if time.monotonic() > until:
+                raise UserError(f"{path}: another process has been fetching it for {_WAIT_S:g} s; is it stuck?")
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks; the file is whole anyway, as it is renamed into place
+    return True

@@ -1,0 +1,45 @@
+"""Tables of `[train.train_policy]` that only reinforcement learning has: the data term and the watch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool, StrictFloat
+
+from cosmos_rl.policy.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Table
+
+
+class DataTermConfig(Table):
+    """`[train.train_policy.data_term]`: real samples that are fine-tuned on beside the reward."""
+
+    beta: NonNegativeFloat = 0.0
+    """Weight of their flow-matching loss; 0: none are read."""
+    local_dir: str = ""
+    """Folder of pairs, as for supervised fine-tuning."""
+    batch_size: PositiveInt = 16
+    """Samples per optimiser step over all ranks; a multiple of the number of data parallel ranks."""
+
+
+class WatchConfig(Table):
+    """`[train.train_policy.watch]`: tells when a reward rises because the policy cheats."""
+
+    enable: StrictBool = True
+    """Watch at all."""
+    freq: PositiveInt = 5
+    """Steps between two looks."""
+    local_dir: str = ""
+    """Folder of held-out pairs for the flow-matching loss; unset: samples of the model as it is at the start."""
+    samples: PositiveInt = 32
+    """Held-out samples whose loss is measured."""
+    max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] = 3.0
+    """Alarm when their loss, as a multiple of the loss at the start, is larger."""
+    min_diversity_ratio: Fraction = 0.5
+    """Alarm when the spread of the samples of one prompt, as a share of that at the start, is smaller."""
+    max_untrained_drop: Fraction = 0.3
+    """Alarm when a validation reward that is not trained on falls by more than this share of its first value."""
+    action: Literal["warn", "stop", "rewind"] = "stop"
+    """What an alarm does: warn, save and stop, or go back to the last checkpoint that was found good."""
+    max_rewinds: NonNegativeInt = 3
+    """So many times; the next alarm stops the run."""
+    rewind_lr_factor: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.5
+    """Factor on the learning rate at each going back; the random draws change in any case."""
+    rewind_kl_factor: Annotated[StrictFloat, Field(ge=1)] = 2.0
+    """Factor on kl_beta at each going back."""

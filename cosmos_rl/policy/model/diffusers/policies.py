@@ -1,0 +1,154 @@
+"""The policies that share one transformer: the trained one, the old one that samples, the reference.
+
+With LoRA the old policy is a second adapter and the reference is the base without adapters: nothing is copied. With all
+weights trained they are copies of the trained parameters, sharded like these and made only when they are wanted.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Literal, Protocol
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+PolicyName = Literal["default", "old", "reference"]
+
+
+class Policies(Protocol):
+    """Which weights a forward pass of the transformer uses."""
+
+    old_is_default: bool
+    """The old policy is exactly the trained one: set by a hard copy, cleared by the next optimiser step."""
+
+    def using(self, name: PolicyName) -> contextlib.AbstractContextManager[None]:
+        """The transformer acts as this policy inside the block. Never changes what is trainable."""
+        ...
+
+    def follow(self, decay: float) -> None:
+        """``old = decay * old + (1 - decay) * default``."""
+        ...
+
+    def old_state(self) -> Mapping[str, Tensor]:
+        """The old policy's weights by the names of the trained parameters; empty when none are kept."""
+        ...
+
+
+class AdapterPolicies:
+    """Policies as LoRA adapters of one base."""
+
+    def __init__(self, transformer: nn.Module, trained: str, old: str | None) -> None:
+        """``trained`` and ``old`` name adapters; without ``old`` there is none to sample from."""
+        self._trained = trained
+        self._old = old
+        self._layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+        named = dict(transformer.named_parameters())
+        self._default_params = {name: p for name, p in named.items() if f".{trained}." in name and ".lora_" in name}
+        self._old_params: dict[str, Tensor] = {}
+        if old is not None:
+            self._old_params = {n: named[n.replace(f".{trained}.", f".{old}.")] for n in self._default_params}
+        self.old_is_default = False
+        self.follow(0.0)
+
+    @contextlib.contextmanager
+    def using(self, name: PolicyName) -> Iterator[None]:
+        """Switch the layers directly: PEFT's ``set_adapter`` would also change which adapter is trainable."""
+        if name == "old" and self._old is None:
+            raise ValueError("this model keeps no old policy")
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
+        wanted = {"default": self._trained, "old": self._old}.get(name)
+        for layer in self._layers:
+            layer._disable_adapters = wanted is None
+            if wanted is not None:
+                layer._active_adapter = [wanted]
+        try:
+            yield
+        finally:
+            for layer, (active, disabled) in zip(self._layers, before, strict=True):
+                layer._active_adapter, layer._disable_adapters = active, disabled
+
+    def follow(self, decay: float) -> None:
+        """``old = decay * old + (1 - decay) * default``."""
+        _blend(self._old_params, self._default_params, decay)
+        self.old_is_default = decay == 0.0
+
+    def old_state(self) -> Mapping[str, Tensor]:
+        """The old adapter's weights by the names of the trained ones."""
+        return {name: param.detach() for name, param in self._old_params.items()}
+
+
+class CopyPolicies:
+    """Policies as copies of all trained parameters, exchanged with the live ones while they are in use."""
+
+    def __init__(
+        self, transformer: nn.Module, params: Mapping[str, nn.Parameter], *, keep_old: bool, keep_reference: bool
+    ) -> None:
+        """Without ``keep_old`` the old policy is the trained one; both must then never differ where it is used."""
+        self._transformer = transformer
+        self._params = dict(params)
+        self._copies: dict[str, dict[str, Tensor]] = {}
+        if keep_old:
+            self._copies["old"] = {name: p.detach().clone() for name, p in self._params.items()}
+        if keep_reference:
+            self._copies["reference"] = {name: p.detach().clone() for name, p in self._params.items()}
+        self._keeps_old = keep_old
+        self.old_is_default = True
+
+    @contextlib.contextmanager
+    def using(self, name: PolicyName) -> Iterator[None]:
+        """The parameters hold the policy's values inside the block and the trained ones, bit for bit, after it."""
+        if name == "default" or (name == "old" and (not self._keeps_old or self.old_is_default)):
+            yield
+            return
+        if name not in self._copies:
+            raise ValueError(f"this model keeps no {name} policy")
+        self._exchange(self._copies[name])
+        try:
+            yield
+        finally:
+            self._exchange(self._copies[name])
+
+    def follow(self, decay: float) -> None:
+        """``old = decay * old + (1 - decay) * default``."""
+        if self._keeps_old:
+            _blend(self._copies["old"], self._params, decay)
+        self.old_is_default = decay == 0.0
+
+    def old_state(self) -> Mapping[str, Tensor]:
+        """The old policy's weights; empty when it is always the trained one."""
+        return self._copies.get("old", {})
+
+    @torch.no_grad()
+    def _exchange(self, other: Mapping[str, Tensor]) -> None:
+        free_gathered(self._transformer)
+        for name, param in self._params.items():
+            held = param.detach().clone()
+            param.detach().copy_(other[name])
+            other[name].copy_(held)
+        free_gathered(self._transformer)
+
+
+@torch.no_grad()
+def _blend(old: Mapping[str, Tensor], new: Mapping[str, Tensor], decay: float) -> None:
+    """``old = decay * old + (1 - decay) * new``; with decay 0 a copy, bit for bit."""
+    for name, value in old.items():
+        source = new[name].detach()
+        if decay == 0.0:
+            value.copy_(source)
+        else:
+            local, target = _local(value), _local(source)
+            local.mul_(decay).add_(target.to(local.dtype), alpha=1.0 - decay)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free weights that a forward pass without a backward pass left gathered: they would outlive a change of the
+    shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -1,0 +1,295 @@
+"""What training and sampling ask of a model: a velocity, its noise levels, conditions, and the way to media.
+
+Everything that samples is built here from these few. A diffusers pipeline is one such model; a closed-form mixture in a
+test is another.
+"""
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from cosmos_rl.data.images import to_uint8
+from cosmos_rl.diffusion.kernels import Kernel, kernel_named, sigmas_of, transition_log_prob
+from cosmos_rl.diffusion.sampling import run_sampling
+from cosmos_rl.policy.config import LoraConfig
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
+
+TEXT_KEYWORDS = {
+    "prompt_embeds": "encoder_hidden_states",
+    "prompt_attention_mask": "encoder_attention_mask",
+    "pooled_prompt_embeds": "pooled_projections",
+}
+"""Names of the rollout call -> keywords of the transformer's forward."""
+
+Visuals = tuple[Tensor, list[Tensor], list[Tensor] | None]
+"""(media in [0, 1], the states of the sampling loop, log-probabilities per step or None)."""
+
+
+class VelocityModel(abc.ABC):
+    """A trainable velocity field with conditions and a decoder.
+
+    Attributes:
+        transformer: the module whose parameters are trained.
+        device: where it computes.
+        lora_config: None when all weights are trained.
+        evaluations: samples that went through the transformer so far, on this rank.
+    """
+
+    transformer: Any
+    scheduler: Any
+    device: torch.device
+    lora_config: LoraConfig | None
+    evaluations: int = 0
+
+    # ---- what a model gives ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+        """Prompts -> conditions, see ``DiffuserModel``."""
+
+    @abc.abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latents for media of that size."""
+
+    @abc.abstractmethod
+    def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
+        """Velocity ``[B, C, ...]`` at the transformer's own ``timestep`` ``[B]``, in the dtype of ``latents``."""
+
+    @abc.abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents ``[N, C, ...]`` -> media float32 in [0, 1]."""
+
+    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
+        """Noise level in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
+        return sigma.float() * self.scheduler.config.num_train_timesteps
+
+    def sampling_scheduler(self) -> Any:
+        """A scheduler of its own for each sampling: the one that training uses keeps its state."""
+        return type(self.scheduler).from_config(self.scheduler.config)
+
+    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Tensor:
+        """Descending noise levels ``[num_steps + 1]`` float32, the last one 0, as the pipeline's scheduler has them."""
+        return sigmas_of(scheduler or self.sampling_scheduler(), num_steps)
+
+    def to_media(self, visuals: Tensor) -> Tensor:
+        """Media in [0, 1] as ``decode`` gives them -> what rewards and galleries get: uint8 ``[N, H, W, 3]``, CPU."""
+        return to_uint8(visuals)
+
+    # ---- velocity ----------------------------------------------------------------------------------------------
+
+    def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
+        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and every loss call.
+
+        Args:
+            latents: ``[B, C, ...]``.
+            sigma: ``[B]`` float32 in [0, 1].
+            cond: conditions of the B samples.
+            guidance: above 1 mixes ``negative + guidance * (text - negative)``, both in one pass.
+        """
+        timestep = self.timestep_from_sigma(sigma)
+        if guidance <= 1.0:
+            self.evaluations += len(latents)
+            return self.predict(latents, timestep, cond)
+        if cond.negative is None:
+            raise ValueError("guidance above 1 needs conditions with a negative twin")
+        both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
+        self.evaluations += 2 * len(latents)
+        out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
+        negative, positive = out.chunk(2)
+        return negative + guidance * (positive - negative)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample_latents(
+        self, cond: Cond, noise: Tensor, *, num_steps: int, guidance: float, solver: str = "euler"
+    ) -> Tensor:
+        """Noise ``[N, C, ...]`` -> clean latents with the checkpoint's own noise levels.
+
+        ``solver`` is one of the noise-free ones, or ``stock`` (the pipeline scheduler's own step).
+        """
+        scheduler = self.sampling_scheduler()
+        levels = self.sampling_levels(num_steps, scheduler)
+        kernel = kernel_named(solver, noise_level=0.0, deterministic=True, scheduler=scheduler)
+        return self._integrate(cond.to(self.device), noise.to(self.device), levels, kernel, guidance)
+
+    def sample(
+        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: str = ""
+    ) -> Tensor:
+        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device."""
+        cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
+        with self.evaluating():
+            return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
+
+    @torch.no_grad()
+    def pipeline_with_logprob(
+        self,
+        *,
+        prompt_embeds: Tensor,
+        height: int,
+        width: int,
+        generator: Sequence[torch.Generator],
+        num_inference_steps: int = 28,
+        guidance_scale: float = 1.0,
+        noise_level: float = 0.7,
+        deterministic: bool = False,
+        solver: str = "flow",
+        output_type: str = "pt",
+        num_frames: int | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        negative_pooled_prompt_embeds: Tensor | None = None,
+        keep_trajectory: bool = True,
+    ) -> Visuals:
+        """One rollout: N conditions -> media and how they came about. Families may bring a sampler of their own.
+
+        Args:
+            prompt_embeds, ...: conditions of N samples as ``text_embedding`` gives them; negative twins for guidance
+                above 1.
+            height, width: size of the media in pixels.
+            generator: N generators; each gives its sample's start noise and then the noise of the steps.
+            num_inference_steps: transformer calls per sample.
+            guidance_scale: 1 or less switches guidance off.
+            solver, noise_level, deterministic: the transition, see ``kernel_named``.
+            output_type: ``pt`` for media ``[N, 3, H, W]`` in [0, 1], ``latent`` for the last state.
+            num_frames: of videos.
+            keep_trajectory: return all states; false: only the last one.
+
+        Returns:
+            Media; the ``num_inference_steps + 1`` states ``[N, C, ...]``; log-probabilities ``[N]`` of the stochastic
+            steps, None without any.
+        """
+        given = (prompt_embeds, prompt_attention_mask, pooled_prompt_embeds)
+        twins = (negative_prompt_embeds, negative_prompt_attention_mask, negative_pooled_prompt_embeds)
+        text, negative = _keywords(given), _keywords(twins)
+        cond = Cond(text=text, negative=negative or None)
+        shape = self.latent_shape(height, width)
+        noise = torch.stack([torch.randn(shape, generator=g) for g in generator]).to(self.device)
+        scheduler = self.sampling_scheduler()
+        levels = self.sampling_levels(num_inference_steps, scheduler)
+        kernel = kernel_named(solver, noise_level=noise_level, deterministic=deterministic, scheduler=scheduler)
+        step = _RecordingStep(self, kernel, keep_trajectory)
+        latents = self._integrate(cond, noise, levels, step, guidance_scale, generator)
+        visuals = latents if output_type == "latent" else self.decode(latents)
+        return visuals, [noise, *step.states] if keep_trajectory else [latents], step.log_probs or None
+
+    def sde_step_with_logprob(
+        self,
+        velocity: Tensor,
+        latents: Tensor,
+        index: int,
+        sigmas: Sequence[float],
+        *,
+        kernel: Kernel,
+        history: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One transition and its log-probability ``[N]`` (mean over elements; None without noise).
+
+        A family whose transition is its own overrides this; ``kernel`` is the configured one, the other arguments are
+        those of ``Kernel.step``.
+        """
+        moved = kernel.step(latents, velocity, index, sigmas, history, noise)
+        transition = kernel.transition(index, sigmas)
+        if transition is None or transition.s == 0.0:
+            return moved, None
+        return moved, transition_log_prob(moved, latents, velocity, transition, history)
+
+    def _integrate(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        levels: Tensor,
+        kernel: Kernel,
+        guidance: float,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Tensor:
+        """Noise at the first level -> latents at the last."""
+
+        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+            return self.velocity(latents, sigma, cond, guidance=guidance)
+
+        def step_noise(_index: int) -> Tensor:
+            return torch.stack([torch.randn(noise.shape[1:], generator=g) for g in generators]).to(noise)
+
+        return run_sampling(velocity, noise, levels, kernel=kernel, noise_fn=step_noise).latents
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The transformer in eval mode (no dropout) inside the block."""
+        was_training = self.transformer.training
+        self.transformer.eval()
+        try:
+            yield
+        finally:
+            self.transformer.train(was_training)
+            free_gathered(self.transformer)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    @property
+    def primary_adapter(self) -> str:
+        """Name of the adapter that is trained and exported."""
+        assert self.lora_config is not None, "only with policy.lora"
+        return self.lora_config.active_adapter
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by their full names in the transformer, in a fixed order."""
+        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+
+    def policies(self, *, keep_old: bool, keep_reference: bool) -> Policies:
+        """The old policy and the reference beside the trained one; both start as the weights are now.
+
+        With LoRA nothing is copied: ``old`` is the adapter of that name, the reference is the base.
+        """
+        if self.lora_config is None:
+            return CopyPolicies(self.transformer, self.trainable(), keep_old=keep_old, keep_reference=keep_reference)
+        old = "old" if "old" in self.lora_config.lora_names else None
+        return AdapterPolicies(self.transformer, self.primary_adapter, old)
+
+    def synchronise_gradients(self, wanted: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
+        if isinstance(self.transformer, FSDPModule):
+            self.transformer.set_requires_gradient_sync(wanted)
+
+
+class _RecordingStep:
+    """A kernel that goes through the model's own ``sde_step_with_logprob`` and keeps what it says."""
+
+    def __init__(self, model: VelocityModel, kernel: Kernel, keep_states: bool) -> None:
+        self._model = model
+        self._kernel = kernel
+        self._keep_states = keep_states
+        self.states: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+        self.transition = kernel.transition
+
+    def step(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        index: int,
+        sigmas: Sequence[float],
+        history: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        moved, log_prob = self._model.sde_step_with_logprob(
+            velocity, latents, index, sigmas, kernel=self._kernel, history=history, noise=noise
+        )
+        if log_prob is not None:
+            self.log_probs.append(log_prob)
+        if self._keep_states:
+            self.states.append(moved)
+        return moved
+
+
+def _keywords(values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {name: v for name, v in zip(TEXT_KEYWORDS.values(), values, strict=True) if v is not None}

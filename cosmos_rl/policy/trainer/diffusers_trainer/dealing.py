@@ -1,0 +1,67 @@
+"""How samples are dealt to ranks, optimiser steps and forward passes: pure functions, the same on all ranks."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cosmos_rl.distributed import randomness
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a list of samples. Every rank gets as many rows, so that sharded forward passes meet."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    """0 for rows that only fill up: they are run, and count for nothing."""
+
+
+def share(ids: Sequence[int], rank: int, ranks: int) -> Share:
+    """Contiguous blocks of ``ceil(len(ids) / ranks)``; the last ones are filled up with the first id."""
+    size = math.ceil(len(ids) / ranks)
+    own = list(ids[rank * size : (rank + 1) * size])
+    missing = size - len(own)
+    return Share(tuple(own + [ids[0]] * missing), (1.0,) * len(own) + (0.0,) * missing)
+
+
+def optimizer_batches(
+    kept: Sequence[int], *, size: int | None, passes: int, seed: int, purpose: str, step: int
+) -> list[list[int]]:
+    """The global ids of each optimiser step of a training step.
+
+    Args:
+        kept: ids of all samples that are trained on, in order.
+        size: samples per optimiser step over all ranks; None: all of them.
+        passes: how often each sample is used.
+
+    A pass that is one batch keeps the order, so that samples stay where they were made; else each pass is shuffled.
+    """
+    batches: list[list[int]] = []
+    for number in range(passes if kept else 0):
+        order = list(kept)
+        if size is not None and size < len(order):
+            generator = randomness.generator(seed, f"{purpose}/order", step, number)
+            order = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
+        width = size or len(order)
+        batches += [order[first : first + width] for first in range(0, len(order), width)]
+    return batches
+
+
+def chosen_levels(sample_id: int, count: int, total: int, *, seed: int, purpose: str, step: int) -> list[int]:
+    """``count`` of ``total`` sampling steps, drawn without repetition for each sample."""
+    generator = randomness.generator(seed, f"{purpose}/levels", step, sample_id)
+    return torch.randperm(total, generator=generator)[:count].tolist()
+
+
+def dealt(count: int, size: int, rank: int, ranks: int) -> Iterator[tuple[list[int], bool]]:
+    """Positions 0 ... count - 1 dealt to a rank in chunks of ``size``; (positions, do they count).
+
+    Every rank gets as many chunks; one that has none left repeats a position, and that chunk does not count.
+    """
+    own = list(range(rank, count, ranks))
+    rounds = math.ceil(math.ceil(count / ranks) / size)
+    for number in range(rounds):
+        chunk = own[number * size : (number + 1) * size]
+        yield chunk or [rank % count], bool(chunk)

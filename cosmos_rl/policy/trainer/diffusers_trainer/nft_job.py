@@ -1,0 +1,121 @@
+"""From a configuration to a DiffusionNFT task: pipeline, prompts, rewards, held-out and real samples."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.items import as_item
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.prompts import PromptRecord, as_prompt_record
+from cosmos_rl.data.streams import MapStream, Skipped, load_batches
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer.diffusers_trainer.common import opened, prepare_export, sharding_of
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, PromptConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
+from cosmos_rl.reward import RewardFns
+from cosmos_rl.reward.build import make_rewards
+
+DataLoss = Callable[[int, int], Tensor]
+
+
+def build_nft(
+    config: Config,
+    context: Context,
+    *,
+    dataset: Any,
+    val_dataset: Any = None,
+    reward_fns: RewardFns | None = None,
+    val_reward_fns: RewardFns | None = None,
+) -> NFTTrainer:
+    """Load everything that ``config`` names.
+
+    Raises:
+        UserError: prompts, rewards, model or data do not fit the configuration.
+    """
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    prompts = _records(opened(dataset, config, "dataset"))
+    val_prompts = _records(opened(val_dataset, config, "val_dataset")) if config.validation.enable else ()
+    rewards = make_rewards(config, reward_fns, validation=False)
+    val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
+    torch.manual_seed(randomness.key(config.train.seed, "init"))  # what a library draws while it builds the model
+    model: DiffuserModel = ModelRegistry.build_diffusers_model(
+        config,
+        param_dtype=config.train.param_dtype,
+        device=context.device,
+        gradient_checkpointing=config.policy.model_gradient_checkpointing,
+        seed=config.train.seed,
+        sharding=sharding_of(config, context),
+        rest_on_cpu=job.cached_text,
+    )
+    encoding = Encoding(model, config)
+    negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
+    conditions = PromptConditions(lambda texts: encoding.conditions(texts, negative))
+    return NFTTrainer(
+        config,
+        context,
+        model=model,
+        prompts=prompts,
+        rewards=rewards,
+        conditions=conditions,
+        val_prompts=val_prompts,
+        val_rewards=val_rewards,
+        held_out=_held_out(config, job, encoding),
+        data_loss=_data_loss(config, job, context, model, encoding),
+        export=lambda: prepare_export(model, keep=context.is_main),
+    )
+
+
+def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
+    return [as_prompt_record(dataset[i], i) for i in range(len(dataset))]
+
+
+def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
+    """The pairs of ``watch.local_dir``, encoded once."""
+    if not job.watch.enable or not job.watch.local_dir:
+        return None
+    pairs = LocalPairs(job.watch.local_dir, *config.policy.diffusers.inference_size)
+    items = [as_item(pairs[i], i) for i in range(min(job.watch.samples, len(pairs)))]
+    return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items))
+
+
+def _data_loss(
+    config: Config, job: GrpoPolicyConfig, context: Context, model: DiffuserModel, encoding: Encoding
+) -> DataLoss | None:
+    """(training step, number of the optimiser step in it) -> this rank's share of the mean loss of real samples."""
+    term = job.data_term
+    if term.beta == 0.0:
+        return None
+    if term.batch_size % context.dp_size:
+        raise UserError(
+            f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: a multiple of the "
+            f"{context.dp_size} data parallel ranks"
+        )
+    pairs = LocalPairs(term.local_dir, *config.policy.diffusers.inference_size)
+    batch = min(term.batch_size, len(pairs))
+    stream = MapStream(len(pairs), batch, job.dataloader_seed)
+    noising = Noising(model, encoding, config)
+    skipped = Skipped(len(pairs), job.max_skipped_frac)
+    local = (config.train.global_batch_size or config.train.train_batch_per_replica) // context.dp_size
+    per_step = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
+
+    def loss(step: int, number: int) -> Tensor:
+        place = step * per_step + number
+        batches = load_batches(
+            pairs, stream, place, place + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
+        )
+        own = next(batches)
+        ids = [position.sample_id for position in own.positions]
+        loss_sum, _ = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout).loss(model)
+        return loss_sum / batch
+
+    return loss

@@ -1,0 +1,509 @@
+"""DiffusionNFT (Zheng et al. 2025, arXiv 2509.16117). One step: sample a group for each prompt with the old policy,
+score the samples, turn scores into r in [0, 1], and regress the trained velocity towards what good samples say and away
+from what bad ones say. See docs/algorithms/nft.md."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.advantage import apply_mode, optimality
+from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.streams import MapStream
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import StepResult
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.trainer.diffusers_trainer import scoring
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels, dealt, optimizer_batches, share
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows, TermSums
+from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
+from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
+from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
+from cosmos_rl.reward.table import Rewards, RewardTable
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, joined
+from cosmos_rl.tracking.media import Shown
+from cosmos_rl.utils.logging import logger
+
+GALLERY_INTERVAL = 10
+"""Steps between two galleries where logging.multi_modal_log_interval says nothing."""
+
+
+class NFTTrainer:
+    """The DiffusionNFT task."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: Context,
+        *,
+        model: VelocityModel,
+        prompts: Sequence[PromptRecord],
+        rewards: Rewards,
+        conditions: PromptConditions,
+        val_prompts: Sequence[PromptRecord] = (),
+        val_rewards: Rewards | None = None,
+        held_out: HeldOut | None = None,
+        data_loss: Callable[[int, int], Tensor] | None = None,
+        export: Callable[[], Callable[[Path], None]] | None = None,
+    ) -> None:
+        """Everything that a step needs, already loaded.
+
+        Args:
+            model: what is trained.
+            prompts: the prompt set.
+            rewards: scores of training samples.
+            conditions: prompts -> conditions of ``model``.
+            val_prompts, val_rewards: of validation.
+            held_out: samples for the watch; None: samples of the model at the start.
+            data_loss: (step, number of the optimiser step) -> this rank's share of the mean loss of real samples.
+            export: copies the weights as they are now; its result writes them into a step's folder. None: no export.
+
+        Raises:
+            UserError: prompts and batch do not fit.
+        """
+        job = config.train.train_policy
+        assert isinstance(job, GrpoPolicyConfig)
+        self._config, self._job, self._context = config, job, context
+        self._seed = config.train.seed
+        self.model = model
+        self._prompts, self._val_prompts = prompts, val_prompts
+        self._rewards, self._val_rewards = rewards, val_rewards or rewards
+        self._conditions = conditions
+        self._data_loss, self._export = data_loss, export
+        self.samples_per_step = config.train.global_batch_size or config.train.train_batch_per_replica
+        self._group = config.rollout.n_generation
+        per_step = self.samples_per_step // self._group
+        self.stream = MapStream(
+            len(prompts),
+            per_step,
+            job.dataloader_seed,
+            job.dataloader_shuffle,
+            drop_last=job.dataloader_drop_last and len(prompts) >= per_step,
+        )
+        self.total_steps = self.stream.steps_per_epoch * config.train.epoch
+        if config.train.max_num_steps is not None:
+            self.total_steps = min(self.total_steps, config.train.max_num_steps)
+        self.params: Mapping[str, torch.nn.Parameter] = model.trainable()
+        self.policies = model.policies(keep_old=self._keeps_old(), keep_reference=job.kl_beta > 0.0)
+        self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
+        self.ema: Ema | None = build_ema(self.params, config.train)
+        diffusers = config.policy.diffusers
+        self._sampler = RolloutSampler(model, RolloutSpec.training(diffusers), conditions, self._seed)
+        self._evaluator = RolloutSampler(model, RolloutSpec.evaluation(diffusers), conditions, self._seed)
+        self._levels = model.sampling_levels(diffusers.sample.num_steps)[:-1]
+        settings = NftSettings(diffusers.nft_beta, job.kl_beta, job.advantage_high)
+        self._update = NftUpdate(model, self.policies, settings, job.mini_batch)
+        self._chunk = config.rollout.n_generation_mini_batch or self._group * config.rollout.batch_size
+        self.watch = Watch(
+            job.watch,
+            model,
+            context,
+            conditions,
+            seed=self._seed,
+            chunk=job.mini_batch,
+            latent_shape=model.latent_shape(*diffusers.inference_size),
+        )
+        self._held_out = held_out
+        self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
+        self._evaluations = 0  # of all ranks, before this process was started or at the last step
+        self._levels_per_sample = int(len(self._levels) * diffusers.timesteps_fraction)
+        self._rewinds = 0
+        self._last_good = 0  # the last step at which the watch found nothing wrong
+        self._missing_warned = False
+        self._describe()
+
+    def _keeps_old(self) -> bool:
+        """Whether the old policy ever differs from the trained one while it is used."""
+        job = self._job
+        local = self.samples_per_step // self._context.dp_size
+        one_step = job.mu_iterations == 1 and (job.batch_size_per_optimize or local) >= local
+        return self._config.policy.diffusers.weight_copy_decay_type != 0 or not one_step
+
+    # ---- the task ----------------------------------------------------------------------------------------------
+
+    def start(self, step: int) -> None:
+        """Prepare the watch: at step 0 its samples are drawn and measured, later they come from the checkpoint."""
+        if not self._job.watch.enable:
+            return
+        count = self._job.watch.samples
+        prompts = tuple(self._prompts[i % len(self._prompts)].prompt for i in range(count))
+        if self._held_out is not None:
+            self.watch.hold_out(self._held_out)
+        elif step > 0:
+            self.watch.hold_out(HeldOut(self.watch.held_out.latents, prompts))
+        else:
+            self.watch.hold_out(HeldOut(self._base_samples(prompts), prompts))
+        if step == 0:
+            self.watch.begin()
+
+    def train_step(self, step: int) -> StepReport:
+        """Roll out, score, learn."""
+        self._conditions.forget()
+        began = time.perf_counter()
+        own, futures = self._roll_out(step)
+        rolled = time.perf_counter()
+        tables = [future.result(self._deadline()) for future in futures]
+        judged = time.perf_counter()
+        scored = self._judged(step, own, tables)
+        terms, applied = self._learn(step, scored)
+        learnt = time.perf_counter()
+        (spread,) = self._context.sum_over_ranks([diversity(own.media, [slot.group for slot in own.slots])])
+        spread /= self._context.dp_size
+        self.watch.note_spread(spread)
+        metrics = {
+            **scoring.reward_metrics(scored),
+            **terms,
+            "train/learning_rate": self.optimizer.learning_rate(step),
+            "train/optimizer_steps": float(self._optimizer_steps),
+            "train/epoch": float(self.epoch(step)),
+            "rollout/diversity": spread,
+            "time/rollout": rolled - began,
+            "time/reward_wait": judged - rolled,
+            "time/update": learnt - judged,
+        }
+        done, alarm = step + 1, None
+        if self.watch.due(done):
+            measured, wrong = self.watch.look()
+            metrics |= {**measured, "watch/alarms": float(len(wrong)), "watch/rewinds": float(self._rewinds)}
+            alarm = self._alarm(done, wrong)
+        metrics["train/network_evaluations"] = self._count_evaluations()
+        shown = scoring.gallery(scored, self._context) if self._gallery_due(done) else ()
+        return StepReport(metrics, applied, gallery=shown, alarm=alarm)
+
+    def validate(self, step: int, notify: Notify) -> ValidationReport:
+        """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
+        if not self._val_prompts:
+            return ValidationReport()
+        count = self._config.validation.n_generation
+        slots = [
+            Slot(i * count + k, i, record.prompt, record.metadata)
+            for i, record in enumerate(self._val_prompts)
+            for k in range(count)
+        ]
+        tables: list[RewardTable] = []
+        swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
+        size = (self._config.validation.batch_size or self._config.rollout.batch_size) * count
+        world = self._context.dp_size
+        rows = -(-len(slots) // world)
+        media = reward = None
+        with swap, self.policies.using("default"), self.model.evaluating():
+            for number, (ids, counts) in enumerate(dealt(len(slots), size, self._context.dp_rank, world)):
+                notify("pre_per_step_validation_hook", {"batch_index": number})
+                made = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
+                table = self._val_rewards.submit(scoring.request_of(made)).result(self._deadline())
+                tables.append(table)
+                if media is None or reward is None:
+                    media = torch.zeros(rows, *made.media.shape[1:], dtype=made.media.dtype)
+                    reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
+                if counts:
+                    places = [i // world for i in ids]
+                    media[places] = made.media
+                    reward[places] = scoring.columns(table, self._val_rewards.names)
+                notify(
+                    "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
+                )
+        self._conditions.forget()
+        assert media is not None
+        assert reward is not None
+        order = [(i % world) * rows + i // world for i in range(len(slots))]
+        media, reward = self._context.gather_rows(media)[order], self._context.gather_rows(reward)[order]
+        return self._validated(slots, media, reward)
+
+    def _base_samples(self, prompts: Sequence[str]) -> Tensor:
+        """Samples of the model as it is at the start, ``[W, C, ...]``; the same on all ranks."""
+        world, rank = self._context.dp_size, self._context.dp_rank
+        rows = -(-len(prompts) // world)
+        own = torch.zeros(rows, *self.watch.held_out.latents.shape[1:])
+        with self.policies.using("default"), self.model.evaluating():
+            for ids, counts in dealt(len(prompts), self._chunk, rank, world):
+                made = self._evaluator.sample([Slot(i, i, prompts[i], {}) for i in ids], "watch/sample", 0)
+                if counts:
+                    own[[i // world for i in ids]] = made.latents
+        self._conditions.forget()
+        order = [(i % world) * rows + i // world for i in range(len(prompts))]
+        return self._context.gather_rows(own)[order]
+
+    def _validated(self, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
+        names = list(self._val_rewards.names)
+        total_N = reward[:, 0]
+        metrics = {f"val/reward_{k}": v for k, v in scoring.statistics(total_N, mean_name="avg").items()}
+        metrics |= {f"val/reward_{name}": scoring.mean(reward[:, 1 + i]) for i, name in enumerate(names)}
+        metrics |= {"val/rollout_count": float(len(slots)), "val/missing": float(total_N.isnan().sum())}
+        trained = {name for name, weight in self._rewards.weights.items() if weight != 0.0}
+        untrained = {n: scoring.mean(reward[:, 1 + i]) for i, n in enumerate(names) if n not in trained}
+        if untrained:
+            self.watch.note_untrained(untrained)
+        shown = [
+            Shown(media[i], slot.prompt, slot.sample_id, "fixed", scoring.score_dict(reward[i], names))
+            for i, slot in enumerate(slots)
+        ]
+        objective = -metrics["val/reward_avg"]
+        return ValidationReport(metrics, shown if media.dtype == torch.uint8 else (), objective=objective)
+
+    def epoch(self, step: int) -> int:
+        """In which 0-based pass over the prompts the run is after ``step`` steps."""
+        return step // self.stream.steps_per_epoch
+
+    def prepare_export(self) -> Callable[[Path], None]:
+        """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
+        with self.ema.swapped_in() if self.ema is not None else nullcontext():
+            return self._export() if self._export is not None else lambda folder: None
+
+    def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What must survive a restart beside weights, moments and EMA."""
+        found = {"old": self.policies.old_state()}
+        if self._job.watch.enable and self._held_out is None:
+            found["watch"] = {"latents": self.watch.held_out.latents}
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """What the positions in the prompts and the draws depend on."""
+        return {
+            "seed": self._seed,
+            "samples_per_step": self.samples_per_step,
+            "n_generation": self._group,
+            "prompts": self.stream.length,
+            "dataloader_seed": self._job.dataloader_seed,
+            "dataloader_shuffle": self._job.dataloader_shuffle,
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """Counters that a resumed run goes on from."""
+        return {
+            "optimizer_steps": self._optimizer_steps,
+            "evaluations": self._evaluations,
+            "rewinds": self._rewinds,
+            "last_good": self._last_good,
+            "old_is_default": self.policies.old_is_default,
+            "watch": self.watch.progress(),
+        }
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
+        self._optimizer_steps = int(progress["optimizer_steps"])
+        self._evaluations = int(progress["evaluations"])
+        self._set_rewinds(int(progress["rewinds"]))
+        self._last_good = int(progress["last_good"])
+        self.policies.old_is_default = bool(progress["old_is_default"])
+        self.watch.restore_progress(progress["watch"])
+
+    # ---- rollout and rewards -----------------------------------------------------------------------------------
+
+    def _purpose(self, name: str) -> str:
+        """Purposes of random draws change when the run goes back, so that it takes another way."""
+        return f"{name}/{self._rewinds}" if self._rewinds else name
+
+    def _deadline(self) -> float:
+        return 2.0 * max(self._job.local_reward.timeout_s, self._job.remote_reward.timeout_s) + 60.0
+
+    def _slots(self, step: int) -> list[Slot]:
+        """All samples of a step: prompts x samples, a contiguous block for each rank."""
+        records = [(place.sample_id, self._prompts[place.index]) for place in self.stream.positions(step)]
+        return [
+            Slot(group * self._group + k, group, record.prompt, record.metadata)
+            for group, record in records
+            for k in range(self._group)
+        ]
+
+    def _roll_out(self, step: int) -> tuple[Rollouts, list["Future[RewardTable]"]]:
+        """Sample with the old policy; each chunk is being scored while the next one is sampled."""
+        local = self.samples_per_step // self._context.dp_size
+        slots = self._slots(step)[self._context.dp_rank * local :][:local]
+        parts, futures = [], []
+        self._conditions.prepare([slot.prompt for slot in slots])
+        with self.policies.using("old"), self.model.evaluating():
+            for first in range(0, len(slots), self._chunk):
+                parts.append(self._sampler.sample(slots[first : first + self._chunk], self._purpose("rollout"), step))
+                futures.append(self._rewards.submit(scoring.request_of(parts[-1])))
+        return joined(parts), futures
+
+    def _judged(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> Scored:
+        """The rewards of all ranks and their advantages."""
+        scored = scoring.scored(
+            self._slots(step),
+            own,
+            tables,
+            names=self._rewards.names,
+            weights=self._rewards.weights,
+            job=self._job,
+            global_std=self._config.policy.diffusers.sample.global_std,
+            context=self._context,
+        )
+        reasons = scoring.missing_reasons(own, tables)
+        if reasons and not self._missing_warned:
+            logger.warning("rewards are missing; the samples are left out and counted:\n  " + "\n  ".join(reasons[:5]))
+            self._missing_warned = True
+        return scored
+
+    # ---- learning ----------------------------------------------------------------------------------------------
+
+    def _learn(self, step: int, scored: Scored) -> tuple[dict[str, float], bool]:
+        """All optimiser steps of this training step, then the old policy follows; (metrics, were all applied)."""
+        job, ranks = self._job, self._context.dp_size
+        size = job.batch_size_per_optimize
+        batches = optimizer_batches(
+            torch.nonzero(scored.kept_N).flatten().tolist(),
+            size=None if size is None else size * ranks,
+            passes=job.mu_iterations,
+            seed=self._seed,
+            purpose=self._purpose("nft"),
+            step=step,
+        )
+        latents = self._latents(scored, batches)
+        total, results = TermSums(), []
+        self.model.transformer.train()
+        for number, ids in enumerate(batches):
+            result, terms = self._optimizer_step(step, number, ids, latents, scored)
+            results.append(result)
+            total.merge(terms)
+        if batches:
+            kind = self._config.policy.diffusers.weight_copy_decay_type
+            self.policies.follow(old_policy_decay(kind, self._optimizer_steps))
+        norms = [result.grad_norm for result in results]
+        metrics = {**self._term_metrics(total), "train/grad_norm": sum(norms) / max(len(norms), 1)}
+        return metrics, all(result.applied for result in results)
+
+    def _latents(self, scored: Scored, batches: Sequence[Sequence[int]]) -> Mapping[int, Tensor]:
+        """Clean latents by place in the step; from the other ranks only where samples were dealt again."""
+        local, ranks = len(scored.own.slots), self._context.dp_size
+        shares = [(rank, share(ids, rank, ranks).ids) for ids in batches for rank in range(ranks)]
+        if any(place // local != rank for rank, places in shares for place in places):
+            return dict(enumerate(self._context.gather_rows(scored.own.latents)))
+        return {scored.first + i: latents for i, latents in enumerate(scored.own.latents)}
+
+    def _optimizer_step(
+        self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
+    ) -> tuple[StepResult, TermSums]:
+        """The gradient of the samples at ``places`` of the step, over all ranks, and one step along it."""
+        context, lora = self._context, self._config.policy.lora
+        rows = self._rows(step, number, places, latents, scored)
+        row_cond = self._conditions.places(rows.prompts)
+        torch.manual_seed(randomness.key(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
+        total_weight = float(len(places) * self._levels_per_sample)
+        data_share = self._data_term(step, number)
+        terms = self._update.accumulate(
+            rows,
+            self._conditions.all(),
+            row_cond=row_cond,
+            total_weight=total_weight,
+            noise_key=(self._seed, self._purpose(f"nft/noise/{number}"), step),
+            old_is_current=self.policies.old_is_default and not (lora is not None and lora.lora_dropout > 0),
+            kl_beta=self._kl_beta,
+        )
+        if data_share is not None:
+            terms.sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
+        own = [terms.sums.get(name, 0.0) for name in ("policy_loss", "kl_loss", "data_loss")]
+        policy, kl, data = context.sum_over_ranks(own)
+        loss = (policy + self._kl_beta * kl + self._job.data_term.beta * data) / total_weight
+        # sharded gradients are averaged over the ranks; what is wanted is their sum
+        result = self.optimizer.step(step, scale=float(context.dp_size), loss=loss)
+        if result.applied:
+            self.policies.old_is_default = False
+            if self.ema is not None:
+                self.ema.update(self._optimizer_steps)
+            self._optimizer_steps += 1
+        return result, terms
+
+    def _rows(
+        self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
+    ) -> Rows:
+        """This rank's (sample, noise level) pairs: one level of every sample, then the next one."""
+        own = share(places, self._context.dp_rank, self._context.dp_size)
+        slots = [scored.slots[place] for place in own.ids]
+        purpose, total, count = self._purpose(f"nft/{number}"), len(self._levels), self._levels_per_sample
+        drawn = [
+            chosen_levels(slot.sample_id, count, total, seed=self._seed, purpose=purpose, step=step) for slot in slots
+        ]
+        pairs = [(row, drawn[row][j]) for j in range(count) for row in range(len(slots))]
+        advantage_N = apply_mode(scored.advantage_N, self._job.advantage_mode)
+        r_N = optimality(advantage_N, self._job.advantage_low, self._job.advantage_high)
+        clean = torch.stack([latents[place] for place in own.ids])
+        order = torch.tensor([row for row, _ in pairs])
+        return Rows(
+            latents=clean[order],
+            prompts=[slots[row].prompt for row, _ in pairs],
+            sigma=torch.stack([self._levels[level] for _, level in pairs]),
+            optimality=r_N[list(own.ids)][order].float(),
+            weight=torch.tensor(own.weights)[order],
+            noise_ids=[slots[row].sample_id * total + level for row, level in pairs],
+        )
+
+    def _data_term(self, step: int, number: int) -> float | None:
+        """Add the gradient of the real samples; this rank's share of their mean loss (the shares add up to it)."""
+        beta = self._job.data_term.beta
+        if self._data_loss is None or beta == 0.0:
+            return None
+        self.model.synchronise_gradients(False)
+        loss = self._data_loss(step, number)
+        (beta * loss).backward()
+        return float(loss.detach())
+
+    # ---- what is told ------------------------------------------------------------------------------------------
+
+    def _term_metrics(self, terms: TermSums) -> dict[str, float]:
+        """Means over all pairs of the step, and maxima; the same on all ranks."""
+        names = sorted(terms.sums)
+        *sums, count = self._context.sum_over_ranks([*(terms.sums[name] for name in names), terms.count])
+        metrics = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
+        tops = sorted(terms.maxima)
+        found = self._context.max_over_ranks([terms.maxima[name] for name in tops])
+        for name, value in zip(tops, found, strict=True):
+            metrics[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        metrics["train/loss_avg"] = metrics.get("train/policy_loss_avg", 0.0)
+        metrics["train/loss_avg"] += self._kl_beta * metrics.get("train/kl_loss_avg", 0.0)
+        return metrics
+
+    def _count_evaluations(self) -> float:
+        """Network evaluations of all ranks since the start of the run; a backward pass counts as two."""
+        (count,) = self._context.sum_over_ranks([float(self.model.evaluations)])
+        self.model.evaluations = 0
+        self._evaluations += int(count)
+        return float(self._evaluations)
+
+    def _gallery_due(self, done: int) -> bool:
+        interval = self._config.logging.multi_modal_log_interval or GALLERY_INTERVAL
+        return done == 1 or done % interval == 0 or done == self.total_steps
+
+    # ---- going back --------------------------------------------------------------------------------------------
+
+    @property
+    def _kl_beta(self) -> float:
+        return self._job.kl_beta * self._job.watch.rewind_kl_factor**self._rewinds
+
+    def _set_rewinds(self, count: int) -> None:
+        """Learning rate, KL weight and the random draws depend on how often the run went back."""
+        self._rewinds = count
+        self.optimizer.lr_factor = self._job.watch.rewind_lr_factor**count
+
+    def _alarm(self, done: int, wrong: Sequence[str]) -> Alarm | None:
+        """What the loop is to do about it."""
+        watch, good = self._job.watch, self._last_good
+        if not wrong:
+            self._last_good = done
+            return None
+        text = f"step {done}: " + "; ".join(wrong)
+        action, count = watch.action, self._rewinds + 1
+        if action == "rewind" and count > watch.max_rewinds:
+            action, text = "stop", f"{text}. The run went back {self._rewinds} times already (watch.max_rewinds)"
+        return Alarm(text, action, good, lambda: self._set_rewinds(count))
+
+    def _describe(self) -> None:
+        count = sum(p.numel() for p in self.params.values())
+        what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
+        logger.info(
+            f"DiffusionNFT on the {what}: {count:,} parameters on {self._context.device}; {self.stream.length} "
+            f"prompts, {self.stream.batch} per step x {self._group} samples = {self.samples_per_step}, "
+            f"{self._levels_per_sample} of {len(self._levels)} noise levels each, rewards "
+            f"{', '.join(self._rewards.names)}; {self.total_steps} steps"
+        )

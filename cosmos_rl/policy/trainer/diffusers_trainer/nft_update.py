@@ -1,0 +1,192 @@
+"""The gradient of DiffusionNFT for one optimiser step (arXiv 2509.16117, algorithm 1, lines 8 to 12)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.nft import NftTerms, nft_loss, velocity_kl
+from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.distributed import randomness
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.policies import Policies
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+
+TARGET_BYTES = 256 * 2**20
+"""Velocities of the old policy and the reference that are kept at once. Exchanging policies costs time where they are
+copies, so they are computed for many micro-batches in a row."""
+
+
+@dataclass(frozen=True)
+class NftSettings:
+    """The keys of the loss."""
+
+    beta: float
+    kl_beta: float
+    advantage_high: float
+    adaptive_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``R`` (sample, noise level) pairs of one rank, in the order in which they are run."""
+
+    latents: Tensor
+    """Clean latents ``[R, C, ...]`` on any device."""
+    prompts: Sequence[str]
+    sigma: Tensor
+    """``[R]`` float32."""
+    optimality: Tensor
+    """``[R]`` in [0, 1]."""
+    weight: Tensor
+    """``[R]``; 0 for rows that only fill up."""
+    noise_ids: Sequence[int]
+    """Keys of the rows' noise."""
+
+
+@dataclass
+class TermSums:
+    """Sums and maxima over rows, ready to be reduced over ranks."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    count: float = 0.0
+
+    def add(self, terms: NftTerms, weight_B: Tensor, kl_B: Tensor | None, old_kl_B: Tensor | None) -> None:
+        """One micro-batch."""
+        values = {
+            "policy_loss": terms.policy_B,
+            "unweighted_policy_loss": terms.unweighted_B,
+            "x0_norm": terms.x0_norm_B,
+            "old_deviation": terms.old_deviation_B,
+        }
+        if kl_B is not None and old_kl_B is not None:
+            values |= {"kl_loss": kl_B.detach(), "old_kl": old_kl_B}
+        for name, value_B in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float((value_B * weight_B.to(value_B)).sum())
+        counted = weight_B > 0
+        tops = {"x0_norm_max": terms.x0_norm_max_B, "old_deviation_max": terms.old_deviation_max_B}
+        tops |= {name: values[name] for name in ("policy_loss", "unweighted_policy_loss", "kl_loss") if name in values}
+        for name, value_B in tops.items():
+            top = float(value_B[counted].max()) if bool(counted.any()) else 0.0
+            self.maxima[name] = max(self.maxima.get(name, top), top)
+        self.count += float(weight_B.sum())
+
+    def merge(self, other: "TermSums") -> None:
+        """Add the terms of another optimiser step."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+        self.count += other.count
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """One forward pass, with what the frozen policies say about it."""
+
+    clean: Tensor
+    noised: Tensor
+    sigma: Tensor
+    cond: Cond
+    optimality: Tensor
+    weight: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class NftUpdate:
+    """Accumulates the gradient of one optimiser step."""
+
+    def __init__(self, model: VelocityModel, policies: Policies, settings: NftSettings, micro_batch: int) -> None:
+        self._model = model
+        self._policies = policies
+        self._settings = settings
+        self._micro_batch = micro_batch
+
+    def accumulate(
+        self,
+        rows: Rows,
+        cond: Cond,
+        *,
+        row_cond: Tensor,
+        total_weight: float,
+        noise_key: tuple[int, str, int],
+        old_is_current: bool,
+        kl_beta: float,
+    ) -> TermSums:
+        """Add the gradient of ``sum(loss) / total_weight`` of this rank's rows.
+
+        Args:
+            rows: the pairs.
+            cond: conditions of the distinct prompts.
+            row_cond: int64 ``[R]``: each row's place in ``cond``.
+            total_weight: rows that count over all ranks.
+            noise_key: (seed, purpose, step) of the rows' noise.
+            old_is_current: the old policy's velocity is the trained one's, so it is not run.
+            kl_beta: weight of the distance to the reference; 0 does not run it.
+        """
+        terms, done = TermSums(), 0
+        micros = [slice(i, i + self._micro_batch) for i in range(0, len(rows.prompts), self._micro_batch)]
+        for block in self._blocks(micros, rows):
+            drawn = [self._drawn(rows, which, cond.rows(row_cond[which]), noise_key) for which in block]
+            for micro in self._with_targets(drawn, old=not old_is_current, reference=kl_beta > 0.0):
+                done += 1
+                self._model.synchronise_gradients(done == len(micros))
+                self._backward(micro, total_weight, kl_beta, terms)
+        return terms
+
+    def _blocks(self, micros: Sequence[slice], rows: Rows) -> Iterator[Sequence[slice]]:
+        """Micro-batches in blocks whose kept tensors stay under the cap."""
+        each = 4 * 4 * self._micro_batch * rows.latents[0].numel()  # clean, noised, old, reference in float32
+        size = max(TARGET_BYTES // each, 1)
+        for first in range(0, len(micros), size):
+            yield micros[first : first + size]
+
+    def _drawn(self, rows: Rows, which: slice, cond: Cond, key: tuple[int, str, int]) -> _Micro:
+        device = self._model.device
+        seed, purpose, step = key
+        clean = rows.latents[which].to(device)
+        noise = randomness.normal(clean.shape[1:], seed, purpose, step, rows.noise_ids[which]).to(device)
+        sigma = rows.sigma[which].to(device)
+        optimality, weight = rows.optimality[which].to(device), rows.weight[which].to(device)
+        return _Micro(clean, mix(clean, noise, sigma), sigma, cond, optimality, weight)
+
+    @torch.no_grad()
+    def _with_targets(self, micros: Sequence[_Micro], *, old: bool, reference: bool) -> list[_Micro]:
+        """The same micro-batches with the velocities of the frozen policies that are wanted."""
+        model, found = self._model, list(micros)
+        for wanted, name in ((old, "old"), (reference, "reference")):
+            if not wanted:
+                continue
+            with self._policies.using("old" if name == "old" else "reference"), model.evaluating():
+                velocities = [model.velocity(m.noised, m.sigma, m.cond) for m in micros]
+            found = [replace(m, **{name: v}) for m, v in zip(found, velocities, strict=True)]
+        return found
+
+    def _backward(self, micro: _Micro, total_weight: float, kl_beta: float, terms: TermSums) -> None:
+        settings = self._settings
+        velocity = self._model.velocity(micro.noised, micro.sigma, micro.cond)
+        self._model.evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
+        old = velocity.detach() if micro.old is None else micro.old
+        found = nft_loss(
+            velocity,
+            old,
+            micro.clean,
+            micro.noised,
+            micro.sigma,
+            micro.optimality,
+            beta=settings.beta,
+            scale=settings.advantage_high,
+            element_mask=micro.cond.element_mask,
+            adaptive_weight=settings.adaptive_weight,
+            weight_B=micro.weight,
+        )
+        loss, kl_B, old_kl_B = found.loss_sum, None, None
+        if micro.reference is not None:
+            kl_B = velocity_kl(velocity, micro.reference, micro.cond.element_mask)
+            old_kl_B = velocity_kl(old, micro.reference, micro.cond.element_mask)
+            loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
+        (loss / total_weight).backward()
+        terms.add(found, micro.weight, kl_B, old_kl_B)

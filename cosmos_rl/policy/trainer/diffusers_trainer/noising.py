@@ -1,0 +1,64 @@
+"""Pairs -> what flow matching trains on: latents, conditions, noise levels and noise, all draws keyed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cosmos_rl.data.items import Item
+from cosmos_rl.diffusion.schedule import density, index_from_density
+from cosmos_rl.distributed import randomness
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+
+
+@dataclass(frozen=True)
+class NoisedSamples:
+    """Encoded samples with everything that was drawn for them."""
+
+    clean: Tensor
+    """Latents ``[B, C, ...]`` float32."""
+    cond: Cond
+    noise: Tensor
+    """Like ``clean``."""
+    index: Tensor
+    """int64 ``[B]`` on the CPU: places in the ascending training grid."""
+
+    def rows(self, which: slice) -> "NoisedSamples":
+        """Some of the samples, as a view."""
+        return NoisedSamples(self.clean[which], self.cond.rows(which), self.noise[which], self.index[which])
+
+    def loss(self, model: DiffuserModel) -> tuple[Tensor, Tensor]:
+        """Flow-matching ``(sum, weight)``."""
+        return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
+
+
+class Noising:
+    """Encodes items and draws their noise levels and noise."""
+
+    def __init__(self, model: DiffuserModel, encoding: Encoding, config: Config) -> None:
+        self._model = model
+        self._encoding = encoding
+        self._config = config.policy.diffusers
+        self._seed = config.train.seed
+
+    def prepare(
+        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], dropout: float
+    ) -> NoisedSamples:
+        """All draws are keyed by (seed, purpose, step, id); ``dropout`` is the share of captions that become empty."""
+        config = self._config
+        clean = self._encoding.latents(items)
+        prompts = [item.prompt for item in items]
+        if dropout > 0.0:
+            drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
+            prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
+        cond = self._encoding.conditions(prompts)
+        noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
+        if config.weighting_scheme == "logit_normal":
+            level = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
+        else:
+            level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
+        u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
+        return NoisedSamples(clean, cond, noise, index_from_density(u, self._model.train_sampling_steps))

@@ -1,0 +1,180 @@
+"""A step's samples with their rewards: gathered over the ranks, turned into advantages, described, shown."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.advantage import combined_advantages, group_advantages, kept_rows, zero_std_share
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import GrpoPolicyConfig
+from cosmos_rl.reward.table import RewardTable, ScoringRequest
+from cosmos_rl.rollout.sampler import Rollouts, Slot
+from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
+
+GALLERY = 4
+"""Best and worst samples of a gallery, each."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """This rank's samples of a step, and the rewards of all ``N`` samples of all ranks."""
+
+    slots: tuple[Slot, ...]
+    """All ``N``, in the order of the ranks."""
+    own: Rollouts
+    first: int
+    """Place of this rank's first sample among the ``N``."""
+    reward_N: Tensor
+    """float64 ``[N]``; NaN: missing."""
+    scores: Mapping[str, Tensor]
+    """Each reward by itself, float64 ``[N]``."""
+    advantage_N: Tensor
+    """float64 ``[N]``; NaN: missing."""
+    kept_N: Tensor
+    """bool ``[N]``: trained on."""
+
+    @property
+    def group_N(self) -> Tensor:
+        """int64 ``[N]``."""
+        return torch.tensor([slot.group for slot in self.slots])
+
+
+def request_of(made: Rollouts) -> ScoringRequest:
+    """What the rewards are asked about finished samples."""
+    slots = made.slots
+    return ScoringRequest(
+        made.media, [s.prompt for s in slots], [s.metadata for s in slots], [s.sample_id for s in slots]
+    )
+
+
+def columns(table: RewardTable, names: Sequence[str]) -> Tensor:
+    """``[n, 1 + len(names)]`` float64: the total, then each score."""
+    return torch.stack([table.total_N, *(table.scores[name] for name in names)], dim=1).double()
+
+
+def scored(
+    slots: Sequence[Slot],
+    own: Rollouts,
+    tables: Sequence[RewardTable],
+    *,
+    names: Sequence[str],
+    weights: Mapping[str, float],
+    job: GrpoPolicyConfig,
+    global_std: bool,
+    context: Context,
+) -> Scored:
+    """Rewards of all ranks, and from them the advantages; every rank computes the same.
+
+    Args:
+        slots: all samples of the step, in the order of the ranks.
+        own, tables: this rank's samples, and their rewards chunk by chunk.
+        names, weights: of the rewards.
+
+    Raises:
+        UserError: more rewards are missing than the configuration allows.
+    """
+    table_NF = context.gather_rows(torch.cat([columns(table, names) for table in tables]))
+    reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
+    _check_missing(reward_N, own, tables, job)
+    group_N = torch.tensor([slot.group for slot in slots])
+    if job.bypass_reward:
+        advantage_N, kept_N = torch.zeros_like(reward_N), torch.ones(len(reward_N), dtype=torch.bool)
+    else:
+        if job.normalise_rewards == "each":
+            advantage_N = combined_advantages(scores, weights, group_N, global_std=global_std)
+        else:
+            advantage_N = group_advantages(reward_N, group_N, global_std=global_std)
+        kept_N = kept_rows(
+            reward_N,
+            advantage_N,
+            group_N,
+            on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
+            drop_equal_groups=job.drop_equal_groups,
+        )
+    first = context.dp_rank * len(own.slots)
+    return Scored(tuple(slots), own, first, reward_N, scores, advantage_N, kept_N)
+
+
+def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable], job: GrpoPolicyConfig) -> None:
+    missing = int(reward_N.isnan().sum())
+    if not missing:
+        return
+    if job.on_missing_reward == "raise":
+        rule = 'train.train_policy.on_missing_reward = "raise"'
+    elif missing / len(reward_N) > job.max_missing_frac:
+        rule = f"train.train_policy.max_missing_frac = {job.max_missing_frac:g} allows fewer"
+    else:
+        return
+    told = "\n  ".join(missing_reasons(own, tables)[:5]) or "these samples are on another rank"
+    raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {told}")
+
+
+def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
+    """One line for each sample of this rank whose reward is missing."""
+    lines, offset = [], 0
+    for table in tables:
+        for row, reason in sorted(table.reasons.items()):
+            slot = own.slots[offset + row]
+            lines.append(f"sample {slot.sample_id} ({slot.prompt[:60]!r}): {reason}")
+        offset += len(table.total_N)
+    return lines
+
+
+def statistics(value_N: Tensor, *, mean_name: str = "mean") -> dict[str, float]:
+    """Mean, population standard deviation, largest and smallest of what is not missing; NaN when all is."""
+    valid = value_N[~value_N.isnan()]
+    if len(valid) == 0:
+        return dict.fromkeys((mean_name, "std", "max", "min"), math.nan)
+    found = {mean_name: valid.mean(), "std": valid.std(correction=0), "max": valid.max(), "min": valid.min()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def mean(value_N: Tensor) -> float:
+    """Mean of what is not missing."""
+    return statistics(value_N)["mean"]
+
+
+def reward_metrics(step: Scored) -> dict[str, float]:
+    """What a step's rewards and advantages looked like."""
+    metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}
+    metrics |= {f"rollout/advantage_{name}": value for name, value in statistics(step.advantage_N).items()}
+    metrics |= {f"train/reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
+    metrics["rollout/zero_std_ratio"] = zero_std_share(step.reward_N, step.group_N)
+    metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
+    metrics["train/samples_used"] = float(step.kept_N.sum())
+    return metrics
+
+
+def score_dict(row: Tensor, names: Sequence[str]) -> dict[str, float | None]:
+    """A row of `columns` as what a gallery shows; None: missing."""
+    values = [None if math.isnan(value) else value for value in row.tolist()]
+    return dict(zip([TOTAL, *names], values, strict=True))
+
+
+def gallery(step: Scored, context: Context) -> list[Shown]:
+    """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no picture."""
+    if step.own.media.dtype != torch.uint8:
+        return []
+    best, worst = pick_best_and_worst(step.reward_N, step.group_N, GALLERY)
+    names, own = list(step.scores), len(step.own.slots)
+    table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
+    chosen = [*((row, "best") for row in best), *((row, "worst") for row in worst)]
+    pictures = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
+    for place, (row, _) in enumerate(chosen):
+        if step.first <= row < step.first + own:
+            pictures[place] = step.own.media[row - step.first]
+    found = context.gather_rows(pictures)  # rank after rank; the rank that has a sample fills its place
+    return [
+        Shown(
+            found[(row // own) * len(pictures) + place],
+            step.slots[row].prompt,
+            step.slots[row].sample_id,
+            group,
+            score_dict(table_NF[row], names),
+        )
+        for place, (row, group) in enumerate(chosen)
+    ]

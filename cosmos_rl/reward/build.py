@@ -1,0 +1,182 @@
+"""All rewards of a job behind one call."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.reward.combine import RewardSum, Scores, combined
+from cosmos_rl.reward.functions import LocalReward, RewardFns, configured_rewards, given_rewards
+from cosmos_rl.reward.local import LocalScorer
+from cosmos_rl.reward.remote import RemoteScorer
+from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
+from cosmos_rl.reward.watch import Watch
+from cosmos_rl.utils.logging import logger
+
+_TRAIN = "train.train_policy"
+
+
+class Scorer(Protocol):
+    """One place that gives scores."""
+
+    @property
+    def sum(self) -> RewardSum:
+        """How its scores are added up."""
+        ...
+
+    def submit(self, request: ScoringRequest) -> "Future[Scores]":
+        """Begin to score."""
+        ...
+
+    def close(self) -> None:
+        """End threads and connections."""
+        ...
+
+
+def make_rewards(
+    config: Config, reward_fns: RewardFns | None, val_reward_fns: RewardFns | None = None, *, validation: bool
+) -> Rewards:
+    """The rewards that ``config`` and the script ask for; connections are made with the first request.
+
+    Args:
+        config: of a job with ``train.train_policy.type = "grpo"``.
+        reward_fns: functions of the script, which take the place of those in the configuration.
+        val_reward_fns: the same for validation alone.
+        validation: those for validation. What is not set for it is as in training; what is set may be another reward.
+
+    Raises:
+        UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service.
+    """
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig):
+        raise ValueError("rewards belong to reinforcement learning")
+    if job.bypass_reward:
+        return _NoRewards()
+    functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)
+    remote = _remote_table(config, job, validation)
+    scorers: list[Scorer] = []
+    try:
+        if functions:
+            scorers.append(LocalScorer(functions, table))
+        if remote is not None and any(entry.weight for entry in remote.reward_fns):
+            scorers.append(RemoteScorer(remote))
+        _check(scorers, validation)
+    except BaseException:
+        for scorer in scorers:
+            scorer.close()
+        raise
+    return _AllRewards(scorers)
+
+
+def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:
+    if validation and config.validation.remote_reward is not None:
+        return config.validation.remote_reward
+    return job.remote_reward if job.use_remote_reward else None
+
+
+def _functions(
+    config: Config,
+    job: GrpoPolicyConfig,
+    reward_fns: RewardFns | None,
+    val_reward_fns: RewardFns | None,
+    validation: bool,
+) -> tuple[list[LocalReward], LocalRewardConfig]:
+    table, key, given = job.local_reward, f"{_TRAIN}.local_reward", reward_fns
+    if validation and config.validation.local_reward is not None:
+        table, key, given = config.validation.local_reward, "validation.local_reward", None
+    if validation and val_reward_fns is not None:
+        given = val_reward_fns
+    if given is None:
+        return configured_rewards(table, key), table
+    if table.reward_fns:
+        names = ", ".join(entry.shown_name for entry in table.reward_fns)
+        logger.warning("%s.reward_fns (%s): the functions of the script take their place", key, names)
+    return given_rewards(given), table
+
+
+def _check(scorers: Sequence[Scorer], validation: bool) -> None:
+    rewards = [reward for scorer in scorers for reward in scorer.sum.rewards]
+    if not rewards:
+        raise UserError(
+            f"no reward: set {_TRAIN}.use_remote_reward = true, or name functions in {_TRAIN}.local_reward, or give "
+            "reward_fns to worker_entry.main"
+        )
+    twice = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
+    if twice:
+        raise UserError(f"rewards: the name {twice[0]} is there twice; give each a name of its own")
+    if not validation and all(reward.weight == 0 for reward in rewards):
+        names = ", ".join(reward.name for reward in rewards)
+        raise UserError(f"rewards: all have weight 0 ({names}), so there is nothing to train on")
+
+
+class _AllRewards:
+    """Asks all scorers at once and adds their scores up."""
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self._scorers = scorers
+        self._sums = [scorer.sum for scorer in scorers]
+        rewards = [reward for one in self._sums for reward in one.rewards]
+        self._names = tuple(reward.name for reward in rewards)
+        self._weights = {reward.name: reward.weight for reward in rewards}
+        self._watch = Watch(rewards)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        return self._weights
+
+    def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
+        table: Future[RewardTable] = Future()
+        table.set_running_or_notify_cancel()
+        parts = [scorer.submit(request) for scorer in self._scorers]
+        lock = threading.Lock()
+
+        def finish(part: "Future[Scores]") -> None:
+            with lock:  # the parts end in threads of their own
+                if table.done():
+                    return
+                error = RuntimeError("the rewards have been closed") if part.cancelled() else part.exception()
+                if error is not None:
+                    table.set_exception(error)
+                elif all(part.done() for part in parts):
+                    self._finish(table, [part.result() for part in parts])
+
+        for part in parts:
+            part.add_done_callback(finish)
+        return table
+
+    def _finish(self, table: "Future[RewardTable]", scores: list[Scores]) -> None:
+        try:
+            found = combined(self._sums, scores)
+            self._watch.see(found.scores)
+            table.set_result(found)
+        except BaseException as error:  # in a callback it would only be logged
+            table.set_exception(error)
+
+    def close(self) -> None:
+        for scorer in self._scorers:
+            scorer.close()
+
+
+class _NoRewards:
+    """`bypass_reward = true`: every total is 0 and there are no scores."""
+
+    names: Sequence[str] = ()
+    weights: Mapping[str, float] = MappingProxyType({})
+
+    def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
+        table: Future[RewardTable] = Future()
+        table.set_result(RewardTable(scores={}, total_N=torch.zeros(len(request.prompts), dtype=torch.float64)))
+        return table
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,207 @@
+"""Rewards from Python functions, called in a thread beside training."""
+
+import math
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import LocalRewardConfig
+from cosmos_rl.reward.combine import Reward, RewardSum, Scores
+from cosmos_rl.reward.functions import LocalReward, accepted
+from cosmos_rl.reward.table import ScoringRequest
+from cosmos_rl.utils.logging import logger
+
+_BUGS = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
+"""Errors that tell of the program rather than of a sample, as long as no call has gone well."""
+_CLOSE_S = 5.0
+
+
+class LocalScorer:
+    """Scores samples by functions, one request after the other. `submit` returns at once."""
+
+    def __init__(self, rewards: Sequence[LocalReward], table: LocalRewardConfig) -> None:
+        self.sum = RewardSum(
+            tuple(Reward(r.name, r.weight, r.clip_min, r.clip_max) for r in rewards),
+            table.scale,
+            table.reward_clip_min,
+            table.reward_clip_max,
+        )
+        self._calls = [_Call(reward, table.batch_size) for reward in rewards]
+        self._timeout_s = table.timeout_s
+        self._requests: queue.SimpleQueue[tuple[ScoringRequest, Future[Scores]] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._closed = threading.Event()
+        self._worker = _Worker()
+        # Daemons: a function that never returns must not keep the process alive.
+        self._thread = threading.Thread(target=self._serve, name="local-rewards", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: ScoringRequest) -> "Future[Scores]":
+        """Begin to score; the future fails when a function is broken or does not return."""
+        future: Future[Scores] = Future()
+        future.set_running_or_notify_cancel()
+        self._requests.put((request, future))
+        return future
+
+    def close(self) -> None:
+        """End the threads; what has not been scored fails."""
+        self._closed.set()
+        self._requests.put(None)
+        self._worker.end()
+        self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        while (entry := self._requests.get()) is not None:
+            request, future = entry
+            try:
+                future.set_result(self._scored(request))
+            except BaseException as error:  # kept for all that follows: a broken function does not heal
+                self._failed = self._failed or error
+                future.set_exception(error)
+        while not self._requests.empty():
+            if (entry := self._requests.get()) is not None:
+                entry[1].set_exception(RuntimeError("the rewards have been closed"))
+
+    def _scored(self, request: ScoringRequest) -> Scores:
+        values, reasons = {}, {}
+        for call in self._calls:
+            rows = range(len(request.prompts))
+            scores = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+            why: dict[int, str] = {}
+            for first in range(0, len(rows), call.size):
+                part = rows[first : first + call.size]
+                self._check()
+                found = self._worker.run(lambda call=call, part=part: call(request, part), self._timeout_s, call.name)
+                for row, one in zip(part, found, strict=True):
+                    if isinstance(one, str):
+                        why[row] = one
+                    else:
+                        scores[row] = one
+            values[call.name], reasons[call.name] = scores, why
+        return Scores(values, reasons)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed.is_set():
+            raise RuntimeError("the rewards have been closed")
+
+
+class _Call:
+    """One function, called for the samples of ``rows``; gives a score or the reason why it is missing for each."""
+
+    def __init__(self, reward: LocalReward, batch_size: int) -> None:
+        self.name = reward.name
+        self.size = batch_size if reward.of_batches else 1
+        self._function = reward.function
+        self._of_batches = reward.of_batches
+        self._picked = accepted(reward.function, reward.name)
+        self._has_worked = False
+        self._has_told = False
+
+    def __call__(self, request: ScoringRequest, rows: range) -> list[float | str]:
+        part = slice(rows.start, rows.stop)
+        # A copy: a function may write into its picture, which the gallery and other rewards need as it is.
+        media = request.media[part].numpy().copy()
+        prompts, metadata = list(request.prompts[part]), list(request.metadata[part])
+        try:
+            with torch.no_grad():
+                if self._of_batches:
+                    arguments = self._picked(prompts=prompts, metadata=metadata, fps=request.fps)
+                    found = self._function(media, **arguments)
+                else:
+                    found = [self._function(media[0], **self._of_sample(prompts[0], metadata[0], request.fps))]
+        except Exception as error:
+            return [self._after(error)] * len(rows)
+        scores = [self._number(one) for one in self._listed(found, len(rows))]
+        self._has_worked = True
+        return scores
+
+    def _of_sample(self, prompt: str, metadata: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
+        return self._picked(reference=metadata.get("reference"), prompt=prompt, metadata=metadata, fps=fps)
+
+    def _after(self, error: Exception) -> str:
+        """The reason for missing scores, unless the function never worked and looks broken."""
+        text = f"{type(error).__name__}: {error}{_place(error)}"
+        if not self._has_worked and isinstance(error, _BUGS):
+            raise UserError(f"reward {self.name}: the function cannot be used: {text}") from error
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("reward %s: no score, the first time with\n%s", self.name, traceback.format_exc().rstrip())
+        return text
+
+    def _listed(self, found: Any, count: int) -> list[Any]:
+        try:
+            listed = list(found)
+        except TypeError:
+            raise UserError(
+                f"reward {self.name}: gave {_shown(found)} for {count} samples, not {count} scores"
+            ) from None
+        if len(listed) != count:
+            raise UserError(f"reward {self.name}: gave {len(listed)} scores for {count} samples")
+        return listed
+
+    def _number(self, found: Any) -> float | str:
+        if found is None:
+            return "the function gave None"
+        try:
+            number = float(found.item() if hasattr(found, "item") else found)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None or isinstance(found, (str, bytes)):
+            raise UserError(f"reward {self.name}: gave {_shown(found)}, not a number or None")
+        return number if math.isfinite(number) else f"the function gave {number}"
+
+
+class _Worker:
+    """A thread that runs functions one at a time, always the same one, as models and engines may need."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="reward-functions", daemon=True).start()
+
+    def run(self, task: Callable[[], Any], timeout_s: float, name: str) -> Any:
+        """What ``task`` gives.
+
+        Raises:
+            UserError: it has not returned after ``timeout_s`` seconds.
+        """
+        future: Future[Any] = Future()
+        self._tasks.put((task, future))
+        if not wait([future], timeout_s).done:
+            raise UserError(
+                f"reward {name}: the function has not returned after {timeout_s:g} s "
+                "(train.train_policy.local_reward.timeout_s); is it stuck?"
+            )
+        return future.result()
+
+    def end(self) -> None:
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, future = entry
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's file it happened."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if len(frames) < 2:  # the first is ours: the call itself failed
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+def _shown(found: object) -> str:
+    text = repr(found)
+    return f"{type(found).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

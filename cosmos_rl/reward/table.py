@@ -1,0 +1,76 @@
+"""What goes into a reward and what comes out. A missing score is NaN with a reason, never a number."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Metadata = Mapping[str, Any]
+"""What a prompt set knows about a prompt beside its text, handed on to the rewards."""
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """``N`` generated samples that are to be scored."""
+
+    media: Tensor
+    """Pictures uint8 ``[N, H, W, 3]``, videos uint8 ``[N, T, H, W, 3]``, on the CPU."""
+    prompts: Sequence[str]
+    metadata: Sequence[Metadata]
+    sample_ids: Sequence[int]
+    """Global ids, for messages."""
+    fps: float | None = None
+    """Frames per second of videos."""
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError`: the parts do not fit each other, so scores would go to the wrong samples."""
+        shape, count = tuple(self.media.shape), len(self.prompts)
+        if self.media.dtype != torch.uint8 or len(shape) not in (4, 5) or shape[-1] != 3 or 0 in shape:
+            raise ValueError(f"media are {self.media.dtype} {list(shape)}, not uint8 [N, H, W, 3] or [N, T, H, W, 3]")
+        if not count == shape[0] == len(self.metadata) == len(self.sample_ids):
+            raise ValueError(
+                f"{shape[0]} samples with {count} prompts, {len(self.metadata)} metadata and {len(self.sample_ids)} ids"
+            )
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """Scores of ``N`` samples."""
+
+    scores: Mapping[str, Tensor]
+    """Reward name -> float64 ``[N]`` on the CPU, as the reward gave it; NaN: missing. Also those of weight 0."""
+    total_N: Tensor
+    """float64 ``[N]``: weighted, clipped and scaled; NaN where a score that counts is missing."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Row -> why its total is missing."""
+
+    @property
+    def missing_N(self) -> Tensor:
+        """bool ``[N]``: which totals are missing."""
+        return torch.isnan(self.total_N)
+
+
+class Rewards(Protocol):
+    """All rewards of a job behind one call that returns at once."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the scores in every table, in order."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Weight of each; 0: measured, not trained on."""
+        ...
+
+    def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
+        """Begin to score; the future fails with what cannot be put down to single samples (wrong token, broken
+        function, service gone). A service that does not answer in time leaves its samples without a score."""
+        ...
+
+    def close(self) -> None:
+        """End threads and connections."""
+        ...

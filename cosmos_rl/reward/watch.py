@@ -1,0 +1,63 @@
+"""Tells about rewards from which nothing can be learnt: cut by their clip, or always the same. Once for each."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.reward.combine import Reward
+from cosmos_rl.utils.logging import logger
+
+_CLIPPED = 0.5
+"""Share of scores at a bound from which a clip is named."""
+_EQUAL_BATCHES = 5
+"""Batches in a row with equal scores after which a reward is named."""
+
+
+class Watch:
+    """Looks at the scores of every batch."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self._rewards = rewards
+        self._equal = dict.fromkeys((reward.name for reward in rewards), 0)
+        self._told: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()  # batches may be finished by several threads
+
+    def see(self, values: Mapping[str, Tensor]) -> None:
+        """Take in the scores ``[N]`` by reward of one batch."""
+        with self._lock:
+            for reward in self._rewards:
+                score = values[reward.name]
+                finite = score[torch.isfinite(score)]
+                if len(finite):
+                    self._see_clips(reward, finite)
+                if len(finite) > 1:
+                    self._see_equal(reward, finite)
+
+    def _see_clips(self, reward: Reward, score: Tensor) -> None:
+        at_bound = ((score <= reward.clip_min) | (score >= reward.clip_max)).double().mean().item()
+        if at_bound > _CLIPPED:
+            self._tell(
+                reward.name,
+                "clip",
+                f"reward {reward.name}: {at_bound:.0%} of a batch's scores ({score.min().item():g} ... "
+                f"{score.max().item():g}) are cut at clip_min = {reward.clip_min:g} or clip_max = {reward.clip_max:g}; "
+                "set the bounds of this reward to its range",
+            )
+
+    def _see_equal(self, reward: Reward, score: Tensor) -> None:
+        equal = bool((score == score[0]).all())
+        self._equal[reward.name] = self._equal[reward.name] + 1 if equal else 0
+        if self._equal[reward.name] >= _EQUAL_BATCHES:
+            self._tell(
+                reward.name,
+                "equal",
+                f"reward {reward.name}: all samples of {_EQUAL_BATCHES} batches in a row had equal scores (now "
+                f"{score[0].item():g}), so nothing can be learnt from it; does it work?",
+            )
+
+    def _tell(self, name: str, about: str, message: str) -> None:
+        if (name, about) not in self._told:
+            self._told.add((name, about))
+            logger.warning(message)

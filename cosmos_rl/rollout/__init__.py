@@ -1,0 +1,1 @@
+"""From prompts to generated samples: which policy samples, in which chunks, with which noise."""

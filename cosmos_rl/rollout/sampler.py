@@ -1,0 +1,139 @@
+"""One rollout: slots (which sample of which prompt) -> media and clean latents."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.distributed import randomness
+from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
+
+Conditions = Callable[[Sequence[str]], Cond]
+"""Prompts -> their conditions on the device, with a negative twin where guidance needs one."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A sample that is to be made."""
+
+    sample_id: int
+    """Global id: the key of every random draw for this sample."""
+    group: int
+    """Global id of the prompt's place in the stream; samples with the same one are compared with each other."""
+    prompt: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """How samples are made."""
+
+    num_steps: int
+    guidance: float
+    solver: str
+    noise_level: float
+    deterministic: bool
+    height: int
+    width: int
+    frames: int | None = None
+
+    @classmethod
+    def training(cls, config: DiffusersConfig) -> "RolloutSpec":
+        """The configured sampler."""
+        sample = config.sample
+        frames = config.train_frames if config.is_video else None
+        solver = (sample.solver, sample.noise_level, sample.deterministic_sampling)
+        return cls(sample.num_steps, sample.guidance_scale, *solver, *config.inference_size, frames)
+
+    @classmethod
+    def evaluation(cls, config: DiffusersConfig) -> "RolloutSpec":
+        """The ODE with ``eval_num_steps``: what the exported pipeline will do."""
+        sample = config.sample
+        steps = sample.eval_num_steps or sample.num_steps
+        frames = config.inference_frames if config.is_video else None
+        return cls(steps, sample.guidance_scale, "euler", 0.0, True, *config.inference_size, frames)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """``N`` finished samples."""
+
+    slots: tuple[Slot, ...]
+    latents: Tensor
+    """Clean latents ``[N, C, ...]`` float32 on the CPU."""
+    media: Tensor
+    """uint8 ``[N, H, W, 3]`` on the CPU."""
+
+
+class RolloutSampler:
+    """Makes samples with whatever policy the model acts as at the moment."""
+
+    def __init__(self, model: VelocityModel, spec: RolloutSpec, conditions: Conditions, seed: int) -> None:
+        self._model = model
+        self._spec = spec
+        self._conditions = conditions
+        self._seed = seed
+
+    def sample(self, slots: Sequence[Slot], purpose: str, step: int) -> Rollouts:
+        """Sample all ``slots`` in one go; noise is keyed by (seed, purpose, step, sample id).
+
+        Raises:
+            ValueError: the model's sampler gives other shapes than asked for.
+        """
+        spec, model = self._spec, self._model
+        cond = self._conditions([slot.prompt for slot in slots])
+        keywords: dict[str, Any] = {
+            "num_inference_steps": spec.num_steps,
+            "guidance_scale": spec.guidance,
+            "output_type": "pt",
+            "height": spec.height,
+            "width": spec.width,
+            "noise_level": spec.noise_level,
+            "deterministic": spec.deterministic,
+            "solver": spec.solver,
+            "num_frames": spec.frames,
+            "generator": [randomness.generator(self._seed, purpose, step, slot.sample_id) for slot in slots],
+            **_text(cond.text, ""),
+            **_text(cond.negative or {}, "negative_"),
+        }
+        if "keep_trajectory" in inspect.signature(model.pipeline_with_logprob).parameters:
+            keywords["keep_trajectory"] = False
+        with torch.no_grad():
+            visuals, states, _ = model.pipeline_with_logprob(**keywords)
+        if len(visuals) != len(slots) or len(states[-1]) != len(slots):
+            raise ValueError(
+                f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "
+                f"for {len(slots)} prompts"
+            )
+        return Rollouts(tuple(slots), states[-1].to("cpu", torch.float32), model.to_media(visuals))
+
+
+def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
+
+
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """Several rollouts as one, in their order."""
+    slots = tuple(slot for part in parts for slot in part.slots)
+    return Rollouts(slots, torch.cat([p.latents for p in parts]), torch.cat([p.media for p in parts]))
+
+
+def diversity(media: Tensor, groups: Sequence[int]) -> float:
+    """Mean over groups and elements of the population standard deviation within a group; 0: all samples are alike.
+
+    Args:
+        media: ``[N, ...]``; uint8 counts as [0, 1].
+        groups: ``N`` ids; a group of one sample has no spread and is left out.
+    """
+    spreads = []
+    for group in dict.fromkeys(groups):
+        rows = media[[i for i, g in enumerate(groups) if g == group]]
+        if len(rows) > 1:
+            value = rows.float() / (255.0 if media.dtype == torch.uint8 else 1.0)
+            spreads.append(float(value.std(0, correction=0).mean()))
+    return sum(spreads) / len(spreads) if spreads else 0.0

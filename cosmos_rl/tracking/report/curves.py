@@ -1,0 +1,120 @@
+"""Which curves the page shows, and in which order."""
+
+from collections.abc import Sequence
+
+from cosmos_rl.tracking.report.inlined import escaped
+from cosmos_rl.tracking.report.measures import LIMIT, is_watched, limit_of, measure, reward_names
+from cosmos_rl.tracking.report.record import Record
+from cosmos_rl.tracking.report.svg import Curve, Limit, chart
+
+MAX_OTHERS = 60
+_MEASURED_RARELY = ("val/", "watch/")
+
+
+class Charts:
+    """Draws the charts of a run and remembers which metrics were shown."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._shown: set[str] = set()
+
+    def sections(self) -> str:
+        """All curves: rewards, losses, what is watched, times, and the rest folded away."""
+        names = reward_names(self._record)
+        rewards = [self._reward()]
+        rewards += [
+            self._figure(f"Reward “{name}”", [f"train/reward/{name}_mean", f"val/reward_{name}"]) for name in names
+        ]
+        losses = [
+            self._figure("Loss", ["train/loss_avg", "val/avg_loss"]),
+            self._figure("Policy loss", ["train/policy_loss_avg"]),
+            self._figure("Distance to the reference (KL)", ["train/kl_loss_avg"]),
+            self._figure("Distance to the old policy (KL)", ["train/old_kl_avg"]),
+            self._figure("Gradient norm", ["train/grad_norm", "optimizer/grad_norm"]),
+            self._figure("Learning rate", ["train/learning_rate"]),
+        ]
+        watched = [self._watched(key) for key in self._record.keys if is_watched(key)]
+        times = [self._figure(measure(k).title, [k]) for k in self._record.keys if measure(k).unit == "s"]
+        # these are other views of what is shown above
+        self._shown |= {key for key in self._record.keys if key.endswith(LIMIT)}
+        others = [self._figure(key, [key]) for key in self._record.keys if key not in self._shown][:MAX_OTHERS]
+        parts = [
+            _grid(
+                "Rewards",
+                rewards,
+                "Band: standard deviation of a step's samples. Noisy curves: faint as measured, smoothed on top.",
+            ),
+            _grid(
+                "Watched for trouble", watched, "Dashed: the level that should not be crossed, or that of the start."
+            ),
+            _grid("Loss and optimiser", losses),
+            _grid("Time", times, "Seconds."),
+        ]
+        folded = _grid("", others)
+        if folded:
+            parts.append(f"<details><summary>All other metrics ({len(others)})</summary>{folded}</details>")
+        return "".join(parts)
+
+    def _reward(self) -> str:
+        return self._figure(
+            "Reward",
+            ["train/reward_mean", "val/reward_avg"],
+            spreads={"train/reward_mean": "train/reward_std"},
+            also=["train/reward_max", "train/reward_min", "val/reward_std", "val/reward_max", "val/reward_min"],
+        )
+
+    def _watched(self, key: str) -> str:
+        limit = limit_of(self._record, key)
+        if limit is not None:
+            return self._figure(measure(key).title, [key], [Limit("limit", limit)])
+        return self._figure(
+            measure(key).title, [key], [Limit("as at the start", 1.0, "start")] if key.endswith("_ratio") else []
+        )
+
+    def _figure(
+        self,
+        title: str,
+        keys: Sequence[str],
+        limits: Sequence[Limit] = (),
+        spreads: dict[str, str] | None = None,
+        also: Sequence[str] = (),
+    ) -> str:
+        """One chart of ``keys``; empty when the run has none of them. ``also`` are told by it as well."""
+        keys = [key for key in keys if key in self._record.keys]
+        if not keys:
+            return ""
+        self._shown |= {*keys, *also, *(spreads or {}).values()}
+        curves = [curve for key in keys for curve in self._curves(key, (spreads or {}).get(key))]
+        legend = "".join(
+            f'<span class="key c{place % 4}">{escaped(curve.label)}</span>'
+            for place, curve in enumerate(curves)
+            if curve.label != title
+        )
+        gaps = sum(v is None for key in keys for v in self._record.series(key).values)
+        note = f'<span class="gaps">{gaps} value{"s" if gaps > 1 else ""} missing</span>' if gaps else ""
+        drawing = chart(curves, limits, title, from_zero=all(_from_zero(key) for key in keys))
+        caption = f"<figcaption>{escaped(title)}<small>{legend}{note}</small></figcaption>"
+        return f'<figure class="chart">{caption}{drawing}</figure>'
+
+    def _curves(self, key: str, spread_key: str | None) -> list[Curve]:
+        series = self._record.series(key)
+        spread = None
+        if spread_key in self._record.keys:
+            by_step = dict(self._record.series(spread_key).known)
+            spread = [by_step.get(step) for step in series.steps]
+        rarely = key.startswith(_MEASURED_RARELY)
+        return [Curve(key, series.steps, series.values, spread, dots=rarely)]
+
+
+def _from_zero(key: str) -> bool:
+    """Sizes that are read against nothing: without the zero, noise looks like a trend."""
+    return measure(key).unit == "s" or key.endswith(("grad_norm", "learning_rate", "kl_loss_avg", "old_kl_avg"))
+
+
+def _grid(title: str, figures: Sequence[str], about: str = "") -> str:
+    figures = [figure for figure in figures if figure]
+    if not figures:
+        return ""
+    head = f"<h2>{title}</h2>" if title else ""
+    text = f"<p>{about}</p>" if about else ""
+    return f'<section>{head}{text}<div class="charts">{"".join(figures)}</div></section>'

@@ -1,0 +1,86 @@
+"""Pictures inside a page: scaled down, as data URIs, all of them together below a number of bytes."""
+
+import base64
+import html
+import io
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+MAX_BYTES = 3_500_000
+"""Of all data URIs of a page."""
+_SMALL = 96
+"""Pictures up to this size in pixels stay as they are and are enlarged by the browser, with hard edges."""
+_JPEG_QUALITY = 85
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A picture that the page wants."""
+
+    file: Path
+    side: int
+    """Longest side in pixels."""
+
+
+class Inliner:
+    """Encodes the pictures of a page once they are all known, so that the page stays below its size."""
+
+    def __init__(self, wanted: Sequence[Placed]) -> None:
+        """Encode ``wanted``; sides are halved as often as it takes, one step for all."""
+        shrink = 1
+        while True:
+            self._found = {one: encoded(one.file, max(one.side // shrink, 16)) for one in dict.fromkeys(wanted)}
+            if sum(len(self._found[one] or "") for one in wanted) <= MAX_BYTES or shrink >= 16:
+                return
+            shrink *= 2
+
+    def tag(self, placed: Placed, alt: str) -> str:
+        """The ``<img>``, or words when the file is not there or no picture."""
+        uri = self._found[placed]
+        if uri is None:
+            return '<span class="missing">picture missing</span>'
+        sharp = ' class="sharp"' if uri.startswith("data:image/png") else ""
+        return f'<img{sharp} src="{uri}" alt="{escaped(alt, 120)}">'
+
+
+def encoded(file: Path, side: int) -> str | None:
+    """The picture as a data URI: small ones as PNG without loss, others as JPEG with a longest side of ``side``."""
+    try:
+        with Image.open(file) as opened:
+            picture = opened.convert("RGB")
+    except OSError:
+        return None
+    if max(picture.size) <= min(_SMALL, side):
+        return _uri(picture, "png")
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return _uri(picture, "jpeg", quality=_JPEG_QUALITY)
+
+
+def escaped(text: object, limit: int | None = None) -> str:
+    """Safe in HTML, also in attributes; cut after ``limit`` characters; without what no document may hold.
+
+    Control characters and lone surrogates become a replacement mark; the direction marks of other scripts stay, the
+    overrides that turn the text around them are removed.
+    """
+    plain = str(text)
+    if limit is not None and len(plain) > limit:
+        plain = plain[:limit].rstrip() + "…"
+    return html.escape("".join(map(_harmless, plain)), quote=True)
+
+
+def _harmless(character: str) -> str:
+    if character in "\n\t":
+        return character
+    if character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069":
+        return ""
+    return "\ufffd" if unicodedata.category(character) in ("Cc", "Cs") else character
+
+
+def _uri(picture: Image.Image, kind: str, **options: int) -> str:
+    target = io.BytesIO()
+    picture.save(target, kind, optimize=True, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(target.getvalue()).decode()}"

@@ -1,0 +1,131 @@
+"""What the metrics are called in words, which direction is better, and what is noteworthy about them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cosmos_rl.tracking.report.record import Record
+from cosmos_rl.tracking.report.svg import number
+
+LIMIT = "_limit"
+"""``watch/<name>_limit`` is the level that ``watch/<name>`` should not cross."""
+_STATISTICS = ("avg", "std", "max", "min")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How one metric is shown."""
+
+    title: str
+    better: int = 0
+    """+1: more is better, -1: less is better, 0: neither."""
+    unit: str = ""
+
+
+_NAMED: Sequence[tuple[str, Measure]] = (
+    (r"train/reward_mean", Measure("Reward of the training samples", 1)),
+    (r"val/reward_avg", Measure("Reward on the validation prompts", 1)),
+    (r"train/reward/(.+)_mean", Measure("Reward “{}”, training samples", 1)),
+    (r"val/reward_(?!(?:avg|std|max|min)$)(.+)", Measure("Reward “{}”, validation prompts", 1)),
+    (r"val/avg_loss", Measure("Loss on held-out data", -1)),
+    (r"train/loss_avg", Measure("Training loss")),
+    (r"watch/loss_ratio", Measure("Held-out loss, relative to the start")),
+    (r"watch/diversity_ratio", Measure("Diversity of the samples, relative to the start")),
+    (r"watch/untrained_reward", Measure("Reward that is not trained on", 1)),
+    (r"watch/(.+)", Measure("Watched: {}")),
+    (r"train/policy_loss_avg", Measure("Policy loss")),
+    (r"train/kl_loss_avg", Measure("Distance to the reference (KL)")),
+    (r"train/old_kl_avg", Measure("Distance to the old policy (KL)")),
+    (r"(?:train|optimizer)/grad_norm", Measure("Gradient norm")),
+    (r"train/learning_rate", Measure("Learning rate")),
+    (r"train/network_evaluations", Measure("Network evaluations so far")),
+    (r"train/iteration_time", Measure("Time per step", unit="s")),
+    (r"val/time", Measure("Time per validation", unit="s")),
+    (r"(.*)/(?:time_(.+)|(.+)_time)", Measure("Time: {}", unit="s")),
+)
+
+
+def measure(key: str) -> Measure:
+    """How ``key`` is shown; a key without words of its own is shown by its name."""
+    for pattern, found in _NAMED:
+        match = re.fullmatch(pattern, key)
+        if match:
+            name = next((part for part in reversed(match.groups()) if part), "").replace("_", " ")
+            return Measure(found.title.format(name), found.better, found.unit)
+    return Measure(key)
+
+
+def reward_names(record: Record) -> list[str]:
+    """Names of the single rewards that the metrics have, else those of the configuration."""
+    found: dict[str, None] = {}
+    for key in record.keys:
+        match = re.fullmatch(r"train/reward/(.+)_mean|val/reward_(.+)", key)
+        name = match and (match[1] or match[2])
+        if name and name not in _STATISTICS:
+            found[name] = None
+    listed = record.setting("train.train_policy.remote_reward.reward_fns") or []
+    remote = record.setting("train.train_policy.use_remote_reward")
+    return list(found) or ([fn["name"] for fn in listed] if remote else [])
+
+
+def main_keys(record: Record) -> list[str]:
+    """Metrics of the table of key numbers, most telling first."""
+    names = reward_names(record)
+    wanted = ["val/reward_avg", *(f"val/reward_{name}" for name in names), "train/reward_mean"]
+    wanted += [*(f"train/reward/{name}_mean" for name in names), "val/avg_loss", "train/loss_avg"]
+    wanted += [key for key in record.keys if is_watched(key)]
+    wanted += ["train/kl_loss_avg", "train/old_kl_avg", "train/grad_norm", "optimizer/grad_norm"]
+    wanted += ["train/learning_rate", "train/iteration_time", "train/network_evaluations"]
+    return [key for key in wanted if key in record.keys]
+
+
+def is_watched(key: str) -> bool:
+    """Whether ``key`` is a measure that is watched, not its limit and not an alarm."""
+    return key.startswith("watch/") and not key.endswith(LIMIT) and "alarm" not in key
+
+
+def limit_of(record: Record, key: str) -> float | None:
+    """The level that ``key`` should not cross, as it was recorded last."""
+    known = record.series(key + LIMIT).known
+    return known[-1][1] if known else None
+
+
+def warnings(record: Record) -> list[str]:
+    """What a reader should know before believing the numbers: alarms, crossed limits, steps that were left out."""
+    rows = record.rows
+    found = []
+    for key in dict.fromkeys(key for row in rows for key in row if key.startswith("watch/") and "alarm" in key):
+        steps = [row["step"] for row in rows if row.get(key)]
+        if steps:
+            found.append(f"Alarm {key} at {_listed(steps)}.")
+    found += [text for key in record.keys if is_watched(key) for text in _crossing(record, key)]
+    lost = [row["step"] for row in rows if "train/loss_avg" in row and row["train/loss_avg"] is None]
+    if lost:
+        found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
+    return found
+
+
+def _crossing(record: Record, key: str) -> list[str]:
+    """A sentence when a watched value left the side of its limit on which it began."""
+    limit, known = limit_of(record, key), record.series(key).known
+    if limit is None or not known:
+        return []
+    began_below = known[0][1] <= limit
+    beyond = [step for step, value in known if (value > limit if began_below else value < limit)]
+    if not beyond:
+        return []
+    how = "above" if began_below else "below"
+    last = number(known[-1][1])
+    return [f"{measure(key).title}: {how} its limit {number(limit)} at {_listed(beyond)}; the last value is {last}."]
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """``step 4``, ``steps 4, 6, 8``, ``20 steps from 4 to 90``."""
+    if len(steps) > 6:
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def shown_change(first: float, last: float) -> str:
+    """The difference with its sign."""
+    return f"{'+' if last >= first else ''}{number(last - first)}"

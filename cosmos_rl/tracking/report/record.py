@@ -1,0 +1,196 @@
+"""What a run folder holds, read without torch: metrics, galleries, configuration, how the run was started."""
+
+import json
+import math
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tracking.media import TOTAL
+from cosmos_rl.tracking.metrics import read_metrics
+
+_STILL_GOING_S = 60.0
+"""A run whose last line is younger than this, or than a few steps, is taken to be going on."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One picture of a gallery on the disk."""
+
+    file: Path
+    prompt: str
+    sample_id: int
+    group: str
+    scores: Mapping[str, float | None]
+
+    @property
+    def total(self) -> float | None:
+        """The score that was trained on."""
+        return self.scores.get(TOTAL)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same in every gallery of the same prompts and noise."""
+        return self.sample_id, self.prompt
+
+
+Gallery = Sequence[Entry]
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one metric; None where a line had null."""
+
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        """(step, value) without the nulls."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run."""
+
+    root: Path
+    config: Mapping[str, Any]
+    config_text: str
+    started: Mapping[str, Any]
+    """``run.json``: command, time, seed, versions."""
+    rows: Sequence[Mapping[str, Any]]
+    """``metrics.jsonl``, ascending steps."""
+    validation: Mapping[int, Gallery]
+    rollout: Mapping[int, Gallery]
+    age_s: float = field(default=float("inf"))
+    """Seconds since the last line of ``metrics.jsonl`` was written."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that are done."""
+        return max((row["step"] for row in self.rows), default=0)
+
+    @property
+    def wanted_steps(self) -> int | None:
+        """Steps that the configuration asks for, where it gives their number."""
+        return self.setting("train.max_num_steps")
+
+    @property
+    def seconds(self) -> float:
+        """Time of all steps and validations."""
+        parts = (row.get(key) for row in self.rows for key in ("train/iteration_time", "val/time"))
+        return sum(part for part in parts if part is not None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end: all steps that were asked for, or the card of the final export."""
+        if self.wanted_steps is not None and self.steps >= self.wanted_steps:
+            return True
+        export = self.export
+        return export is not None and export[0] == self.steps and (export[1] / "README.md").is_file()
+
+    @property
+    def going_on(self) -> bool:
+        """Whether the last line is so young that the run is likely to write another."""
+        times = [t for _, t in self.series("train/iteration_time").known[-10:]]
+        return not self.finished and self.age_s < max(_STILL_GOING_S, 5 * max(times, default=0.0))
+
+    @property
+    def export(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest exported model: a ``lora`` folder or a pipeline."""
+        folders = _step_folders(RunFolder(self.root).safetensors)
+        if not folders:
+            return None
+        step = max(folders)
+        lora = folders[step] / "lora"
+        return step, lora if lora.is_dir() else folders[step]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Names of all metrics that ever were numbers, in order of appearance."""
+        found = {key: None for row in self.rows for key, value in row.items() if _number(value) is not None}
+        return [key for key in found if key != "step"]
+
+    def series(self, key: str) -> Series:
+        """The values of ``key`` at the lines that have it."""
+        rows = [row for row in self.rows if key in row]
+        return Series([row["step"] for row in rows], [_number(row[key]) for row in rows])
+
+    def value(self, key: str, step: int) -> float | None:
+        """The value of ``key`` at ``step``."""
+        return next((_number(row.get(key)) for row in self.rows if row["step"] == step), None)
+
+    def setting(self, dotted: str) -> Any:
+        """The value of a configuration key, None when it is not set."""
+        value: Any = self.config
+        for name in dotted.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_record(root: Path) -> Record:
+    """Everything that the run folder ``root`` has by now; what is not there yet is empty."""
+    run = RunFolder(root)
+    described = run if run.config.is_file() else RunFolder(run.next)  # a command that has not begun to train
+    config_text = described.config.read_text() if described.config.is_file() else ""
+    exists = run.metrics.is_file()
+    by_step = {row["step"]: row for row in (read_metrics(run.metrics) if exists else [])}
+    return Record(
+        root=root,
+        config=tomllib.loads(config_text),
+        config_text=config_text,
+        started=json.loads(described.run_json.read_text()) if described.run_json.is_file() else {},
+        rows=[by_step[step] for step in sorted(by_step)],
+        validation=_galleries(run.media / "validation"),
+        rollout=_galleries(run.media / "rollout"),
+        age_s=time.time() - run.metrics.stat().st_mtime if exists else float("inf"),
+    )
+
+
+def same_pictures(record: Record) -> dict[int, Gallery]:
+    """Step -> pictures from the same prompts and noise: of validations, else the fixed ones among the rollouts."""
+    if record.validation:
+        return dict(record.validation)
+    fixed = {step: [one for one in gallery if one.group == "fixed"] for step, gallery in record.rollout.items()}
+    return {step: gallery for step, gallery in fixed.items() if gallery}
+
+
+def first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], count: int) -> list[Entry]:
+    """Up to ``count`` entries for which ``also`` holds, in their order, each prompt once before any comes twice."""
+    candidates = [one for one in gallery if also(one)]
+    first: dict[str, Entry] = {}
+    for one in candidates:
+        first.setdefault(one.prompt, one)
+    chosen = list(first.values())
+    chosen += [one for one in candidates if first[one.prompt] is not one]
+    return chosen[:count]
+
+
+def _galleries(folder: Path) -> dict[int, Gallery]:
+    found = {}
+    for step, place in sorted(_step_folders(folder).items()):
+        index = place / "index.json"
+        if index.is_file():
+            rows = json.loads(index.read_text())
+            found[step] = [Entry(place / r["file"], r["prompt"], r["sample_id"], r["group"], r["scores"]) for r in rows]
+    return found
+
+
+def _step_folders(folder: Path) -> dict[int, Path]:
+    """Step -> ``step_<N>``; staging folders are hidden and never listed."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    matches = ((re.fullmatch(r"step_(\d+)", entry.name), entry) for entry in entries)
+    return {int(match[1]): entry for match, entry in matches if match}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

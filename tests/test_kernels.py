@@ -1,0 +1,424 @@
+"""Transition kernels against an independent NumPy computation, closed forms and known marginals."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from cosmos_rl.diffusion.kernels import (
+    AffineKernel,
+    DanceKernel,
+    DdimKernel,
+    Dpm1Kernel,
+    Dpm2Kernel,
+    EulerKernel,
+    FlowKernel,
+    StockKernel,
+    Transition,
+    clean_prediction,
+    kernel_named,
+    log_ratio,
+    sigmas_of,
+    transition_kl,
+    transition_log_prob,
+)
+from cosmos_rl.diffusion.sampling import Sampled, run_sampling
+
+QUARTERS = [1.0, 0.75, 0.5, 0.25, 0.0]
+HARD = [1.0, 0.9, 0.5, 0.1, 0.0]
+NOISY: list[Callable[[float], AffineKernel]] = [FlowKernel, DanceKernel, DdimKernel]
+names = pytest.mark.parametrize("kernel_of", NOISY, ids=lambda kernel: kernel.__name__)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def reference(
+    name: str, levels: list[float], i: int, eta: float, x: np.ndarray, v: np.ndarray, before: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Mean and deviation of a step by the formulas in terms of the clean prediction, the score and the log-SNR."""
+    s, u = levels[i], levels[i + 1]
+    dt, clean = u - s, x - s * v
+    if i == len(levels) - 2:  # first order, no noise: what is left of the noise goes
+        return (1 - u) * clean + u * (x + (1 - s) * v), 0.0
+    if name == "flow":
+        q = eta * math.sqrt(s / (1 - (levels[1] if s == 1 else s)))
+        return x * (1 + q**2 / (2 * s) * dt) + v * (1 + q**2 * (1 - s) / (2 * s)) * dt, q * math.sqrt(-dt)
+    if name == "dance":
+        score = -(x - (1 - s) * clean) / s**2
+        return x + dt * v - eta**2 / 2 * score * dt, eta * math.sqrt(s - u)
+    if name == "ddim":
+        rho = eta * u * math.sqrt(1 - u**2 * (1 - s) ** 2 / (s**2 * (1 - u) ** 2))
+        return (1 - u) * clean + math.sqrt(u**2 - rho**2) * (x - (1 - s) * clean) / s, rho
+    if s == 1:  # the log-SNR is minus infinity
+        return u * x + (1 - u) * clean, 0.0
+    h = math.log((1 - u) / u) - math.log((1 - s) / s)
+    target = clean
+    if name == "dpm2" and i > 0 and levels[i - 1] < 1:
+        h_before = math.log((1 - s) / s) - math.log((1 - levels[i - 1]) / levels[i - 1])
+        target = clean + 0.5 * (clean - before) / (h_before / h)
+    return u / s * x - (1 - u) * (math.exp(-h) - 1) * target, 0.0
+
+
+@pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
+@pytest.mark.parametrize("levels", [QUARTERS, HARD, [0.97, 0.8, 0.55, 0.3, 0.12, 0.04, 0.0]], ids=len)
+@pytest.mark.parametrize("eta", [0.3, 0.7, 1.0])
+def test_a_step_equals_an_independent_computation(name: str, levels: list[float], eta: float) -> None:
+    kernel = kernel_named(name, noise_level=eta, deterministic=name.startswith("dpm"))
+    for index in range(len(levels) - 1):
+        x, v, before = (seeded(2, 3, 4, seed=10 * index + k) for k in range(3))
+        mean, deviation = reference(name, levels, index, eta, x.numpy(), v.numpy(), before.numpy())
+        transition = kernel.transition(index, levels)
+        assert transition is not None
+        np.testing.assert_allclose(transition.mean(x, v, before).numpy(), mean, rtol=0, atol=1e-12)
+        assert transition.s == pytest.approx(deviation, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        *(
+            (n, [0.359375, -1.9375, 0.189453, -1.820312, 0.103271, -1.655273])
+            for n in ("flow", "ddim", "dpm1", "euler")
+        ),
+        ("dpm2", [0.359375, -1.9375, 0.237305, -1.792969, 0.145142, -1.631348]),
+    ],
+)
+def test_deterministic_states_are_the_golden_ones(name: str, states: list[float]) -> None:
+    kernel = kernel_named(name, noise_level=0.7, deterministic=True)
+    sampled = run_sampling(
+        lambda x, sigma: 0.5 * x + sigma[:, None],
+        torch.tensor([[1.0, -2.0]]),
+        torch.tensor(QUARTERS),
+        kernel=kernel,
+        keep_trajectory=True,
+    )
+    found = torch.cat([state.flatten() for state in sampled.trajectory])
+    np.testing.assert_allclose(found.numpy(), [1.0, -2.0, 0.625, -2.0, *states], rtol=0, atol=6e-7)
+    assert sampled.log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "golden"),
+    # the second is its squares, -0.124845, plus the constants of a Gaussian with deviation 0.7 / 2
+    [
+        (FlowKernel(0.7), -0.445975),
+        (DanceKernel(0.7), -0.124845 - math.log(0.35) - 0.5 * math.log(2 * math.pi)),
+        (DdimKernel(0.7), 0.136551),
+    ],
+)
+def test_log_probabilities_are_the_golden_ones(kernel: AffineKernel, golden: float) -> None:
+    x, v, following = (torch.tensor([p]).double() for p in ([1.0, -2.0], [0.5, -1.0], [0.6, -1.4]))
+    found = transition_log_prob(following, x, v, kernel.transition(1, QUARTERS))
+    assert found.shape == (1,)
+    assert float(found) == pytest.approx(golden, abs=1e-6)
+
+
+@names
+def test_noise_level_0_is_the_euler_step_exactly(kernel_of: Callable[[float], AffineKernel]) -> None:
+    x, v = seeded(3, 4, 5, dtype=torch.float32), seeded(3, 4, 5, seed=1, dtype=torch.float32)
+    for levels in (QUARTERS, HARD):
+        for index in range(4):
+            assert kernel_of(0.0).transition(index, levels) == EulerKernel().transition(index, levels)
+            moved = kernel_of(0.0).step(x, v, index, levels)
+            assert torch.equal(moved, x + (levels[index + 1] - levels[index]) * v)
+            assert torch.equal(moved, EulerKernel().step(x, v, index, levels))
+
+
+def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    levels = sigmas_of(scheduler, 6).double().tolist()
+    x, v = seeded(2, 3, dtype=torch.bfloat16), seeded(2, 3, seed=1, dtype=torch.bfloat16)
+    for index, timestep in enumerate(scheduler.timesteps):
+        stock = scheduler.step(v, timestep, x, return_dict=False)[0]
+        assert torch.equal(EulerKernel().step(x, v, index, levels), stock)
+
+
+def sample(
+    kernel: AffineKernel, levels: list[float], dtype: torch.dtype = torch.float32
+) -> tuple[Sampled, list[Tensor]]:
+    """A run with random velocities, and these velocities."""
+    velocities = [seeded(2, 3, 8, seed=100 + k, dtype=dtype) for k in range(len(levels) - 1)]
+    calls = iter(velocities)
+    sampled = run_sampling(
+        lambda x, sigma: next(calls),
+        seeded(2, 3, 8, dtype=dtype),
+        torch.tensor(levels),
+        kernel=kernel,
+        noise_fn=lambda index: seeded(2, 3, 8, seed=200 + index, dtype=torch.float32),
+        keep_trajectory=True,
+    )
+    return sampled, velocities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eta", [0.0, 0.7, 1.0])
+@names
+def test_a_start_at_sigma_1_and_an_end_at_0_stay_finite(
+    kernel_of: Callable[[float], AffineKernel], eta: float, dtype: torch.dtype
+) -> None:
+    kernel = kernel_of(eta)
+    sampled, velocities = sample(kernel, HARD, dtype)
+    assert len(sampled.trajectory) == 5
+    assert all(state.dtype == dtype and state.isfinite().all() for state in sampled.trajectory)
+    assert all(math.isfinite(c) for i in range(4) for c in vars(kernel.transition(i, HARD)).values())
+    if eta == 0.0:
+        assert sampled.log_probs is None
+        return
+    assert sampled.log_probs is not None
+    assert sampled.log_probs[3] is None  # the last step has no noise
+    levels = torch.tensor(HARD).double().tolist()
+    for index, log_prob in enumerate(sampled.log_probs[:3]):
+        transition = kernel.transition(index, levels)
+        z, following = sampled.trajectory[index], sampled.trajectory[index + 1]
+        # one deviation for the draw, the log-probability and the KL; the state that is scored is a rounded one
+        xi = (following.double() - transition.mean(z.double(), velocities[index].double())) / transition.s
+        rounding = 2 * torch.finfo(dtype).eps * float(following.abs().max()) / transition.s
+        assert float((xi - seeded(2, 3, 8, seed=200 + index)).abs().max()) < rounding
+        density = (-0.5 * xi**2 - math.log(transition.s) - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+        assert log_prob is not None
+        np.testing.assert_allclose(log_prob.numpy(), density.numpy(), atol=1e-5)
+        kl = transition_kl(velocities[index], torch.zeros_like(z), transition)
+        means = transition.g * velocities[index].double() / transition.s
+        np.testing.assert_allclose(kl.numpy(), (means**2 / 2).flatten(1).mean(1).numpy(), rtol=1e-5)
+
+
+def test_the_first_step_of_the_hard_list_takes_the_next_level_for_1() -> None:
+    transition = FlowKernel(0.7).transition(0, HARD)
+    assert transition.s == pytest.approx(0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1))
+    assert FlowKernel(0.7).transition(1, HARD).s == pytest.approx(2.1 * math.sqrt(0.4))
+
+
+@pytest.mark.parametrize("start", [1.0, 0.9998, 0.99999])
+def test_a_start_next_to_1_does_not_explode(start: float) -> None:
+    transition = FlowKernel(1.0).transition(0, [start, 0.98, 0.5, 0.0])
+    assert 0.0 < transition.a < 1.0
+    assert transition.s < 1.0
+
+
+@pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
+def test_equal_levels_do_not_move(name: str) -> None:
+    kernel = kernel_named(name, noise_level=0.9, deterministic=name.startswith("dpm"))
+    levels = [1.0, 1.0, 0.6, 0.6, 0.6, 0.2, 0.0]
+    transitions = [kernel.transition(index, levels) for index in range(6)]
+    assert [transitions[i] for i in (0, 2, 3)] == [Transition(1.0, 0.0)] * 3
+    assert all(math.isfinite(c) for t in transitions if t for c in vars(t).values())
+
+
+def gaussian_velocity(x: Tensor, t: float, variance: float = 0.25) -> Tensor:
+    """The exact velocity for data N(0, variance)."""
+    return x * (t - (1 - t) * variance) / gaussian_variance(t, variance)
+
+
+def gaussian_variance(t: float, variance: float = 0.25) -> float:
+    return (1 - t) ** 2 * variance + t**2
+
+
+@names
+def test_marginals_are_those_of_the_noised_data(kernel_of: Callable[[float], AffineKernel]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+
+    def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+        t = float(sigma[0])
+        found[round(400 * t)] = float(x.var()) / gaussian_variance(t)
+        return gaussian_velocity(x, t)
+
+    run_sampling(
+        velocity,
+        torch.randn(1, 200_000, generator=generator),
+        torch.linspace(1, 0, 401),
+        kernel=kernel_of(0.7),
+        noise_fn=lambda _: torch.randn(1, 200_000, generator=generator),
+    )
+    # 2 %: 400 steps (1 % off by themselves), and a standard error of 0.3 % in 200,000 draws
+    assert [found[400], found[100], found[10], found[1]] == pytest.approx([1.0] * 4, abs=0.02)
+
+
+@pytest.mark.parametrize(("kernel", "order"), [(EulerKernel(), 1.0), (Dpm1Kernel(), 1.0), (Dpm2Kernel(), 2.0)])
+@pytest.mark.parametrize("variance", [0.25, 4.0])
+def test_order_of_convergence_on_a_gaussian(kernel: AffineKernel, order: float, variance: float) -> None:
+    """Steps equal in log-SNR from 0.95 to 0.05; the ODE keeps x / sqrt(its variance)."""
+
+    def error(steps: int) -> float:
+        log_snr = torch.linspace(math.log(0.05 / 0.95), math.log(0.95 / 0.05), steps + 1).double()
+        end = run_sampling(
+            lambda x, sigma: gaussian_velocity(x, float(sigma[0]), variance),
+            torch.ones(1, 1).double(),
+            torch.sigmoid(-log_snr),
+            kernel=kernel,
+        ).latents
+        return abs(float(end) - math.sqrt(gaussian_variance(0.05, variance) / gaussian_variance(0.95, variance)))
+
+    orders = [math.log2(error(steps) / error(2 * steps)) for steps in (32, 64)]
+    assert orders == pytest.approx([order] * 2, abs=0.15)  # reached in the limit only
+
+
+def test_dpm2_is_nearer_than_euler_from_noise_to_data() -> None:
+    ends = [
+        run_sampling(
+            lambda x, sigma: gaussian_velocity(x, float(sigma[0])),
+            torch.ones(1, 1).double(),
+            torch.linspace(1, 0, 17),
+            kernel=kernel,
+        ).latents
+        for kernel in (Dpm2Kernel(), EulerKernel())
+    ]
+    assert abs(float(ends[0]) - 0.5) < abs(float(ends[1]) - 0.5) / 5
+
+
+@names
+def test_the_ratio_is_the_difference_of_log_probabilities(kernel_of: Callable[[float], AffineKernel]) -> None:
+    transition = kernel_of(0.8).transition(1, HARD)
+    z, old, noise = (seeded(4, 3, 8, seed=seed) for seed in range(3))
+    new = (old + 0.1 * seeded(4, 3, 8, seed=3)).requires_grad_()
+    following = transition.mean(z, old) + transition.s * noise
+    difference = transition_log_prob(following, z, new, transition) - transition_log_prob(following, z, old, transition)
+    ratio = log_ratio(new, old, noise, transition)
+    torch.testing.assert_close(ratio, difference, rtol=1e-9, atol=1e-12)
+    weight = torch.tensor([1.0, -2.0, 0.5, 3.0]).double()
+    gradients = [torch.autograd.grad((weight * value).sum(), new)[0] for value in (ratio, difference)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ratio_is_exactly_1_on_policy(dtype: torch.dtype) -> None:
+    transition = FlowKernel(0.7).transition(1, HARD)
+    v, noise = seeded(4, 3, 8, dtype=dtype), seeded(4, 3, 8, seed=1, dtype=dtype)
+    ratio = log_ratio(v, v.clone(), noise, transition)
+    assert ratio.dtype == torch.float32
+    assert ratio.tolist() == [0.0] * 4
+
+
+def test_a_recomputed_log_probability_is_the_recorded_one() -> None:
+    sampled, velocities = sample(FlowKernel(0.7), HARD)
+    levels = torch.tensor(HARD).double().tolist()
+    assert sampled.log_probs is not None
+    for index in range(3):
+        transition = FlowKernel(0.7).transition(index, levels)
+        states = sampled.trajectory[index : index + 2]
+        again = transition_log_prob(states[1], states[0], velocities[index].clone(), transition)
+        assert torch.equal(again, sampled.log_probs[index])
+
+
+def test_the_kl_is_that_of_two_gaussians_of_one_deviation() -> None:
+    transition = FlowKernel(0.7).transition(1, HARD)
+    z, v, ref = (seeded(4, 3, 8, seed=seed) for seed in range(3))
+    first, second = (torch.distributions.Normal(transition.mean(z, u), transition.s) for u in (v, ref))
+    expected = torch.distributions.kl_divergence(first, second).flatten(1).mean(1)
+    torch.testing.assert_close(transition_kl(v, ref, transition), expected, rtol=1e-6, atol=0)
+
+
+def test_history_is_the_clean_prediction_of_the_step_before() -> None:
+    kernel, levels = Dpm2Kernel(), [0.9, 0.7, 0.5, 0.3, 0.0]
+    sampled, velocities = sample(kernel, levels)
+    states, levels = sampled.trajectory, torch.tensor(levels).double().tolist()
+    for index in range(1, 4):
+        before = clean_prediction(states[index - 1], velocities[index - 1], levels[index - 1])
+        expected = kernel.transition(index, levels).mean(states[index], velocities[index], before)
+        assert torch.equal(states[index + 1], expected)
+    with pytest.raises(ValueError, match=r"needs the previous step's clean prediction"):
+        kernel.step(states[1], velocities[1], 1, levels)
+
+
+class NoisyMultistep(AffineKernel):
+    """A stochastic kernel with history, in coefficients of no meaning."""
+
+    def transition(self, index: int, sigmas: Sequence[float]) -> Transition:
+        return Transition(0.9, -0.2, h=0.1 if index else 0.0, s=0.3)
+
+
+def test_the_log_probability_of_a_multistep_kernel_counts_its_history() -> None:
+    sampled, velocities = sample(NoisyMultistep(), HARD)
+    states, levels = sampled.trajectory, torch.tensor(HARD).double().tolist()
+    assert sampled.log_probs is not None
+    for index, log_prob in enumerate(sampled.log_probs):
+        mean = 0.9 * states[index] - 0.2 * velocities[index]
+        if index:
+            mean = mean + 0.1 * (states[index - 1] - levels[index - 1] * velocities[index - 1])
+        density = torch.distributions.Normal(mean, 0.3).log_prob(states[index + 1])
+        assert log_prob is not None
+        torch.testing.assert_close(log_prob, density.flatten(1).mean(1), rtol=1e-5, atol=1e-6)  # float32
+
+
+def test_noise_is_asked_for_where_it_is_needed_and_demanded_before_the_first_forward() -> None:
+    asked = []
+
+    def noise(index: int) -> Tensor:
+        asked.append(index)
+        return torch.zeros(1, 2)
+
+    def never(x: Tensor, sigma: Tensor) -> Tensor:
+        raise AssertionError("called")
+
+    start, sigmas = torch.ones(1, 2), torch.tensor(HARD)
+    run_sampling(lambda x, sigma: x, start, sigmas, kernel=FlowKernel(0.5), noise_fn=noise)
+    assert asked == [0, 1, 2]
+    run_sampling(lambda x, sigma: x, start, sigmas, kernel=Dpm2Kernel(), noise_fn=noise)
+    assert asked == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"FlowKernel draws noise between the steps: run_sampling needs noise_fn"):
+        run_sampling(never, start, sigmas, kernel=FlowKernel(0.5))
+    with pytest.raises(ValueError, match=r"noise of the latents' shape \[1, 2\]: \[1, 1\]"):
+        run_sampling(lambda x, sigma: x, start, sigmas, kernel=FlowKernel(0.5), noise_fn=lambda _: torch.zeros(1, 1))
+
+
+def test_a_noise_free_step_has_no_log_probability() -> None:
+    x = torch.zeros(1, 2)
+    for scored in (
+        lambda t: transition_log_prob(x, x, x, t),
+        lambda t: log_ratio(x, x, x, t),
+        lambda t: transition_kl(x, x, t),
+    ):
+        with pytest.raises(ValueError, match=r"a noise-free transition has no log-probability"):
+            scored(FlowKernel(0.7).transition(3, HARD))
+
+
+@pytest.mark.parametrize(
+    ("solver", "deterministic", "kernel"),
+    [
+        ("flow", False, FlowKernel(0.6)),
+        ("flow", True, EulerKernel()),
+        ("dance", False, DanceKernel(0.6)),
+        ("ddim", False, DdimKernel(0.6)),
+        ("ddim", True, EulerKernel()),
+        ("euler", True, EulerKernel()),
+        ("dpm1", True, EulerKernel()),
+        ("dpm2", True, Dpm2Kernel()),
+    ],
+)
+def test_every_solver_has_its_kernel(solver: str, deterministic: bool, kernel: AffineKernel) -> None:
+    assert kernel_named(solver, noise_level=0.6, deterministic=deterministic) == kernel
+
+
+def test_stock_is_the_schedulers_own_step() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    sigmas = sigmas_of(scheduler, 4)
+    kernel = kernel_named("stock", noise_level=1.0, deterministic=False, scheduler=scheduler)
+    assert isinstance(kernel, StockKernel)
+    runs = [
+        run_sampling(lambda x, s: x - s[:, None], seeded(2, 3).float(), sigmas, kernel=k, keep_trajectory=True)
+        for k in (kernel, None)
+    ]
+    assert torch.equal(runs[0].latents, runs[1].latents)
+    assert runs[0].log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("solver", "deterministic", "level", "message"),
+    [
+        ("heun", True, 0.7, 'solver: found "heun"; allowed: flow, dance, ddim, euler, dpm1, dpm2, stock'),
+        ("dpm2", False, 0.7, 'deterministic with solver "dpm2": found false; allowed: true'),
+        ("dance", True, 0.7, 'deterministic with solver "dance": found true; allowed: false'),
+        ("ddim", False, 1.2, 'noise_level of solver "ddim": found 1.2; allowed: 0 to 1'),
+        ("stock", True, 0.7, 'solver "stock" needs a scheduler; found None'),
+    ],
+)
+def test_what_no_kernel_can_do_is_refused(solver: str, deterministic: bool, level: float, message: str) -> None:
+    with pytest.raises(ValueError, match="found") as caught:
+        kernel_named(solver, noise_level=level, deterministic=deterministic)
+    assert str(caught.value) == message

@@ -93,7 +93,7 @@ class Report:
             Section("Trained", self._trained()),
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.plan)),
-            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self._memory()]),
+            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),
             Section("Disk", [*self._disk()]),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
             Section("Values that differ from the defaults", [f"{k.path} = {shown(_plain(k.value))}" for k in changed]),
@@ -147,7 +147,8 @@ class Report:
         if self.on_cpu and self.config.train.device == "auto":
             yield "no GPU here, so it runs on the CPU; --train.device=cuda estimates for a GPU"
 
-    def _memory(self) -> Iterator[str]:
+    def memory(self) -> Iterator[str]:
+        """The memory of a rank, part by part."""
         found = self._estimated()
         if found is None:
             yield "unknown, as the sizes are"

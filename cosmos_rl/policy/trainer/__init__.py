@@ -56,12 +56,14 @@ def run(
         Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
     """
     from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
+    from cosmos_rl.distributed.memory import memory_phase
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
     if config.train.deterministic:
         use_deterministic_kernels()
     with process_group(config.train.device, config.policy.parallelism.dp_replicate_size) as context:
-        task = _task(config, context, dataset, val_dataset, reward_fns, val_reward_fns)
+        with memory_phase("loading"):
+            task = _task(config, context, dataset, val_dataset, reward_fns, val_reward_fns)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
 

@@ -91,19 +91,6 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     assert "holds no whole checkpoint" in capsys.readouterr().err
 
 
-def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
-    for generation in ("REMOTE", "WFM", "DIFFUSION"):
-        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
-    (tmp_path / "model_index.json").write_text("{}")
-    job = {"type": "grpo", "use_remote_reward": True}
-    values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
-    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
-    with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
-        check_environment(Config.from_dict(values), pairs=False)
-    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
-    check_environment(Config.from_dict(values), pairs=False)
-
-
 def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
     command = ["--config", str(write_toml()), '--logging.logger=["console", "wandb"]']
     code = (
@@ -116,3 +103,16 @@ def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_to
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
+
+
+def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
+    for generation in ("REMOTE", "WFM", "DIFFUSION"):
+        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
+    (tmp_path / "model_index.json").write_text("{}")
+    job = {"type": "grpo", "use_remote_reward": True}
+    values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
+    with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
+        check_environment(Config.from_dict(values), pairs=False)
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
+    check_environment(Config.from_dict(values), pairs=False)

@@ -392,6 +392,16 @@ def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatc
     assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
 
 
+def test_what_a_failed_worker_says_is_told_once_and_is_still_a_failure(place, capfd):
+    _, script = place
+    script(
+        "from cosmos_rl.launcher.supervised import tell\n"
+        "def body(stop):\n    tell('out of memory while x')\n    return 1\nsupervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "--nproc-per-node", "2", "worker.py"]) == 1
+    assert capfd.readouterr().err == "error: out of memory while x; its output is above\n"
+
+
 def test_no_worker_outlives_a_killed_launcher(place):
     folder, script = place
     script("supervised(steps)\n")

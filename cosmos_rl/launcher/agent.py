@@ -69,9 +69,9 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
     """The exit code that the workers' ends amount to, and what failed or is wrong."""
     if stop.insisted:
         return EXIT_INTERRUPTED, ""
-    messages = {path.name: path.read_text() for path in sorted(exit_file.parent.glob("exit.*.message"))}
-    if messages:  # a rank that meets a mistake alone takes the others down with it, by a lost connection
-        return EXIT_USER_ERROR, "\n".join(dict.fromkeys(messages.values()))
+    messages = dict.fromkeys(path.read_text() for path in sorted(exit_file.parent.glob("exit.*.message")))
+    if messages:  # a rank that has something to say takes the others down with it, by a lost connection
+        return EXIT_USER_ERROR if EXIT_USER_ERROR in _codes(exit_file) else EXIT_FAILED, "\n".join(messages)
     if result.is_failed():
         ended_by_us = all(failure.exitcode == -signal.SIGTERM for failure in result.failures.values())
         if stop.requested and ended_by_us:  # it had not begun to work yet, so there is nothing to save
@@ -79,8 +79,14 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
         return EXIT_FAILED, _describe(result)
     if not any(exit_file.parent.glob("exit.*.ready")):
         return EXIT_FAILED, "the script ended without calling cosmos_rl.launcher.worker_entry.main"
-    codes = {int(path.read_text()) for path in exit_file.parent.glob("exit.*[0-9]")}
+    codes = _codes(exit_file)
     return next((code for code in ON_PURPOSE if code in codes), 0), ""
+
+
+def _codes(exit_file: Path) -> set[int]:
+    """The codes with which workers have ended on purpose."""
+    texts = [path.read_text() for path in exit_file.parent.glob("exit.*[0-9]")]
+    return {int(text) for text in texts if text}  # an empty one is just being written
 
 
 def _alone() -> RendezvousHandler:
@@ -153,7 +159,7 @@ class _Agent(LocalElasticAgent):
 
     def _end_after_a_mistake(self) -> None:
         """A rank that met a user's mistake is gone; ranks that wait for it would do so until a collective times out."""
-        if not any(self._exit_file.parent.glob("exit.*.message")):
+        if EXIT_USER_ERROR not in _codes(self._exit_file):
             return
         self._remaining_restarts = 0  # the same mistake would be met again
         self._mistake_at = self._mistake_at or time.monotonic()

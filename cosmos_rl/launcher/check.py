@@ -97,7 +97,7 @@ class Report:
             Section("Batch and steps", batch_lines(config, self.plan)),
             Section("Rewards", self._rewards()),
             Section("Watch", watch_lines(config) if self.rl else []),
-            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self._memory()]),
+            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),
             Section("Disk", [*self._disk()]),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
             Section("Values that differ from the defaults", [f"{k.path} = {shown(_plain(k.value))}" for k in changed]),
@@ -165,7 +165,8 @@ class Report:
     def _rewards(self) -> list[str]:
         return reward_lines(self.config, own_script=self.own_data) if self.rl else []
 
-    def _memory(self) -> Iterator[str]:
+    def memory(self) -> Iterator[str]:
+        """The memory of a rank, part by part."""
         found = self._estimated()
         if found is None:
             yield "unknown, as the sizes are"

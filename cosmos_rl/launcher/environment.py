@@ -27,8 +27,8 @@ def check_environment(config: Config, *, pairs: bool) -> None:
     problems += _rl(config)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
-    problems += missing_access(config)
     problems += _trackers(config)
+    problems += missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
 

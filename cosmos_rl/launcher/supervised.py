@@ -39,7 +39,7 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
         try:
             code = body(stop)
         except UserError as error:
-            _tell(str(error))
+            tell(str(error))
             code = error.exit_code
     if code != 0:
         sys.stdout.flush()
@@ -72,7 +72,8 @@ def message_file(exit_file: Path) -> Path:
     return exit_file.with_name(exit_file.name + ".message")
 
 
-def _tell(message: str) -> None:
+def tell(message: str) -> None:
+    """Say something to the user, at the end of the command and once, whichever ranks say it."""
     exit_file = _exit_file()
     if exit_file is None:
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -4,17 +4,20 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import OutOfMemory, UserError
+from cosmos_rl.launcher import out_of_memory
 from cosmos_rl.launcher.arguments import split_overrides
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.resume import resume_from
-from cosmos_rl.launcher.signals import StopRequest
-from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.launcher.signals import EXIT_FAILED, StopRequest
+from cosmos_rl.launcher.supervised import supervised, tell
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
 from cosmos_rl.policy.config.ranks import resized
 from cosmos_rl.reward import RewardFns
@@ -66,17 +69,23 @@ def main(
             from cosmos_rl.policy.trainer import run as run_trainer
 
             restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            return run_trainer(
-                config,
-                run,
-                dataset=dataset,
-                val_dataset=val_dataset,
-                custom_logger_fns=custom_logger_fns or (),
-                hook_fns=hook_fns,
-                resume_from=resume_from(config, run, restarts),
-                stop=stop,
-                **rewards,
-            )
+            try:
+                return run_trainer(
+                    config,
+                    run,
+                    dataset=dataset,
+                    val_dataset=val_dataset,
+                    custom_logger_fns=custom_logger_fns or (),
+                    hook_fns=hook_fns,
+                    resume_from=resume_from(config, run, restarts),
+                    stop=stop,
+                    **rewards,
+                )
+            except OutOfMemory as error:
+                traceback.print_exc()
+                on_cpu = config.train.device == "cpu" or gpus() == 0
+                tell(out_of_memory.told(config, error.phase, on_cpu=on_cpu))
+                return EXIT_FAILED
 
     supervised(train)
 

@@ -14,6 +14,7 @@ from cosmos_rl.checkpoint.layout import policy_dir, step_dir, whole_steps
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
@@ -99,7 +100,8 @@ class TrainLoop:
         step = start
         while step < total:
             began = time.perf_counter()
-            report = task.train_step(step)
+            with memory_phase("training"):
+                report = task.train_step(step)
             done = step + 1
             self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
             self._guard(done, self._skipped_in_a_row)
@@ -186,6 +188,7 @@ class TrainLoop:
             due = done % ckpt.save_freq == 0
         return ckpt.enable_checkpoint and (due or done == self._task.total_steps)
 
+    @memory_phase("saving")
     def _save(self, done: int, *, final: bool = False) -> None:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
         ckpt = self._config.train.ckpt
@@ -224,6 +227,7 @@ class TrainLoop:
         logger.info(f"Stopped after step {done}; continue with the same command and --train.resume=true")
         return EXIT_CODES[signal_name]
 
+    @memory_phase("saving")
     def _finish(self, total: int, *, trained: bool) -> None:
         """The export of the last step always exists at the end, also without checkpoints."""
         self._manager.wait()
@@ -308,6 +312,7 @@ class TrainLoop:
         validation = self._config.validation
         return validation.enable and (done % validation.freq == 0 or done == self._task.total_steps)
 
+    @memory_phase("validating")
     def _validate(self, done: int) -> dict[str, float]:
         began = time.perf_counter()
         about = {"current_epoch": self._task.epoch(done)}

@@ -1,5 +1,6 @@
 """Rewards of the DiffusionNFT tests: smooth in the picture, so that rounding to 8 bits hardly moves them."""
 
+import os
 import time
 from pathlib import Path
 
@@ -48,14 +49,8 @@ def stuck(to_be_evaluated: Picture) -> float:
     return 0.0
 
 
-class _Dying(Exception):
-    """Raised where a test wants a process to fail."""
-
-
 def dies_on_rank_one(to_be_evaluated: Picture) -> float:
     """Ends the process of rank 1 at its first call; the others go on."""
-    import os
-
     if os.environ.get("RANK") == "1":
         os._exit(17)
     return smooth(to_be_evaluated)
@@ -63,8 +58,6 @@ def dies_on_rank_one(to_be_evaluated: Picture) -> float:
 
 def slow(to_be_evaluated: Picture) -> float:
     """`smooth` after a moment, in which a signal can arrive; tells that it was called."""
-    import os
-
     Path(os.environ["TEST_CALLED"]).touch()
     time.sleep(0.01)
     return smooth(to_be_evaluated)

@@ -381,7 +381,7 @@ class NFTTrainer:
             result, terms = self._optimizer_step(step, number, ids, latents, scored)
             results.append(result)
             total.merge(terms)
-        if batches:
+        if any(result.applied for result in results):
             kind = self._config.policy.diffusers.weight_copy_decay_type
             self.policies.follow(old_policy_decay(kind, self._optimizer_steps))
         norms = [result.grad_norm for result in results]

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,3 +67,13 @@ def test_probes_of_a_reward_without_weights_differ(name):
     assert np.isfinite(scores).all()
     assert scores[0] != scores[1]
     json.dumps(reward.provenance())
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_page_of_rewards_names_its_keys(name):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    for key in handler(name).score_keys:
+        assert f"`{key}`" in row or (key == name and "**same name**" in row)
+    for option in handler(name).OPTIONS:
+        assert f"`{option}`" in page or f"`{option} = " in page or f"options.{option}" in page

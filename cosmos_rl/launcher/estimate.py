@@ -21,9 +21,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KEPT_BY_A_BLOCK = {"float32": 100.0, "bfloat16": 62.0, "float16": 62.0}
 _KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
 _AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU beside tensors, measured
-_ENCODER_MAPS = 4  # full-size feature maps that are alive at once in an encoder
-_DECODER_MAPS = 5.5  # and in a decoder, of the channels before the last block; measured, like the next
-_PICTURES = 9  # float32 numbers per pixel of a picture that is decoded, clamped and rounded
+_MADE_BY_A_BLOCK = 0.4  # of that, without autograd
+_VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder or decoder
+_PICTURES = 6  # float32 numbers per pixel of a picture that is decoded and clamped
 _DECODED_AT_ONCE = 2**20  # pixels
 _BUFFERS = re.compile(r"(^|\.)pos_embed\.pos_embed$")  # in the file, but computed, not trained
 _BLOCK = re.compile(r"^(.+?\.\d+)\.")
@@ -125,7 +125,7 @@ def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu
     }
     if rl:
         decoding = work.decoding + (vae if offloaded else 0)
-        phases["rollout"] = state + rl.conditions + copies + gathered + work.sampling + decoding
+        phases["rollout"] = state + rl.conditions + max(copies + gathered + work.sampling, decoding)
     resumable = trained + moments + average + (rl.saved // shards if rl else 0)
     saved, export = _written_copies(config, pipeline, chosen, resumable)
     host = saved + export
@@ -246,7 +246,7 @@ def _transient(config: Config, pipeline: PipelineFiles) -> _Work:
     sizes = None
     try:
         activations = _activations(config, pipeline)
-        sampling = round(_block(config, pipeline, chunk_rows(config))) if rl else 0
+        sampling = round(_MADE_BY_A_BLOCK * _block(config, pipeline, chunk_rows(config))) if rl else 0
     except Unknown as why:
         without.append(f"activations of the transformer ({why})")
     try:
@@ -298,15 +298,15 @@ def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
-    return _ENCODER_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * config.train.train_policy.mini_batch
+    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * config.train.train_policy.mini_batch
 
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
     samples = rl_plan(config).chunk
     at_once = min(samples, max(_DECODED_AT_ONCE // (height * width), 1))
-    maps = _DECODER_MAPS * _vae_channels(pipeline)[:2][-1] * at_once
-    return round(4 * height * width * (maps + _PICTURES * samples))
+    maps = _VAE_MAPS * _vae_channels(pipeline)[:2][-1] * at_once
+    return 4 * height * width * (maps + _PICTURES * samples)
 
 
 def _vae_channels(pipeline: PipelineFiles) -> list[int]:

@@ -249,7 +249,8 @@ def _sized(config: Config, nproc: int | None, nodes: int) -> Config:
     if nproc is not None:
         return resized(config, nproc * nodes)
     asked = world_size(config.policy.parallelism)
-    return sized(config, None, max(machine.gpus(), asked, 1), nodes) if asked == -1 or nodes > 1 else config
+    fits = asked == -1 or nodes > 1 or config.train.device == "cpu"
+    return sized(config, None, max(machine.gpus(), asked, 1), nodes) if fits else config
 
 
 def _on_cpu(config: Config, nproc: int | None) -> bool:

@@ -1,6 +1,5 @@
 """One training step of the shipped trainer on the plane: its gradient, where it leads, and how much network it runs."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -99,14 +98,14 @@ def test_many_passes_lead_to_the_sampled_optimum() -> None:
     That is ``v_old + (2 / beta) Cov(r, v)`` where ``v_old`` is the mean of ``v``; over a finite set of samples it is a
     sum over them.
     """
-    count, beta, high = 256, 0.7, 3.0
+    count, beta, high = 256, 0.7, 2.0
     tables: dict[str, Any] = {
         "train.train_batch_per_replica": count,
         "rollout.n_generation": count,
-        "train.optm_lr": 3e-3,
+        "train.optm_lr": 1e-2,
         "train.train_policy.mini_batch": count,
         "train.train_policy.batch_size_per_optimize": count,
-        "train.train_policy.mu_iterations": 300,
+        "train.train_policy.mu_iterations": 400,
         "train.train_policy.advantage_low": -high,
         "train.train_policy.advantage_high": high,
         "policy.diffusers.nft_beta": beta,
@@ -121,8 +120,7 @@ def test_many_passes_lead_to_the_sampled_optimum() -> None:
     clean = np.concatenate(run.media).astype(np.float64)
     reward = bump(clean)
     r = ((reward - reward.mean()) / (reward.std() + 1e-4)).clip(-high, high) / (2 * high) + 0.5
-    errors, sizes = [], []
-    for level in (1.0, 0.5):
+    for level, bound in ((1.0, 0.02), (0.5, 0.08)):
         x = (1 - level) * clean + level * np.random.default_rng(0).standard_normal(clean.shape)
         at = (torch.from_numpy(x).float(), torch.full((count,), level), torch.zeros(count, dtype=torch.long))
         with torch.no_grad():
@@ -132,16 +130,8 @@ def test_many_passes_lead_to_the_sampled_optimum() -> None:
         share = np.exp(-gap) / np.exp(-gap).sum(1, keepdims=True)
         velocity = (x[:, None] - clean) / level
         move = (share[..., None] * (2 * r - 1)[:, None] * (velocity - old[:, None])).sum(1) / beta
-        errors.append(new - old - move)
-        sizes.append(move)
-    share_left = np.square(errors).sum() / np.square(sizes).sum()
-    print(
-        [np.square(e).sum() / np.square(s).sum() for e, s in zip(errors, sizes)],
-        share_left,
-        math.sqrt(np.square(sizes).mean()),
-    )
-    assert share_left <= 0.05
-    assert math.sqrt(np.square(sizes).mean()) > 0.1
+        assert np.square(move).mean() > 0.03  # a move worth finding
+        assert np.square(new - old - move).sum() <= bound * np.square(move).sum(), level
 
 
 CASES = {

@@ -66,9 +66,8 @@ def toy_trainer(
     *,
     reward_fns: Mapping[str, Any] | None = None,
     held_out: HeldOut | None = None,
-    context: Context | None = None,
 ) -> NFTTrainer:
-    """The shipped trainer on a toy model; its export is the network's weights."""
+    """The shipped trainer on a toy model, validated on its own prompts; its export is the network's weights."""
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
 
     def export() -> Callable[[Path], None]:
@@ -82,11 +81,12 @@ def toy_trainer(
 
     return NFTTrainer(
         config,
-        context or Context(torch.device("cpu")),
+        Context(torch.device("cpu")),
         model=model,
         prompts=prompts,
         rewards=make_rewards(config, reward_fns, validation=False),
         conditions=PromptConditions(lambda texts: model.encode_prompts(texts, negative)),
+        val_prompts=prompts if config.validation.enable else (),
         held_out=held_out,
         export=export,
     )

@@ -143,7 +143,7 @@ class TrainLoop:
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = f"The newest checkpoint before it is step {good}." if good else "There is none before it."
+            kept = f"The newest checkpoint up to there is step {good}." if good else "There is no checkpoint up to there."
             raise TrainingStoppedError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
@@ -169,12 +169,12 @@ class TrainLoop:
             return
         limit = self._config.train.max_nonfinite_steps
         logger.warning(
-            f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)"
+            f"Step {done}: loss or gradient is not finite and is not applied ({skipped_in_a_row} steps in a row)"
         )
         if skipped_in_a_row >= limit:
             raise FloatingPointError(
                 f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
-                f"step {done}; the weights are those of step {done - limit}. Lower train.optm_lr or "
+                f"step {done}; what is not finite was never applied, so the weights are finite. Lower train.optm_lr or "
                 "train.optm_grad_norm_clip, or look at the data of these steps."
             )
 

@@ -23,3 +23,4 @@ def set_up(role: str) -> None:
     )
     for noisy in ("streaq", "coredis", "httpx", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # else clients write into the log

@@ -255,6 +255,31 @@ def test_jobs_that_nobody_can_score_end_with_the_reason(tmp_path):
     run(tmp_path, test, fail_after_s=0.2, no_worker_after_s=0.2)
 
 
+def test_latents_without_anybody_to_decode_them_end(tmp_path):
+    async def test(front):
+        watcher = Watcher(front.front.ledger)
+        await watcher.refresh()
+        latents = np.zeros((1, 16, 1, 2, 2), np.float16)
+        job = (await front.enqueue(body(latents, "a", media_type="latent"))).json()["uuid"]
+        assert front.queue.jobs == {"_decode": [job]}
+        await watcher.compare()
+        await asyncio.sleep(0.3)
+        await watcher.compare()
+        return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
+
+    assert run(tmp_path, test, no_worker_after_s=0.2)["error"].startswith("nobody decodes latents")
+
+
+def test_odd_reward_names_are_unknown(tmp_path):
+    async def test(front):
+        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        for name in ("../../../x", "a" * 300, "a\0", "ä"):
+            answer = await front.client.post("/api/reward/pull", data={"uuid": job, "type": name})
+            assert (answer.status_code, answer.json()["state"]) == (400, "unknown")
+
+    run(tmp_path, test)
+
+
 def test_results_go_after_their_time(tmp_path):
     async def test(front):
         ledger = front.front.ledger

@@ -144,6 +144,15 @@ def test_a_bad_job_does_not_spoil_those_it_was_merged_with(service):
     assert [service.result(job)["state"] for job in killers] == ["succeeded", "failed", "succeeded", "succeeded"]
 
 
+def test_jobs_that_kill_every_worker_end_and_the_others_are_scored(service):
+    """More deaths in a row than the reward is trusted with: it counts as failed for a while, and comes back."""
+    jobs = [service.submit(picture(i), prompts=["die" if i < 2 else "fine"]) for i in range(5)]
+    states = [service.result(job, wait=60)["state"] for job in jobs]
+    assert states == ["failed", "failed", "succeeded", "succeeded", "succeeded"]
+    service.until(lambda: service.get("/readyz").json()["ready"], 30, "the reward is back")
+    assert service.result(service.submit(picture(3)))["scores"]["mean"] == [3.0]
+
+
 def test_nan_is_no_number(service):
     result = service.result(service.submit(picture(6, 2), prompts=["nan", "fine"]))
     assert result["scores"]["mean"] == [None, 6.0]

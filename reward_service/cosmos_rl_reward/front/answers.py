@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.payload.metadata import REWARD_NAME
 from cosmos_rl_reward.results import FAILED, without_scores
 from cosmos_rl_reward.spool import JOB_ID
 
@@ -26,7 +27,7 @@ class Answer:
 
 async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) -> Answer:
     """The state of a reward of a job; waits up to ``wait_s`` (at most 60 s) for a final one."""
-    if not JOB_ID.fullmatch(job_id):
+    if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
         return Answer("unknown")
     data = ledger.spool.result(job_id, reward)
     if data is None:

@@ -152,5 +152,5 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
     if config.tls_cert:
         tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key or None}
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False}
-    settings = uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet, **tls)
+    settings = uvicorn.Config(app, timeout_graceful_shutdown=5, timeout_keep_alive=75, **quiet, **tls)
     uvicorn.Server(settings).run(sockets=[listener])

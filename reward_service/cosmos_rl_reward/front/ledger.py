@@ -115,9 +115,9 @@ class Ledger:
         return max(1, min(60, round(max(waits, default=1))))
 
     def state(self, reward: str) -> tuple[str, str]:
-        """``ready``, ``loading``, ``failed`` or ``absent`` (nobody serves it), and why; the best of all hosts."""
+        """``ready``, ``idle``, ``loading``, ``failed`` or ``absent`` (not served), and why; the best of all hosts."""
         found = [status[reward] for status in self.statuses.values() if reward in status]
-        for state in ("ready", "loading", "failed"):
+        for state in ("ready", "idle", "loading", "failed"):
             for status in found:
                 if status["state"] == state:
                     return state, status["reason"]

@@ -85,7 +85,7 @@ class Watcher:
         return found
 
     def _note_states(self, now: float) -> None:
-        for reward in self.ledger.rewards:
+        for reward in (*self.ledger.rewards, DECODE_QUEUE):
             state, _ = self.ledger.state(reward)
             for bad in ("failed", "absent"):
                 if bad == state:
@@ -100,12 +100,21 @@ class Watcher:
             return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
         if reward not in self.ledger.rewards:
             return (FAILED, f"reward {reward} is no longer enabled") if age > config.fail_after_s else None
+        if job.media == "latent" and self._undecoded_for(job, now) > config.no_worker_after_s:
+            return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
         state, reason = self.ledger.state(reward)
         since = max(self._unwell.get((reward, state), now), job.accepted)
         limit = config.fail_after_s if state == "failed" else config.no_worker_after_s
         if state in ("failed", "absent") and now - since > limit:
             return FAILED, f"reward {reward} is not available: {reason}"
         return None
+
+    def _undecoded_for(self, job: Job, now: float) -> float:
+        """Seconds for which the job's latents have waited without anybody there to decode them."""
+        absent = self._unwell.get((DECODE_QUEUE, "absent"))
+        if absent is None or self.ledger.spool.decoded(job.id) is not None:
+            return 0.0
+        return now - max(absent, job.accepted)
 
     def _measure(self, now: float) -> None:
         ledger, metrics = self.ledger, self.ledger.metrics

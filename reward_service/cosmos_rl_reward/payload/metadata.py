@@ -13,7 +13,7 @@ MAX_LINE = 1 << 20  # bytes
 MAX_REWARDS = 16
 # metadata that has one entry per sample; other lists are passed on as they are
 PER_ITEM = ("prompts", "video_infos", "geneval_tags", "geneval_includes")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _check_rewards(data: dict[str, Any]) -> None:
     if len(rewards) > MAX_REWARDS:
         raise Refused(f"metadata.reward_fn: at most {MAX_REWARDS} rewards per job")
     for name, weight in rewards.items():
-        if not _NAME.fullmatch(name):
+        if not REWARD_NAME.fullmatch(name):
             raise Refused(f"metadata.reward_fn: {name[:70]!r} is not a reward name")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise Refused(f"metadata.reward_fn.{name}: the weight must be a finite number")

@@ -14,7 +14,9 @@ from cosmos_rl_reward.worker.replica import Died, Failed, Replica
 logger = logging.getLogger(__name__)
 DECODE_QUEUE = "_decode"
 _MAX_TRIES = 20  # times a job is handed out by the broker; its hosts may die for other reasons than the job
+_YIELD_S = 3.0
 _BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
+_MAX_DEATH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
 Announce = Callable[[dict[str, Any]], Awaitable[None]]
@@ -45,6 +47,10 @@ class _Item:
     done: asyncio.Future[None]
     attempts: int = 0
 
+    def __lt__(self, other: "_Item") -> bool:
+        """Oldest first; a job that failed lets those pass that came soon after it, so that bad jobs cannot block."""
+        return self.queued + _YIELD_S * self.attempts < other.queued + _YIELD_S * other.attempts
+
 
 @dataclass
 class Health:
@@ -67,11 +73,11 @@ class Pool:
         self.wanted = asyncio.Event()
         self.available = asyncio.Event()
         self._spool, self._announce, self._requeue = spool, announce, requeue
-        self._waiting: asyncio.Queue[_Item] = asyncio.Queue()
+        self._waiting: asyncio.PriorityQueue[_Item] = asyncio.PriorityQueue()
+        self._tried: dict[str, int] = {}  # attempts of jobs, also of those that were handed back
         self._items: dict[str, _Item] = {}
         self._up: set[int] = set()
         self._deaths = 0
-        self._kept: _Item | None = None
         if spec.lazy:
             self.available.set()  # jobs may come; the first one starts the process
         else:
@@ -106,7 +112,8 @@ class Pool:
             if job.media == "latent" and not self._decoding and self._spool.decoded(job_id) is None:
                 await self._requeue(DECODE_QUEUE, job_id)
                 return
-            item = _Item(job, time.monotonic(), asyncio.get_running_loop().create_future())
+            done = asyncio.get_running_loop().create_future()
+            item = _Item(job, time.monotonic(), done, self._tried.get(job_id, 0))
             if tries > _MAX_TRIES:
                 await self._give_up(item, f"handed out {tries - 1} times without a result")
                 return
@@ -158,7 +165,7 @@ class Pool:
                 await self._fail(number, f"{error} (interpreter {replica.python})")
             except Died as error:
                 self._deaths += 1
-                failures = max(0, self._deaths - 1)
+                failures = min(max(0, self._deaths - 1), _MAX_DEATH_BACK_OFF)
                 self.health.restarts += 1
                 logger.error("%s: %s; starting it again", self.spec.name, error)
                 self._up.discard(number)
@@ -202,7 +209,6 @@ class Pool:
         for item in self._items.values():
             item.done.cancel()
         self._items.clear()
-        self._kept = None
 
     async def _take_or_die(self, replica: Replica) -> list[_Item]:
         """The next batch, unless the replica ends while it waits for one: then raises ``Died``."""
@@ -213,9 +219,13 @@ class Pool:
                 return taking.result()
             raise Died(await replica.obituary())
         finally:
+            late = not taking.done()
             taking.cancel()
             dying.cancel()
             await asyncio.wait({taking, dying})
+            if late and not taking.cancelled():
+                for item in taking.result():
+                    self._waiting.put_nowait(item)
 
     async def _take(self) -> list[_Item]:
         """The next batch; nothing of it is lost when this is cancelled."""
@@ -230,8 +240,7 @@ class Pool:
 
     async def _fill(self, batch: list[_Item]) -> None:
         """Collect jobs of one picture shape; those that were tried before stay alone."""
-        first = self._kept or await self._waiting.get()
-        self._kept = None
+        first = await self._waiting.get()
         batch.append(first)
         about = self.health.about
         limit = self.spec.max_batch or about.get("max_batch", 1)
@@ -246,7 +255,7 @@ class Pool:
             except (TimeoutError, asyncio.QueueEmpty):
                 break
             if item.attempts or item.job.array.shape[1:] != first.job.array.shape[1:] or count + item.job.count > limit:
-                self._kept = item
+                self._waiting.put_nowait(item)
                 break
             batch.append(item)
             count += item.job.count
@@ -306,12 +315,14 @@ class Pool:
     def _done(self, item: _Item) -> bool:
         """Somebody else finished it. Always false, so that it can end a filter."""
         self._items.pop(item.job.id, None)
+        self._tried.pop(item.job.id, None)
         if not item.done.done():
             item.done.set_result(None)
         return False
 
     async def _again(self, item: _Item, error: str, count: bool) -> None:
-        item.attempts += 1  # from now on it is scored alone, so that a bad job harms nobody else
+        # from now on it is scored alone, so that a bad job harms nobody else
+        item.attempts = self._tried[item.job.id] = item.attempts + 1
         if count and item.attempts >= self.spec.max_attempts:
             await self._give_up(item, f"gave up after {item.attempts} attempts: {error}")
             return

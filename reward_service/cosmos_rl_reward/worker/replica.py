@@ -118,22 +118,22 @@ class Replica:
 
     async def obituary(self) -> str:
         """How the process ended; it is gone afterwards."""
-        await self.kill()
+        await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
         assert self._process is not None
         code = self._process.returncode or 0
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         last = " | ".join(list(self._log)[-3:])
         return f"the worker process ended {how}" + (f"; its last lines: {last}" if last else "")
 
-    async def kill(self) -> None:
-        """End the process and whatever it started."""
+    async def kill(self, patience_s: float = 0.0) -> None:
+        """End the process and whatever it started; it may end by itself within ``patience_s``."""
         if self._process is None:
             return
         if self._process.returncode is None:
             if self._writer is not None:
                 self._writer.close()
-            with contextlib.suppress(TimeoutError):  # it may be ending by itself: then its own exit code is the news
-                await asyncio.wait_for(self._process.wait(), 0.2)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.advantage import apply_mode, optimality
 from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.streams import MapStream
@@ -25,9 +24,9 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer import scoring
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels, dealt, optimizer_batches, share
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, optimizer_batches, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows, TermSums
+from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, TermSums, drawn_rows
 from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
@@ -196,15 +195,16 @@ class NFTTrainer:
         size = (self._config.validation.batch_size or self._config.rollout.batch_size) * count
         world = self._context.dp_size
         rows = -(-len(slots) // world)
-        media = reward = None
+        media: Tensor | None = None
+        reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
+        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: world]])
         with swap, self.policies.using("default"), self.model.evaluating():
             for number, (ids, counts) in enumerate(dealt(len(slots), size, self._context.dp_rank, world)):
                 notify("pre_per_step_validation_hook", {"batch_index": number})
                 made = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
                 table = self._scores(self._val_rewards.submit(scoring.request_of(made)))
-                if media is None or reward is None:
+                if media is None:
                     media = torch.zeros(rows, *made.media.shape[1:], dtype=made.media.dtype)
-                    reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
                 if counts:
                     places = [i // world for i in ids]
                     media[places] = made.media
@@ -215,7 +215,6 @@ class NFTTrainer:
         self._conditions.forget()
         self._count_evaluations()  # here, so that a checkpoint of this step holds them
         assert media is not None
-        assert reward is not None
         order = [(i % world) * rows + i // world for i in range(len(slots))]
         media, reward = self._context.gather_rows(media)[order], self._context.gather_rows(reward)[order]
         return self._validated(step, slots, media, reward)
@@ -225,6 +224,7 @@ class NFTTrainer:
         world, rank = self._context.dp_size, self._context.dp_rank
         rows = -(-len(prompts) // world)
         own = torch.zeros(rows, *self.watch.held_out.latents.shape[1:])
+        self._conditions.prepare(prompts[rank::world])
         with self.policies.using("default"), self.model.evaluating():
             for ids, counts in dealt(len(prompts), self._chunk, rank, world):
                 made = self._evaluator.sample([Slot(i, i, prompts[i], {}) for i in ids], "watch/sample", 0)
@@ -374,7 +374,7 @@ class NFTTrainer:
             purpose=self._purpose("nft"),
             step=step,
         )
-        latents = self._latents(scored, batches)
+        latents = scoring.latents_by_place(scored, batches, self._context)
         total, results = TermSums(), []
         self.model.transformer.train()
         for number, ids in enumerate(batches):
@@ -388,20 +388,21 @@ class NFTTrainer:
         metrics = {**self._term_metrics(total), "train/grad_norm": sum(norms) / max(len(norms), 1)}
         return metrics, all(result.applied for result in results)
 
-    def _latents(self, scored: Scored, batches: Sequence[Sequence[int]]) -> Mapping[int, Tensor]:
-        """Clean latents by place in the step; from the other ranks only where samples were dealt again."""
-        local, ranks = len(scored.own.slots), self._context.dp_size
-        shares = [(rank, share(ids, rank, ranks).ids) for ids in batches for rank in range(ranks)]
-        if any(place // local != rank for rank, places in shares for place in places):
-            return dict(enumerate(self._context.gather_rows(scored.own.latents)))
-        return {scored.first + i: latents for i, latents in enumerate(scored.own.latents)}
-
     def _optimizer_step(
         self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
     ) -> tuple[StepResult, TermSums]:
         """The gradient of the samples at ``places`` of the step, over all ranks, and one step along it."""
         context, lora = self._context, self._config.policy.lora
-        rows = self._rows(step, number, places, latents, scored)
+        own = share(places, context.dp_rank, context.dp_size)
+        rows = drawn_rows(
+            [scored.slots[place] for place in own.ids],
+            torch.stack([latents[place] for place in own.ids]),
+            scored.optimality(self._job)[list(own.ids)].float(),
+            torch.tensor(own.weights),
+            levels=self._levels,
+            count=self._levels_per_sample,
+            key=(self._seed, self._purpose(f"nft/{number}"), step),
+        )
         row_cond = self._conditions.places(rows.prompts)
         torch.manual_seed(randomness.key(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
         total_weight = float(len(places) * self._levels_per_sample)
@@ -417,8 +418,7 @@ class NFTTrainer:
         )
         if data_share is not None:
             terms.sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
-        own = [terms.sums.get(name, 0.0) for name in ("policy_loss", "kl_loss", "data_loss")]
-        policy, kl, data = context.sum_over_ranks(own)
+        policy, kl, data = context.sum_over_ranks([terms.sums.get(f"{n}_loss", 0.0) for n in ("policy", "kl", "data")])
         loss = (policy + self._kl_beta * kl + self._job.data_term.beta * data) / total_weight
         # sharded gradients are averaged over the ranks; what is wanted is their sum
         result = self.optimizer.step(step, scale=float(context.dp_size), loss=loss)
@@ -428,30 +428,6 @@ class NFTTrainer:
                 self.ema.update(self._optimizer_steps)
             self._optimizer_steps += 1
         return result, terms
-
-    def _rows(
-        self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
-    ) -> Rows:
-        """This rank's (sample, noise level) pairs: one level of every sample, then the next one."""
-        own = share(places, self._context.dp_rank, self._context.dp_size)
-        slots = [scored.slots[place] for place in own.ids]
-        purpose, total, count = self._purpose(f"nft/{number}"), len(self._levels), self._levels_per_sample
-        drawn = [
-            chosen_levels(slot.sample_id, count, total, seed=self._seed, purpose=purpose, step=step) for slot in slots
-        ]
-        pairs = [(row, drawn[row][j]) for j in range(count) for row in range(len(slots))]
-        advantage_N = apply_mode(scored.advantage_N, self._job.advantage_mode)
-        r_N = optimality(advantage_N, self._job.advantage_low, self._job.advantage_high)
-        clean = torch.stack([latents[place] for place in own.ids])
-        order = torch.tensor([row for row, _ in pairs])
-        return Rows(
-            latents=clean[order],
-            prompts=[slots[row].prompt for row, _ in pairs],
-            sigma=torch.stack([self._levels[level] for _, level in pairs]),
-            optimality=r_N[list(own.ids)][order].float(),
-            weight=torch.tensor(own.weights)[order],
-            noise_ids=[slots[row].sample_id * total + level for row, level in pairs],
-        )
 
     def _data_term(self, step: int, number: int) -> float | None:
         """Add the gradient of the real samples; this rank's share of their mean loss (the shares add up to it)."""

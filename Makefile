@@ -19,9 +19,9 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)
 
-# without the tests that start processes
+# without the tests that start processes or train for long
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not process" $(ARGS)
+	$(BIN)/python -m pytest -m "not process and not slow" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

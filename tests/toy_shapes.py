@@ -31,7 +31,7 @@ _PALETTE = np.array(list(COLOURS.values()), dtype=np.float64)
 
 
 def draw_shapes(prompts: list[str], generator: torch.Generator) -> Tensor:
-    """Pictures ``[N, 3, 16, 16]`` in [-1, 1]: black, with that many 3 x 3 squares in different cells of a 4 x 4 grid."""
+    """Pictures ``[N, 3, 16, 16]`` in [-1, 1]: black, with so many 3 x 3 squares in different cells of a 4 x 4 grid."""
     pictures = -torch.ones(len(prompts), 3, _SIZE, _SIZE)
     for picture, prompt in zip(pictures, prompts, strict=True):
         count, colour = prompt.split()
@@ -91,7 +91,7 @@ REWARDS = {"shapes": shapes, "count": (count_right, 0.0), "colour": (colour_righ
 
 
 def shapes_tables(seed: int, steps: int, kl_beta: float) -> dict[str, Any]:
-    """16 prompts x 12 samples a step, one optimiser step on them at 2 of 10 levels; validated on 20 samples a prompt."""
+    """16 prompts x 12 samples a step, one optimiser step on them at 2 of 10 levels; 20 samples a prompt in validation."""
     return {
         "train.seed": seed,
         "train.max_num_steps": steps,

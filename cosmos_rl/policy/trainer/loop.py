@@ -138,11 +138,7 @@ class TrainLoop:
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = (
-                f"The newest checkpoint up to there is step {max(good)}."
-                if good
-                else "It has no checkpoint up to there."
-            )
+            kept = f"The newest checkpoint up to it is step {max(good)}." if good else "There is no checkpoint up to it."
             raise UserError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "

@@ -26,9 +26,9 @@ test-trainer: $(VENV)/installed
 test-service: $(VENV)/installed
 	cd reward_service && ../$(BIN)/python -m pytest
 
-# without the tests that start processes
+# without the tests that start processes or train for long
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not process" $(ARGS)
+	$(BIN)/python -m pytest -m "not process and not slow" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

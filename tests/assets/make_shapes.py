@@ -57,9 +57,9 @@ def pretrain(steps: int = STEPS) -> ShapesModel:
         velocity = model.velocity(mix(clean, noise, sigma), sigma, model.encode_prompts(prompts))
         loss, count = flow_matching_loss(velocity, clean, noise)
         loss.backward()
-        optimizer.step(step, scale=1.0 / float(count), loss=float(loss))
+        optimizer.step(step, scale=1.0 / float(count), loss=float(loss.detach()))
         if (step + 1) % 200 == 0:
-            told = f"loss {float(loss / count):.4f}, count and colour right {accuracy(model)}"
+            told = f"loss {float(loss.detach() / count):.4f}, count and colour right {accuracy(model)}"
             print(f"step {step + 1}: {told}, {time.process_time() - began:.0f} CPU-s", flush=True)
     return model
 

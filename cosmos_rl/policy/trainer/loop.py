@@ -143,9 +143,8 @@ class TrainLoop:
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = (
-                f"The newest checkpoint up to there is step {good}." if good else "There is no checkpoint up to there."
-            )
+            there = f"The newest checkpoint up to it is step {good}." if good else ""
+            kept = there or "There is no checkpoint up to it."
             raise TrainingStoppedError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "

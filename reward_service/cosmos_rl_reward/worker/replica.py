@@ -62,7 +62,7 @@ class Replica:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the supervisor only, and helpers of the reward die with it
+                start_new_session=True,  # Ctrl-C reaches the supervisor only, and what the reward starts dies with it
             )
         except OSError as error:
             ours.close()

@@ -1,4 +1,4 @@
-"""DiffusionNFT on a small picture generator that miscounts: it learns to count, and the watch stops it from cheating."""
+"""DiffusionNFT on a small picture generator that miscounts: it learns to count, and the watch stops its cheating."""
 
 from pathlib import Path
 

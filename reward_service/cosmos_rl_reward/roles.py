@@ -16,7 +16,7 @@ def main() -> int:
     logs.set_up(role)
     config = ServiceConfig.model_validate_json(sys.stdin.buffer.read())
     broker = os.environ["COSMOS_RL_REWARD_INTERNAL_BROKER"]
-    gc.set_threshold(20_000, 20, 20)  # many short-lived objects per request, none of them in cycles
+    gc.set_threshold(5_000, 20, 20)  # many short-lived objects per request, none of them in cycles
     try:
         if role == "front":
             from cosmos_rl_reward.front.app import run_front

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
 import uuid
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -224,15 +226,6 @@ class Spool:
                     if job is not None:
                         yield job
 
-    def used_bytes(self) -> int:
-        """Bytes of all job files and decoded latents."""
-        total = 0
-        for kind in ("jobs", "decoded"):
-            for entry in self._entries(kind):
-                with contextlib.suppress(FileNotFoundError):
-                    total += entry.stat().st_size
-        return total
-
     def sweep(self, ttl_s: float, keep: int) -> int:
         """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; uploads that
         nobody finished go after an hour. Returns how many jobs went."""
@@ -241,22 +234,31 @@ class Spool:
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat().st_mtime < now - 3600:
                     os.unlink(entry.path)
-        finished: list[tuple[float, str]] = []
+        times = array("d", (status.st_mtime for _, status in self._finished()))  # 8 bytes each, there may be many
+        limit = now - ttl_s
+        if keep < len(times):
+            limit = max(limit, sorted(times, reverse=True)[keep - 1] if keep else math.inf)
+        gone = 0
+        for path, status in self._finished():
+            if status.st_mtime < limit:
+                self._forget(Path(path))
+                gone += 1
+        return gone
+
+    def _finished(self) -> Iterator[tuple[str, os.stat_result]]:
         for entry in self._entries("jobs"):
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()
                 if status.st_size == HEADER_BYTES:
-                    finished.append((status.st_mtime, entry.path))
-        finished.sort(reverse=True)
-        gone = [path for i, (mtime, path) in enumerate(finished) if i >= keep or mtime < now - ttl_s]
-        for path in gone:
-            job = _read_header(Path(path))
-            for result in [self.result_path(job.id, reward) for reward in job.rewards] if job else []:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(result)
+                    yield entry.path, status
+
+    def _forget(self, path: Path) -> None:
+        job = _read_header(path)
+        for result in [self.result_path(job.id, reward) for reward in job.rewards] if job else []:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        return len(gone)
+                os.unlink(result)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
     def _entries(self, kind: str) -> Iterator[os.DirEntry[str]]:
         for shard in os.scandir(self.root / kind):

@@ -154,6 +154,7 @@ class Service:
     async def run(self) -> int:
         """Run until SIGTERM or SIGINT (a second one does not wait for jobs). Returns the exit code."""
         os.environ[BROKER_VARIABLE] = self._broker_url
+        os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # else the C library keeps a heap for each thread
         stop, now = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:

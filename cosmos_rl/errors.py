@@ -15,3 +15,11 @@ class TrainingStoppedError(UserError):
     """The job runs as it was asked to, but its training went wrong; starting it again would not help."""
 
     exit_code = 1
+
+
+class OutOfMemory(Exception):
+    """The memory of a device ran out; `phase` says during what. No mistake by itself, but the user can help it."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(f"out of memory while {phase}")
+        self.phase = phase

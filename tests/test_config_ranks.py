@@ -3,7 +3,8 @@
 import pytest
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.cli import _gpus, _sized
+from cosmos_rl.launcher.machine import gpus
+from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, data_ranks, world_size
 from cosmos_rl.policy.config.ranks import resized
 
@@ -13,8 +14,8 @@ def config(device="auto", **sizes):
     return Config.from_dict(tables)
 
 
-def ranks_of(sized):
-    sizes = sized.policy.parallelism
+def ranks_of(fitted):
+    sizes = fitted.policy.parallelism
     return world_size(sizes), sizes.dp_shard_size, sizes.dp_replicate_size
 
 
@@ -37,10 +38,10 @@ def ranks_of(sized):
     ],
 )
 def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(asked, nproc, gpus, got):
-    sized = _sized(config(**asked), nproc, gpus)
-    assert ranks_of(sized) == got
-    assert data_ranks(sized.policy.parallelism) == got[0]
-    assert sized.rollout.parallelism == sized.policy.parallelism
+    fitted = sized(config(**asked), nproc, gpus)
+    assert ranks_of(fitted) == got
+    assert data_ranks(fitted.policy.parallelism) == got[0]
+    assert fitted.rollout.parallelism == fitted.policy.parallelism
 
 
 @pytest.mark.parametrize(
@@ -64,16 +65,16 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(aske
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(asked, nproc, gpus, told):
     with pytest.raises(UserError) as caught:
-        _sized(config(**asked), nproc, gpus)
+        sized(config(**asked), nproc, gpus)
     assert told in str(caught.value)
 
 
 def test_a_changed_number_of_ranks_is_told(capsys):
-    _sized(config(dp_shard_size=8), None, 0)
+    sized(config(dp_shard_size=8), None, 0)
     assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
-    _sized(config(), 2, 0)
+    sized(config(), 2, 0)
     assert "--nproc-per-node 2: 2 ranks, policy.parallelism.dp_shard_size = 2 in place of 1" in capsys.readouterr().out
-    _sized(config(), None, 0)
+    sized(config(), None, 0)
     assert capsys.readouterr().out == ""
 
 
@@ -83,4 +84,4 @@ def test_a_rollout_table_that_is_not_given_stays_so():
 
 def test_hidden_gpus_do_not_count(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert _gpus() == 0
+    assert gpus() == 0

@@ -137,7 +137,7 @@ def test_an_alarm_before_any_good_checkpoint_stops(
     tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
 ) -> None:
     scripted(1.0, 9.0)
-    with pytest.raises(TrainingStoppedError, match="There is none before it. Step 1 is saved as it is"):
+    with pytest.raises(TrainingStoppedError, match="There is no checkpoint up to it. Step 1 is saved as it is"):
         nft_train(nft_toml(tmp_path, tiny_sd3), *ON, FEW, acting("rewind"))
 
 

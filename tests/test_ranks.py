@@ -11,8 +11,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from cosmos_rl.checkpoint import layout
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.ranks import DEADLINE_S, ROOT, train_on_ranks
+from tests.test_kill import Run, newest_run, steps_done
+from tests.test_resume import saved_state
 
 GLOBAL = ("--train.global_batch_size=8", "--train.train_policy.mini_batch=2", "--train.ema_enable=true")
 VALIDATION = '[validation]\nenable = true\nfreq = 2\ndataset.local_dir = "{}"'
@@ -93,18 +96,42 @@ def test_replicas_of_shards_give_the_result_of_one_rank(
 
 
 @pytest.mark.process
-def test_four_then_two_then_one_rank_end_like_the_undisturbed_run(
+def test_killed_on_four_then_on_two_ranks_one_rank_ends_like_the_undisturbed_run(
     write_toml: Callable[..., Path], tmp_path: Path
 ) -> None:
+    total, every = 14, 3
     config = write_toml(lora=False)
-    options = (*GLOBAL, "--train.optm_lr=1e-3", "--train.ckpt.save_freq=2")
-    calm = train_on_ranks(1, config, tmp_path / "calm", *options)
-    folder = tmp_path / "moved"
-    for count, last, resume in ((4, 2, 0), (2, 4, 2), (1, 6, 4)):
-        train_on_ranks(count, config, folder, *options, f"--train.max_num_steps={last}", resume_step=resume)
-    np.testing.assert_allclose(trace(folder), trace(calm), rtol=1e-6, atol=1e-6)
-    file = "safetensors/step_6/transformer/diffusion_pytorch_model.safetensors"
-    ours, theirs = load_file(folder / file), load_file(calm / file)
-    difference = sum(float((ours[key] - value).double().square().sum()) for key, value in theirs.items()) ** 0.5
-    size = sum(float(value.double().square().sum()) for value in theirs.values()) ** 0.5
-    assert difference <= 1e-6 * size  # float32 sums in another order
+    options = [*GLOBAL, "--train.optm_lr=1e-3", f"--train.max_num_steps={total}", f"--train.ckpt.save_freq={every}"]
+    options += ["--train.ckpt.export_safetensors=false", "--train.resume=true"]
+    log, output = tmp_path / "log", tmp_path / "killed"
+
+    def start(count: int, folder: Path) -> Run:
+        return Run(config, log, *options, f"--train.output_dir={folder}", f"--nproc-per-node={count}")
+
+    def past_a_save(saved: int) -> bool:
+        """Step ``saved`` or a later one is on the disk whole, and training has gone on, not just to the next save."""
+        run = newest_run(output)
+        whole = layout.whole_steps(run / "checkpoints") if run else []
+        return bool(whole) and saved <= whole[-1] < steps_done(output) and steps_done(output) % every != 0
+
+    killed = start(4, output)
+    killed.kill_group_when(lambda: past_a_save(every))
+    (first,) = (newest_run(output),)
+    assert first is not None
+    saved = layout.whole_steps(first / "checkpoints")[-1]
+    killed = start(2, output)
+    killed.kill_group_when(lambda: past_a_save(saved + every))
+    assert layout.whole_steps(first / "checkpoints")[-1] > saved
+    for folder, moved in ((output, True), (tmp_path / "calm", False)):
+        assert start(1, folder).finish() == 0, log.read_text()[-3000:]
+        assert (newest_run(folder) == first) == moved
+    calm = newest_run(tmp_path / "calm")
+    assert calm is not None
+    np.testing.assert_allclose(trace(first), trace(calm), rtol=1e-6, atol=1e-6)
+    ours, theirs = saved_state(first, total), saved_state(calm, total)
+    assert ours.keys() == theirs.keys()
+    for kind in ("model", "ema"):  # of the resumable state: float32, all digits
+        pairs = [(ours[key].double(), value.double()) for key, value in theirs.items() if key.startswith(kind)]
+        difference = sum(float((one - other).square().sum()) for one, other in pairs) ** 0.5
+        size = sum(float(other.square().sum()) for _, other in pairs) ** 0.5
+        assert difference <= 1e-6 * size  # float32 sums in another order

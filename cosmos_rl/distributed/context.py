@@ -63,6 +63,14 @@ class Context:
         dist.all_gather(parts, rows.cpu().contiguous())
         return torch.cat(parts)
 
+    def as_on_main(self, text: str) -> str:
+        """The main rank's `text`, on all ranks."""
+        if self.world_size == 1:
+            return text
+        shared = [text]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

@@ -2,28 +2,20 @@
 
 import importlib
 import importlib.metadata
-import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.arguments import DEFAULT_MODULE, Launch, parse_launch, worker_command
-from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
-from cosmos_rl.launcher.output import output_to
-from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
-from cosmos_rl.launcher.signals import EXIT_USER_ERROR, StopRequest, listening
-from cosmos_rl.policy.config import Config, load_config, notes, world_size
-from cosmos_rl.policy.config.ranks import described, resized
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.launcher.arguments import parse_launch
+from cosmos_rl.launcher.launch import launch
+from cosmos_rl.launcher.signals import EXIT_USER_ERROR
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
     "check": ("cosmos_rl.launcher.check:check", "is a configuration right; its batches, memory and disk"),
     "doctor": ("cosmos_rl.launcher.doctor:doctor", "is everything installed; with --config: does the model train"),
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
+    "report": ("cosmos_rl.launcher.verbs:report", "make one page, report.html, that shows what a run did"),
     "sample": ("cosmos_rl.launcher.verbs:sample", "make pictures from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),
@@ -42,94 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except SystemExit as end:  # argparse ends the process itself for --help, --version and misuse
         return end.code if isinstance(end.code, int) else EXIT_USER_ERROR
-
-
-def launch(asked: Launch, argv: Sequence[str]) -> int:
-    """Check, prepare and run one training job; returns its exit code."""
-    if asked.debug:
-        logger.setLevel(logging.DEBUG)
-    config = load_config(
-        asked.config, asked.overrides, sized=lambda config: _sized(config, asked.nproc_per_node, _gpus())
-    )
-    config = _of_named_run(config, Path(asked.config))
-    refuse_unbuilt(config)
-    for note in notes(config):
-        logger.info(note)
-    check_environment(config, pairs=asked.script == DEFAULT_MODULE)
-    config = with_absolute_paths(config)
-    script = worker_command(asked.script)
-    stop = StopRequest()
-    with listening(stop), prepared_run(config, argv) as run:
-        command = [sys.executable, *script, *asked.script_args, "--config", str(run.next / run.config.name)]
-        environment = {"COSMOS_RUN_DIR": str(run.root)}
-        if asked.debug:
-            environment["COSMOS_LOG_LEVEL"] = "DEBUG"
-        with output_to(asked.log_dir) as log:
-            from cosmos_rl.launcher.agent import run_workers  # imports torch: seconds
-
-            code, failure = run_workers(
-                command,
-                environment=environment,
-                stop=stop,
-                nproc=world_size(config.policy.parallelism),
-                max_restarts=asked.max_restarts,
-                debug=asked.debug,
-            )
-    if failure:
-        where = f"its output is in {log.path}, the end of it:\n{log.tail()}" if log else "its output is above"
-        print(f"error: {failure}; {where}", file=sys.stderr, flush=True)
-    return code
-
-
-def _of_named_run(config: Config, place: Path) -> Config:
-    """`--config <run folder>` with `train.resume = true` goes on in that run, not in the newest of its folder."""
-    if not place.is_dir() or config.train.resume is not True or config.train.timestamp:
-        return config
-    if not re.fullmatch(r"\d{14}", place.resolve().name):
-        return config
-    train = config.train.model_copy(update={"timestamp": place.resolve().name})
-    return config.model_copy(update={"train": train})
-
-
-def _sized(config: Config, nproc: int | None, gpus: int) -> Config:
-    """The configuration for the ranks that will run: `nproc`, else one on a CPU, else as many as it asks for.
-
-    Raises:
-        UserError: the machine has fewer GPUs than that, or the sizes do not divide `nproc`.
-    """
-    asked = config.policy.parallelism
-    if asked.dp_shard_size == 0:  # an error that the rules name
-        return config
-    on_cpu = gpus == 0 or config.train.device == "cpu"
-    wanted = nproc or (1 if on_cpu else world_size(asked))
-    if wanted == -1:
-        wanted = gpus
-    if not on_cpu and wanted > gpus:
-        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        why = f"--nproc-per-node {nproc}" if nproc else f"[policy.parallelism] ({described(asked)} = {wanted} ranks)"
-        raise UserError(
-            f"{why} needs {wanted} GPUs, this machine has {has}; --nproc-per-node {gpus} runs on what is there"
-        )
-    if wanted == world_size(asked):
-        return config
-    config = resized(config, wanted)
-    logger.info(
-        "%s: %s, policy.parallelism.dp_shard_size = %d in place of %d",
-        f"--nproc-per-node {nproc}" if nproc else f"{gpus} GPUs" if not on_cpu else "on a CPU",
-        "1 rank" if wanted == 1 else f"{wanted} ranks",
-        config.policy.parallelism.dp_shard_size,
-        asked.dp_shard_size,
-    )
-    return config
-
-
-def _gpus() -> int:
-    """GPUs that a worker would see, counted without torch."""
-    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not present:
-        return present
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
 def _verb(name: str) -> Callable[[Sequence[str]], int]:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.reward.access import missing_access
+from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -22,8 +24,11 @@ def check_environment(config: Config, *, pairs: bool) -> None:
         problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
         if config.validation.enable:
             problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
+    problems += _rl(config)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
+    problems += _trackers(config)
+    problems += missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -47,10 +52,31 @@ def with_absolute_paths(config: Config) -> Config:
     resume = str(find_checkpoint(Path(train.resume))) if isinstance(train.resume, str) else train.resume
     output = str(Path(train.output_dir).expanduser().absolute())
     job = job.model_copy(update={"dataset": data})
+    if isinstance(job, GrpoPolicyConfig):
+        tables = {name: getattr(job, name) for name in ("data_term", "watch")}
+        folders = {name: t.model_copy(update={"local_dir": absolute(t.local_dir)}) for name, t in tables.items()}
+        job = job.model_copy(update=folders)
     train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
     held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
     validation = validation.model_copy(update={"dataset": held_out})
     return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
+
+
+def _trackers(config: Config) -> list[str]:
+    try:
+        require_installed(config.logging.logger)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _rl(config: Config) -> list[str]:
+    """Folders of pairs that reinforcement learning reads beside its prompts."""
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig):
+        return []
+    problems = _pairs("train.train_policy.data_term", job.data_term.local_dir) if job.data_term.beta > 0 else []
+    return problems + (_pairs("train.train_policy.watch", job.watch.local_dir) if job.watch.enable else [])
 
 
 def _missing(key: str, value: str) -> list[str]:

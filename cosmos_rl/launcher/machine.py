@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def gpus() -> int:
+    """GPUs that a worker would see."""
+    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
 def gpu_lines() -> list[str]:
     """One line for each GPU: name and memory from nvidia-smi, else the device file."""
     found = _asked(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
@@ -48,6 +57,11 @@ def shown_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _asked(command: Sequence[str]) -> list[str]:

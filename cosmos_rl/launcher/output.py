@@ -28,8 +28,8 @@ class LogFile:
 
 
 @contextlib.contextmanager
-def output_to(log_dir: str | None) -> Iterator[LogFile | None]:
-    """Within the block everything this process and its children print goes to `log_dir/logs_<time>/policy_0.log`.
+def output_to(log_dir: str | None, node: int = 0) -> Iterator[LogFile | None]:
+    """Within the block everything this process and its children print goes to `log_dir/logs_<time>/policy_<node>.log`.
 
     Done at the level of file descriptors, so that children inherit it and their lines never overwrite each other.
     Without `log_dir` nothing changes.
@@ -37,7 +37,7 @@ def output_to(log_dir: str | None) -> Iterator[LogFile | None]:
     if log_dir is None:
         yield None
         return
-    log = LogFile(_new_folder(Path(log_dir).expanduser().absolute()) / "policy_0.log")
+    log = LogFile(_new_folder(Path(log_dir).expanduser().absolute()) / f"policy_{node}.log")
     print(f"output goes to {log.path}", flush=True)
     target = os.open(log.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     saved = [(number, os.dup(number)) for number in (1, 2)]

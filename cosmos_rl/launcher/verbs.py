@@ -8,6 +8,8 @@ from typing import Any
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
+from cosmos_rl.storage.run_folder import run_at
+from cosmos_rl.tracking.report import write_report
 
 
 def tiny_model(argv: Sequence[str]) -> int:
@@ -44,6 +46,15 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def report(argv: Sequence[str]) -> int:
+    """Make `report.html` in a run folder: one page with pictures, curves and numbers that shows what the run did."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
+    parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
+    given = parser.parse_args(argv)
+    print(write_report(run_at(given.path).root))
+    return 0
+
+
 def sample(argv: Sequence[str]) -> int:
     """Make pictures with plain diffusers from a pipeline or from an exported adapter."""
     parser = argparse.ArgumentParser(prog="cosmos-rl sample", description=sample.__doc__, allow_abbrev=False)
@@ -62,7 +73,7 @@ def sample(argv: Sequence[str]) -> int:
     base, adapter = _base_and_adapter(given.source)
     import torch  # seconds, so only once the command line is known to be right
 
-    from cosmos_rl.tracking.media import save_pictures
+    from cosmos_rl.tracking.media import Shown, save_gallery
 
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
@@ -85,7 +96,11 @@ def sample(argv: Sequence[str]) -> int:
         for prompt, generator in zip(prompts, generators, strict=True)
     ]
     stacked = torch.stack([torch.from_numpy(picture) for picture in pictures])
-    for path in save_pictures(given.out, (stacked * 255).round().to(torch.uint8), prompts):
+    shown = [
+        Shown(picture, prompt, generator.initial_seed())
+        for picture, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
+    ]
+    for path in save_gallery(given.out, shown):
         print(path)
     return 0
 
@@ -118,7 +133,10 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
         if config.is_file():
             base = json.loads(config.read_text()).get("base_model_name_or_path")
             if not base:
-                raise UserError(f"{config} does not name its base model (base_model_name_or_path)")
+                raise UserError(
+                    f"{config} does not name its base model, which was a local folder: write the path or the hub name "
+                    "of that pipeline under base_model_name_or_path"
+                )
             return base, folder
     if place.is_dir() and not (place / "model_index.json").is_file():
         found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))

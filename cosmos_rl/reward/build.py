@@ -14,6 +14,7 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig,
 from cosmos_rl.reward.combine import RewardSum, Scores, combined
 from cosmos_rl.reward.functions import LocalReward, RewardFns, configured_rewards, given_rewards
 from cosmos_rl.reward.local import LocalScorer
+from cosmos_rl.reward.remote import RemoteScorer
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.reward.watch import Watch
 from cosmos_rl.utils.logging import logger
@@ -55,16 +56,16 @@ def make_rewards(
     job = config.train.train_policy
     if not isinstance(job, GrpoPolicyConfig):
         raise ValueError("rewards belong to reinforcement learning")
-    remote, remote_key = _remote_table(config, job, validation)
     if job.bypass_reward:
         return _NoRewards()
     functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)
+    remote = _remote_table(config, job, validation)
     scorers: list[Scorer] = []
     try:
         if functions:
             scorers.append(LocalScorer(functions, table))
-        if remote is not None:
-            raise UserError(f"{remote_key}: the reward service cannot be asked yet")
+        if remote is not None and any(entry.weight for entry in remote.reward_fns):
+            scorers.append(RemoteScorer(remote))
         _check(scorers, validation)
     except BaseException:
         for scorer in scorers:
@@ -73,10 +74,10 @@ def make_rewards(
     return _AllRewards(scorers)
 
 
-def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> tuple[RemoteRewardConfig | None, str]:
+def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:
     if validation and config.validation.remote_reward is not None:
-        return config.validation.remote_reward, "validation.remote_reward"
-    return (job.remote_reward if job.use_remote_reward else None), f"{_TRAIN}.remote_reward"
+        return config.validation.remote_reward
+    return job.remote_reward if job.use_remote_reward else None
 
 
 def _functions(
@@ -143,7 +144,7 @@ class _AllRewards:
             with lock:  # the parts end in threads of their own
                 if table.done():
                     return
-                error = part.exception()
+                error = RuntimeError("the rewards have been closed") if part.cancelled() else part.exception()
                 if error is not None:
                     table.set_exception(error)
                 elif all(part.done() for part in parts):

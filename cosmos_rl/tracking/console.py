@@ -6,7 +6,6 @@ from typing import Any
 
 from cosmos_rl.utils.logging import logger
 
-
 _SHOWN = {
     "train/loss_avg": ("Loss", ".5f"),
     "train/reward_mean": ("Reward", ".4f"),

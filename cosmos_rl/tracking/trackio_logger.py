@@ -54,7 +54,7 @@ class TrackioLogger:
     def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
         """Copies of the pictures, ``<key>/<name of the file>`` each."""
         pairs = zip(files, captions, strict=True)
-        self._run.log({f"{key}/{f.stem}": self._trackio.Image(f, caption=c[:100]) for f, c in pairs}, step=step)
+        self._run.log({f"{key}/{f.stem}": self._trackio.Image(f, caption=c) for f, c in pairs}, step=step)
 
     def finish(self) -> None:
         """Write out what is queued."""

@@ -38,7 +38,7 @@ class WandbLogger:
 
     def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
         """Pictures with captions under ``key``."""
-        images = [wandb.Image(str(f), caption=c[:100]) for f, c in zip(files, captions, strict=True)]
+        images = [wandb.Image(str(f), caption=c) for f, c in zip(files, captions, strict=True)]
         self._run.log({key: images}, step=step)
 
     def finish(self) -> None:

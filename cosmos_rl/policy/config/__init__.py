@@ -22,7 +22,6 @@ from cosmos_rl.policy.config.train_policy import (
     SftPolicyConfig,
     TrainPolicyConfig,
     ValidationDatasetConfig,
-    WatchConfig,
 )
 
 __all__ = [
@@ -30,8 +29,8 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
-    "DatasetConfig",
     "DataTermConfig",
+    "DatasetConfig",
     "DiffusersConfig",
     "GrpoPolicyConfig",
     "LocalRewardConfig",

@@ -32,7 +32,8 @@ set on the command line: `--train.optm_lr=1e-4`, `--policy.diffusers.inference_s
 |---|---|
 | works | has an effect |
 | not yet | accepted; a value other than the default is refused when a run is started ("not runnable yet") |
-| reinforcement learning (videos, vision-language models), not yet | read only by such jobs, refused as a whole |
+| reinforcement learning | read only by such jobs |
+| videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
 | no effect | accepted so that older files load; named in one line when a run is started |
 
 Unknown keys are errors. Old names that are still read: {aliases}.
@@ -109,12 +110,13 @@ def _sections(
         branches = list(branches_of(field.annotation, own))
         if not branches:
             entries.append(Entry(key, field, own, default))
-        item = default[0] if isinstance(default, tuple) and branches else default
+        listed = isinstance(default, tuple)
+        item = next(iter(default), None) if listed else default
         path = f"{name}.{key}" if name else key
         for branch, branch_kind in branches:
             there = item if isinstance(item, branch) else None
             present = given and there is not None
-            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=item is not default))
+            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=listed))
     yield Section(heading, table, given, tuple(entries))
     for sub in inner:
         yield from sub

@@ -36,6 +36,11 @@ class RewardFnConfig(Table):
         """`clip_max` or what it means unset."""
         return _WIDE_CLIPS.get(self.name, _CLIP) if self.clip_max is None else self.clip_max
 
+    @property
+    def has_wide_clip(self) -> bool:
+        """Whether an unset bound is not the usual one."""
+        return self.name in _WIDE_CLIPS and None in (self.clip_min, self.clip_max)
+
 
 class RemoteRewardConfig(Table):
     """`[train.train_policy.remote_reward]`: scores from the reward service.

@@ -57,13 +57,15 @@ def run(
         Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
     """
     from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
+    from cosmos_rl.distributed.memory import memory_phase
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
     if config.train.deterministic:
         use_deterministic_kernels()
     replicas = config.policy.parallelism.dp_replicate_size
     with process_group(config.train.device, replicas) as context, contextlib.ExitStack() as stack:
-        task = _task(config, context, stack, dataset, val_dataset, reward_fns, val_reward_fns)
+        with memory_phase("loading"):
+            task = _task(config, context, stack, dataset, val_dataset, reward_fns, val_reward_fns)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
 

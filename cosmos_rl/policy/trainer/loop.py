@@ -14,6 +14,7 @@ from cosmos_rl.checkpoint.layout import policy_dir, step_dir, whole_steps
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
@@ -99,7 +100,8 @@ class TrainLoop:
         step = start
         while step < total:
             began = time.perf_counter()
-            report = task.train_step(step)
+            with memory_phase("training"):
+                report = task.train_step(step)
             done = step + 1
             self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
             self._guard(done, self._skipped_in_a_row)
@@ -141,7 +143,8 @@ class TrainLoop:
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = f"The newest checkpoint before it is step {good}." if good else "There is none before it."
+            there = f"The newest checkpoint up to it is step {good}." if good else ""
+            kept = there or "There is no checkpoint up to it."
             raise TrainingStoppedError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
@@ -167,12 +170,12 @@ class TrainLoop:
             return
         limit = self._config.train.max_nonfinite_steps
         logger.warning(
-            f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)"
+            f"Step {done}: loss or gradient is not finite and is not applied ({skipped_in_a_row} steps in a row)"
         )
         if skipped_in_a_row >= limit:
             raise FloatingPointError(
                 f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
-                f"step {done}; the weights are those of step {done - limit}. Lower train.optm_lr or "
+                f"step {done}; what is not finite was never applied, so the weights are finite. Lower train.optm_lr or "
                 "train.optm_grad_norm_clip, or look at the data of these steps."
             )
 
@@ -186,6 +189,7 @@ class TrainLoop:
             due = done % ckpt.save_freq == 0
         return ckpt.enable_checkpoint and (due or done == self._task.total_steps)
 
+    @memory_phase("saving")
     def _save(self, done: int, *, final: bool = False) -> None:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
         ckpt = self._config.train.ckpt
@@ -224,6 +228,7 @@ class TrainLoop:
         logger.info(f"Stopped after step {done}; continue with the same command and --train.resume=true")
         return EXIT_CODES[signal_name]
 
+    @memory_phase("saving")
     def _finish(self, total: int, *, trained: bool) -> None:
         """The export of the last step always exists at the end, also without checkpoints."""
         self._manager.wait()
@@ -260,7 +265,9 @@ class TrainLoop:
             logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
     def _restore(self, resume_from: Path | None) -> int:
-        """Load a checkpoint; the 0-based step to go on with."""
+        """Load a checkpoint; the 0-based step to go on with. All ranks take rank 0's: a shared disk may lag behind."""
+        agreed = self._context.as_on_main(str(resume_from or ""))
+        resume_from = Path(agreed) if agreed else None
         if resume_from is None:
             self._rewind(-1)
             return 0
@@ -306,6 +313,7 @@ class TrainLoop:
         validation = self._config.validation
         return validation.enable and (done % validation.freq == 0 or done == self._task.total_steps)
 
+    @memory_phase("validating")
     def _validate(self, done: int) -> dict[str, float]:
         began = time.perf_counter()
         about = {"current_epoch": self._task.epoch(done)}

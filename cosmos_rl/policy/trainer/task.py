@@ -31,7 +31,8 @@ class StepReport:
 
     metrics: Mapping[str, float]
     applied: bool
-    """False when a loss or gradient was not finite and the weights were left alone."""
+    """False when a loss or gradient was not finite: it was not applied. Other optimiser steps of the same training step
+    may have been."""
     gallery: Sequence[Shown] = ()
     """Samples to be shown; the same on all ranks."""
     alarm: Alarm | None = None

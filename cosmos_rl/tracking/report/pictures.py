@@ -77,7 +77,8 @@ def chosen_pictures(record: Record) -> Pictures:
 def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
     """Before and after, side by side; a run that is not finished has no after."""
     from_start = pairs.first_step == 0
-    began, ended = "before" if from_start else "early", "after" if finished else "now"
+    began = "before" if from_start else "first"
+    ended = "now" if not finished else "after" if from_start else "last"
     cards = [
         f'<figure class="pair"><figcaption>{_prompt(a)}</figcaption><div>'
         f"{_picture(inliner, _pair(a), a, f'{began} · step {pairs.first_step}')}"
@@ -175,7 +176,7 @@ def _card(inliner: Inliner, placed: Placed, one: Entry) -> str:
 
 def _picture(inliner: Inliner, placed: Placed, one: Entry, label: str) -> str:
     total = f'<b class="score">{_score(one.total)}</b>' if TOTAL in one.scores else ""
-    text = f"<span>{label}</span>{total}"
+    text = f"<span>{label}</span> {total}"
     return f'<div class="picture">{inliner.tag(placed, one.prompt)}<div class="under">{text}</div></div>'
 
 

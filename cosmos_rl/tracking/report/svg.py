@@ -144,8 +144,9 @@ def _reach(curves: Sequence[Curve], limits: Sequence[Limit], from_zero: bool) ->
 
 
 def _step_ticks(low: int, high: int) -> list[int]:
-    inner = [int(t) for t in ticks(low, high) if t == int(t) and low <= t <= high]
-    return inner if len(inner) > 1 else sorted({low, high})
+    """Round steps inside the curve and its last step, which nothing round may touch."""
+    inner = [int(t) for t in ticks(low, high) if t == int(t) and low <= t <= high - 0.12 * (high - low)]
+    return sorted({*(inner or [low]), high})
 
 
 def _grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
 """The words of the page: what was trained, how it ended, key numbers, configuration, how to use the result."""
 
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +81,9 @@ def key_numbers(record: Record) -> str:
         note = f" (limit {number(limit)})" if limit is not None else ""
         change = "" if first_step == last_step else shown_change(first, last)
         rows.append(
-            f'<tr data-key="{escaped(key)}"><th>{escaped(about.title)}{note}<code>{escaped(key)}</code></th>'
-            f"<td>{number(first)}{unit}<small>step {first_step}</small></td>"
-            f"<td>{number(last)}{unit}<small>step {last_step}</small></td>"
+            f'<tr data-key="{escaped(key)}"><th>{escaped(about.title)}{note} <code>{escaped(key)}</code></th>'
+            f"<td>{number(first)}{unit} <small>step {first_step}</small></td>"
+            f"<td>{number(last)}{unit} <small>step {last_step}</small></td>"
             f'<td class="{_verdict(last - first, about.better)}">{change}</td></tr>'
         )
     if not rows:
@@ -104,7 +106,7 @@ def how_to_use(record: Record) -> str:
     command = f'cosmos-rl sample "{root.absolute()}" "a prompt" --out samples'
     code = _snippet_of_card(folder / "README.md")
     code = code.replace("path/to/this/folder", place)
-    code = code.replace("path/to/the/base", str(record.setting("policy.model_name_or_path")))
+    code = code.replace("path/to/the/base", record.setting("policy.model_name_or_path") or "path/to/the/base")
     snippet = f"<p>In Python:</p><pre>{escaped(code)}</pre>" if code else ""
     return (
         f'<section id="use"><h2>Use the result</h2><p>The model after step {step}: <code>{escaped(place)}</code></p>'
@@ -120,7 +122,7 @@ def provenance(record: Record) -> str:
         "Run": record.root.name,
         "Started": about.get("started"),
         "Seed": about.get("seed", record.setting("train.seed")),
-        "Command": masked(" ".join(about["argv"])) if about.get("argv") else None,
+        "Command": shlex.join(_masked_arguments(about["argv"])) if about.get("argv") else None,
         "Resumed from": about.get("resumed_from"),
         "Earlier commands on this run": len(about.get("earlier", [])) or None,
         "Commit": about.get("git_commit"),
@@ -135,13 +137,21 @@ def provenance(record: Record) -> str:
 
 
 def masked(text: str) -> str:
-    """``text`` without the values of keys that sound secret, in TOML or as ``--key=value``, and of URLs' passwords."""
+    """TOML without the values of keys that sound secret and without the passwords of URLs."""
     text = re.sub(rf'(?i)({_SECRET}"?\s*=\s*)("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\')', r'\1"***"', text)
-    text = re.sub(rf"(?i)(--{_SECRET}=)(?!\"\*\*\*)\S+", r"\1***", text)
     return re.sub(r"://[^/\s\"'@]+@", "://***@", text)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _masked_arguments(argv: Sequence[str]) -> list[str]:
+    """A command line without what follows options that sound secret: ``--key=value`` or ``--key value``."""
+    shown, secret = [], False
+    for argument in argv:
+        shown.append("***" if secret else re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", masked(argument)))
+        secret = re.fullmatch(rf"(?i)--{_SECRET}", argument) is not None
+    return shown
 
 
 def _tile(record: Record, key: str) -> str:

@@ -1,0 +1,127 @@
+"""Where the reward service is: environment variables of three generations. No torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.utils.logging import logger
+
+_GENERATIONS = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")
+"""Beginnings of the variables' names, the newest first."""
+_TIMES = {
+    "REMOTE_REWARD_ENQUEUE_TIMEOUT_BASE_S": 30.0,
+    "REMOTE_REWARD_ENQUEUE_TIMEOUT_PER_MB_S": 3.0,
+    "REMOTE_REWARD_ENQUEUE_TIMEOUT_MIN_S": 60.0,
+    "REMOTE_REWARD_ENQUEUE_TIMEOUT_MAX_S": 600.0,
+    "REMOTE_REWARD_ENQUEUE_CONNECT_TIMEOUT_S": 100.0,
+}
+_FIXED = "REMOTE_REWARD_ENQUEUE_TIMEOUT_S"
+_told: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Access:
+    """Addresses of the service and how to reach it."""
+
+    enqueue_url: str = field(repr=False)
+    fetch_url: str = field(repr=False)
+    token: str = field(repr=False)
+    names: Mapping[str, str]
+    """"ENQUEUE_URL", "FETCH_URL" and "TOKEN" -> the variable that gave each, for messages."""
+    pins_replica: bool
+    """Whether results are asked for at the replica that took the request."""
+    connect_s: float
+    fixed_s: float | None
+    base_s: float
+    per_mb_s: float
+    min_s: float
+    max_s: float
+
+    def upload_s(self, size: int) -> float:
+        """Seconds that sending ``size`` bytes may take: fixed, or clamp(base + per MiB, min, max)."""
+        if self.fixed_s is not None:
+            return self.fixed_s
+        return min(max(self.base_s + self.per_mb_s * size / 2**20, self.min_s), self.max_s)
+
+
+def service_access() -> Access:
+    """What the environment says.
+
+    Raises:
+        UserError: an address is missing or is none.
+    """
+    values, names = {}, {}
+    for what in ("ENQUEUE_URL", "FETCH_URL", "TOKEN"):
+        names[what], values[what] = _variable(what)
+    problems = [problem for what in ("ENQUEUE_URL", "FETCH_URL") if (problem := _wrong(names[what], values[what]))]
+    if problems:
+        raise UserError("\n".join(problems))
+    times = {name: _seconds(name, default) for name, default in _TIMES.items()}
+    base, per_mb, least, most, connect = times.values()
+    return Access(
+        values["ENQUEUE_URL"],
+        values["FETCH_URL"],
+        values["TOKEN"],
+        names,
+        os.environ.get("COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA") != "1",
+        connect_s=connect,
+        fixed_s=_seconds(_FIXED, 0.0) or None,
+        base_s=base,
+        per_mb_s=per_mb,
+        min_s=least,
+        max_s=most,
+    )
+
+
+def missing_access(config: Config) -> list[str]:
+    """What the environment lacks for the rewards of ``config``, one line each; nothing is asked over the network."""
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig) or job.bypass_reward:
+        return []
+    validates = config.validation.enable and config.validation.remote_reward is not None
+    if not job.use_remote_reward and not validates:
+        return []
+    found = (_variable(what) for what in ("ENQUEUE_URL", "FETCH_URL"))
+    return [problem for name, value in found if (problem := _wrong(name, value))]
+
+
+def _variable(what: str) -> tuple[str, str]:
+    """Name and value of the newest variable that is set."""
+    names = [f"{generation}_{what}" for generation in _GENERATIONS]
+    name = next((name for name in names if os.environ.get(name)), names[0])
+    if name != names[0] and name not in _told:
+        _told.add(name)
+        logger.warning("%s is the name of an older version; write %s", name, names[0])
+    return name, os.environ.get(name, "").strip()
+
+
+def _wrong(name: str, value: str) -> str:
+    if not value:
+        example = "pull" if name.endswith("FETCH_URL") else "enqueue"
+        return (
+            f"{name}: missing in the environment; the rewards of the configuration need the address of the reward "
+            f"service, like https://HOST:PORT/api/reward/{example} (and REMOTE_REWARD_TOKEN, if it wants one)"
+        )
+    try:
+        scheme, host = urlsplit(value).scheme, urlsplit(value).hostname
+    except ValueError:
+        scheme, host = "", None
+    # the value itself is not shown: an address may hold a password
+    return "" if scheme in ("http", "https") and host else f"{name}: is no address that begins with http(s)://"
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        logger.warning('%s: found "%s"; allowed: seconds, more than 0; the default is taken', name, text)
+        return default
+    return value

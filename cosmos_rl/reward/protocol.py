@@ -1,0 +1,160 @@
+"""The reward service's protocol (version 1): what is sent, and what comes back. Pure functions of arrays and mappings.
+
+A request is one line of JSON and then an array as a ``.npy`` file. An answer holds a list of scores by name.
+"""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import RemoteRewardConfig
+
+_USUAL_KEYS = {
+    "ocr": "ocr_reward",
+    "gen_eval": "gen_eval_score",
+    "cosmos_reason1": "no_score",
+    "dance_grpo": "overall_reward",
+}
+_USUAL_FPS = 16.0
+_GEN_EVAL = "gen_eval"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A score that is read from an answer."""
+
+    name: str
+    """In tables of rewards."""
+    reward: str
+    """Reward type at the service."""
+    score_key: str
+    """A field of the answer, or several with ``+`` between them."""
+
+
+def asked_scores(table: RemoteRewardConfig) -> list[Asked | None]:
+    """Entry by entry of ``table`` which score it reads; None for weight 0, which is not asked for.
+
+    An entry is named as its reward, and when several read the same reward, ``reward.score_key``.
+    """
+    wanted = [entry for entry in table.reward_fns if entry.weight != 0]
+    asked: list[Asked | None] = []
+    for entry in table.reward_fns:
+        key = entry.score_key or _USUAL_KEYS.get(entry.name, entry.name)
+        several = sum(other.name == entry.name for other in wanted) > 1
+        name = f"{entry.name}.{key}" if several else entry.name
+        asked.append(Asked(name, entry.name, key) if entry.weight != 0 else None)
+    return asked
+
+
+def requested(table: RemoteRewardConfig) -> dict[str, float]:
+    """The ``reward_fn`` of a request. The service drops weights <= 0 and ignores the others: a penalty is sent as 1."""
+    weights: dict[str, float] = {}
+    for entry in table.reward_fns:
+        if entry.weight != 0:
+            weights[entry.name] = max(weights.get(entry.name, 0.0), entry.weight if entry.weight > 0 else 1.0)
+    return weights
+
+
+def request_body(
+    media: NDArray[Any],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    reward_fn: Mapping[str, float],
+    fps: float | None = None,
+) -> bytes:
+    """A request for ``B`` samples.
+
+    Args:
+        media: uint8 pictures ``[B, H, W, 3]``, uint8 videos ``[B, T, H, W, 3]``, or float latents ``[B, C, T, h, w]``
+            of the Wan VAE, which travel as float16.
+        prompts: ``B`` texts.
+        metadata: ``B`` mappings; those of gen_eval need ``tag`` and ``include``.
+        reward_fn: reward type -> weight.
+        fps: of videos and latents; unset: 16.
+
+    Raises:
+        UserError: a prompt lacks what a reward needs.
+    """
+    if media.ndim == 4:
+        media_type = "image"
+    elif media.dtype == np.uint8:
+        media_type, media = "video", np.moveaxis(media, -1, 1)  # [B, 3, T, H, W]
+    else:
+        media_type, media = "latent", media.astype(np.float16)
+    line: dict[str, Any] = {"prompts": list(prompts), "reward_fn": dict(reward_fn), "media_type": media_type}
+    if media_type != "image":
+        line["video_infos"] = [{"video_fps": fps or _USUAL_FPS}] * len(prompts)
+    if _GEN_EVAL in reward_fn:
+        line |= _gen_eval(prompts, metadata)
+    file = io.BytesIO()
+    file.write(json.dumps(line).encode() + b"\n")
+    np.lib.format.write_array(file, np.ascontiguousarray(media), version=(1, 0), allow_pickle=False)
+    return file.getvalue()
+
+
+def _gen_eval(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a picture has to show. Services that do not know ``geneval_excludes`` leave it unread."""
+    for prompt, one in zip(prompts, metadata, strict=True):
+        missing = [key for key, kind in (("tag", str), ("include", list)) if not isinstance(one.get(key), kind)]
+        if missing or not one["include"]:
+            raise UserError(
+                f'gen_eval: the prompt "{prompt[:60]}" has no "{(missing or ["include"])[0]}" in its metadata; use the '
+                'prompt set geneval, or a .jsonl file whose lines have "tag" and "include"'
+            )
+    found: dict[str, Any] = {
+        "geneval_tags": [one["tag"] for one in metadata],
+        "geneval_includes": [one["include"] for one in metadata],
+    }
+    if any(one.get("exclude") for one in metadata):
+        found["geneval_excludes"] = [one.get("exclude") or [] for one in metadata]
+    return found
+
+
+def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
+    """The ``count`` scores in an answer, each a finite number or the reason why it is missing.
+
+    Raises:
+        UserError: the service has no such field.
+    """
+    if not isinstance(answer, Mapping):
+        return ["the service's answer is no result"] * count
+    scores = answer.get("scores")
+    if not isinstance(scores, Mapping):
+        return [str(answer.get("error") or "the service gave no scores and no reason")] * count
+    keys = [asked.score_key] if asked.score_key in scores else asked.score_key.split("+")
+    unknown = [key for key in keys if key not in scores]
+    if unknown:
+        raise UserError(
+            f'remote_reward.reward_fns: score_key "{asked.score_key}" of the reward {asked.reward}: the service gives '
+            f"no {unknown[0]}; available: {', '.join(scores)}"
+        )
+    errors = answer.get("item_errors")
+    parts = [_column(scores[key], count, errors) for key in keys]
+    return [_summed(row) for row in zip(*parts, strict=True)]
+
+
+def _column(values: object, count: int, errors: object) -> list[float | str]:
+    if not isinstance(values, list) or len(values) != count:
+        have = f"{len(values)} scores" if isinstance(values, list) else "no list of scores"
+        return [f"the service gave {have} for {count} samples"] * count
+    return [_one(value, row, errors) for row, value in enumerate(values)]
+
+
+def _one(value: object, row: int, errors: object) -> float | str:
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    if isinstance(errors, Mapping) and errors.get(str(row)):
+        return str(errors[str(row)])
+    return f"the service gave {'no score' if value is None else value}"
+
+
+def _summed(parts: Sequence[float | str]) -> float | str:
+    reason = next((part for part in parts if isinstance(part, str)), None)
+    return reason if reason is not None else sum(part for part in parts if not isinstance(part, str))

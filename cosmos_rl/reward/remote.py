@@ -1,0 +1,160 @@
+"""Rewards from the reward service, asked for in a thread with an event loop of its own."""
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx
+import torch
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import RemoteRewardConfig
+from cosmos_rl.reward.access import service_access
+from cosmos_rl.reward.combine import Reward, RewardSum, Scores
+from cosmos_rl.reward.protocol import asked_scores, read_scores, request_body, requested
+from cosmos_rl.reward.service import Forgotten, Lost, ServiceClient
+from cosmos_rl.reward.table import ScoringRequest
+from cosmos_rl.utils.logging import logger
+
+_BREAKER = 5
+"""Requests in a row without any result after which the run stops."""
+_SENDINGS = 3
+"""How often a request is sent that the service forgets."""
+_START_S = _CLOSE_S = 5.0
+
+T = TypeVar("T")
+Answers = Mapping[str, Mapping[str, Any] | Lost]
+"""Reward type -> its result, or why there is none."""
+
+
+class RemoteScorer:
+    """Asks the reward service. `submit` returns at once; arrays are written out and sent in the background."""
+
+    def __init__(self, table: RemoteRewardConfig) -> None:
+        """Raises `UserError`: the environment does not say where the service is."""
+        self._table = table
+        self._access = service_access()
+        asked = asked_scores(table)
+        self._asked = [one for one in asked if one is not None]
+        self._reward_fn = requested(table)
+        rewards = []
+        for entry, one in zip(table.reward_fns, asked, strict=True):
+            if one is None:
+                logger.info("reward %s has weight 0 and is not asked for", entry.name)
+                continue
+            rewards.append(Reward(one.name, entry.weight, entry.lower, entry.upper))
+            if entry.has_wide_clip:
+                message = "reward %s: its scores are wide, so clip_min = %g and clip_max = %g are taken; set your own"
+                logger.warning(message, entry.name, entry.lower, entry.upper)
+        self.sum = RewardSum(tuple(rewards), table.scale, table.reward_clip_min, table.reward_clip_max)
+        self._lost_in_a_row = 0
+        self._failed: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="remote-rewards", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_S):
+            raise RuntimeError("the thread for remote rewards does not start")
+
+    def submit(self, request: ScoringRequest) -> "Future[Scores]":
+        """Begin to score; the future fails when the service refuses us or has failed several requests in a row."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the rewards have been closed")
+        return asyncio.run_coroutine_threadsafe(self._scored(request), self._loop)
+
+    def close(self) -> None:
+        """End thread and connections; what has not been scored fails."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(_CLOSE_S)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        self._slots = asyncio.Semaphore(self._table.max_in_flight)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * self._table.max_in_flight)
+        async with httpx.AsyncClient(limits=limits) as http:
+            self._client = ServiceClient(self._access, http)
+            self._started.set()
+            await self._closing.wait()
+
+    async def _scored(self, request: ScoringRequest) -> Scores:
+        count, size = len(request.prompts), self._table.batch_size
+        parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        columns = await _together(*(self._part(request, rows) for rows in parts))
+        values, reasons = {}, {}
+        for index, one in enumerate(self._asked):
+            found = [score for column in columns for score in column[index]]
+            scores = [torch.nan if isinstance(score, str) else score for score in found]
+            values[one.name] = torch.tensor(scores, dtype=torch.float64)
+            reasons[one.name] = {row: score for row, score in enumerate(found) if isinstance(score, str)}
+        return Scores(values, reasons)
+
+    async def _part(self, request: ScoringRequest, rows: range) -> list[list[float | str]]:
+        """For each asked score those of ``rows``, which travel in one request."""
+        async with self._slots:
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                answers = await self._answers(await asyncio.to_thread(self._body, request, rows))
+                self._count_lost(answers)
+                found = []
+                for one in self._asked:
+                    answer = answers[one.reward]
+                    lost = isinstance(answer, Lost)
+                    found.append([str(answer)] * len(rows) if lost else read_scores(answer, one, len(rows)))
+                return found
+            except Exception as error:  # wrong token, unknown reward: the next request would fare no better
+                self._failed = self._failed or error
+                raise
+
+    def _body(self, request: ScoringRequest, rows: range) -> bytes:
+        part = slice(rows.start, rows.stop)
+        media = request.media[part].numpy()
+        return request_body(media, request.prompts[part], request.metadata[part], self._reward_fn, request.fps)
+
+    async def _answers(self, body: bytes) -> Answers:
+        """Send one request and wait for all its rewards at once, up to the deadline."""
+        until = self._loop.time() + self._table.timeout_s
+        key = uuid.uuid4().hex
+        found: dict[str, Mapping[str, Any] | Lost] = {}
+        for _ in range(_SENDINGS):
+            open_rewards = [name for name in self._reward_fn if isinstance(found.get(name, Forgotten()), Forgotten)]
+            if not open_rewards:
+                break
+            try:
+                ticket = await self._client.enqueue(body, key, until)
+            except Lost as error:
+                return {**found, **dict.fromkeys(open_rewards, error)}
+            results = await _together(*(_or_lost(self._client.result(ticket, name, until)) for name in open_rewards))
+            found.update(zip(open_rewards, results, strict=True))
+        return found
+
+    def _count_lost(self, answers: Answers) -> None:
+        lost = [answer for answer in answers.values() if isinstance(answer, Lost)]
+        self._lost_in_a_row = self._lost_in_a_row + 1 if len(lost) == len(answers) else 0
+        if self._lost_in_a_row >= _BREAKER:
+            raise UserError(
+                f"the reward service ({self._access.names['ENQUEUE_URL']}) has given no result for {_BREAKER} requests "
+                f"in a row, at last: {lost[-1]}; is it running, and does it have the rewards "
+                f"{', '.join(self._reward_fn)}?"
+            )
+
+
+async def _or_lost(work: Coroutine[Any, Any, T]) -> T | Lost:
+    try:
+        return await work
+    except Lost as error:
+        return error
+
+
+async def _together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """All results in order; the first error ends the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

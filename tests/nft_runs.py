@@ -32,6 +32,15 @@ from tests.trainer_runs import Stop, train
 
 PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
 DEADLINE_S = 200
+PRELOADED = (  # what a job imports, much of it late
+    "tests.nft_runs",
+    "cosmos_rl.policy.trainer.loop",
+    "cosmos_rl.policy.model.diffusers.sd3_model",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "torch.distributed.checkpoint",
+)
 LORA = """
 [policy.lora]
 r = 4
@@ -230,7 +239,7 @@ def _as_rank(jobs: Sequence[Job], rank: int, ranks: int, port: int, log: Path) -
 def forked(jobs: Sequence[Job], ranks: int, logs: Path) -> list[multiprocessing.process.BaseProcess]:
     """Start the jobs; each rank is forked from a server that has imported everything, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.nft_runs"])
+    context.set_forkserver_preload(list(PRELOADED))
     port = free_port()
     for job in jobs:
         job.folder.mkdir(parents=True, exist_ok=True)

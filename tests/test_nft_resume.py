@@ -23,7 +23,7 @@ WATCHED = (
     "--validation.freq=3",
     '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]',
 )
-SEVERAL = ("--train.train_policy.batch_size_per_optimize=4", "--train.train_policy.mini_batch=2")
+SEVERAL = ("--train.train_policy.batch_size_per_optimize=8",)
 JOBS = {
     "lora": (True, ("--policy.lora.lora_dropout=0.3", "--policy.diffusers.weight_copy_decay_type=2", *SEVERAL)),
     "copies": (False, ("--policy.diffusers.weight_copy_decay_type=1", "--train.ema_enable=false")),
@@ -43,7 +43,8 @@ def kept(run: Path, step: int) -> dict[str, Any]:
 
 def options_of(folder: Path) -> tuple[str, ...]:
     prompts = prompt_file(folder, ("a hat", "a lost hat"), "val.txt")
-    return (*WATCHED, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=4")
+    few = ("--policy.diffusers.sample.num_steps=3", "--policy.diffusers.timesteps_fraction=0.7")
+    return (*WATCHED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -51,14 +52,14 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
     lora, given = JOBS[name]
     config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
     run = nft_train(config, *options)
-    state, lines, progress = saved_state(run, 4), told(run), kept(run, 4)
+    state, lines, progress = saved_state(run, 3), told(run), kept(run, 3)
     assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "watch"}
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    for step in (3, 2, 1):
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for step in (2, 1):
         drop_steps_after(run, step)
         nft_train(config, *options, resume=(run, step))
-        assert_same_state(saved_state(run, 4), state)
-        assert kept(run, 4) == progress
+        assert_same_state(saved_state(run, 3), state)
+        assert kept(run, 3) == progress
         assert told(run) == lines
 
 
@@ -69,14 +70,14 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
 ) -> None:
     ranks = 1 if name == "lora" else 2
     lora, given = JOBS[name]
-    given = tuple(option.replace("optimize=4", f"optimize={4 // ranks}") for option in given)
-    total = 8
+    given = tuple(option.replace("optimize=8", f"optimize={8 // ranks}") for option in given)
+    total = 6
     options = (*options_of(tmp_path), *given, f"--train.max_num_steps={total}", "--train.ckpt.save_freq=3")
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)
     calm, killed = Job(config, tmp_path / "calm", options), tmp_path / "killed"
     run_forked([calm], ranks, tmp_path)
     chance = random.Random(len(name))
-    for wanted in (2, 4, 7):  # off the cadence: 2 is before the first save
+    for wanted in (2, 4):  # off the cadence, and one before the first save
         newest = max(layout.whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
         processes = forked([Job(config, killed, options, newest)], ranks, tmp_path)
         _wait_for_step(killed, wanted, processes)

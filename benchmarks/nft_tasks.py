@@ -1,6 +1,6 @@
 """What DiffusionNFT reaches on the two small tasks of `tests/`, over three seeds (`python -m benchmarks.nft_tasks`).
 
-The plane: a mixture of Gaussians and a bounded reward, whose optimum is known. The pictures: a generator that miscounts.
+The plane: a mixture of Gaussians with a bounded reward and a known optimum. The pictures: a generator that miscounts.
 NFE are network evaluations per sample slot over the whole run, a backward pass counted as two.
 """
 

@@ -263,7 +263,7 @@ def test_a_clip_that_is_not_given_suits_the_reward(path):
 def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path):
     named = ["train.train_policy.dataset.name=pickscore", "train.train_policy.dataset.split=train"]
     config = load_config(path, [*named, "validation.enable=true", "validation.dataset.name=ocr"])
-    assert not_runnable_yet(config) == ['train.train_policy.type = "grpo" (reinforcement learning)']
+    assert not_runnable_yet(config) == []
     assert notes(config) == []
 
 

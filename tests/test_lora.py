@@ -175,8 +175,10 @@ def test_the_scale_of_a_peft_folder_is_checked_too(tiny_sd3: Path, tmp_path: Pat
 
 
 def test_the_count_of_fused_optimisers_lives_with_the_parameter() -> None:
-    from cosmos_rl.checkpoint.state import _empty_moment
+    from cosmos_rl.checkpoint.state import _empty_moments
 
     param = torch.nn.Parameter(torch.zeros(2, device="meta"))
-    assert _empty_moment("step", param, True).device.type == "meta"
-    assert _empty_moment("step", param, False).device.type == "cpu"
+    for fused, device in ((True, "meta"), (False, "cpu")):
+        optimizer = torch.optim.AdamW([param])
+        optimizer.param_groups[0]["fused"] = fused
+        assert _empty_moments(["step", "exp_avg"], param, optimizer)["step"].device.type == device

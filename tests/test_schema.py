@@ -86,6 +86,7 @@ def test_the_schema_says_what_has_no_effect_and_what_comes_later():
 
 def test_every_shipped_toml_fits_the_schema_it_names():
     recipes = [path for folder in ("configs", "examples") for path in sorted((ROOT / folder).rglob("*.toml"))]
+    recipes = [path for path in recipes if path.name != "rewards.toml"]  # of the reward service
     assert len(recipes) >= 11
     for recipe in recipes:
         directive = recipe.read_text().splitlines()[0]

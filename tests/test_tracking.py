@@ -139,7 +139,8 @@ def test_trackio_writes_into_the_run_folder_and_asks_no_server(
     losses = [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")]
     assert [line["train/loss_avg"] for line in logs if "train/loss_avg" in line] == losses
     assert len(list((run / "trackio/media").rglob("*.png"))) == 8  # four prompts, two validations
-    assert list((tmp_path / "home").rglob("*.db")) == []
+    others = {"onnxruntime.db"}  # of a library that diffusers imports where it is installed
+    assert [path for path in (tmp_path / "home").rglob("*.db") if path.name not in others] == []
 
 
 def test_a_project_name_that_trackio_reserves_is_refused(

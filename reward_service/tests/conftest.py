@@ -3,3 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings
+
+settings.register_profile("same every time", derandomize=True)
+settings.load_profile("same every time")

@@ -242,6 +242,14 @@ def test_damaged_files_are_read_within_bounds_or_refused(data, changes):
         assert found.array.offset + found.array.span <= 6 + len(blob)
 
 
+def test_a_directory_said_to_be_beyond_any_file_is_refused():
+    data = FILES[1]
+    at = data.rindex(b"PK\x06\x07") + 8  # where the zip64 locator says its record is
+    for place in (1 << 62, (1 << 64) - 1):
+        with pytest.raises(Refused):
+            read(data[:at] + place.to_bytes(8, "little") + data[at + 8 :], "image")
+
+
 @given(st.text(), st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.floats() | st.text(max_size=5)))
 @settings(max_examples=200, deadline=None)
 def test_any_json_is_parsed_or_refused(prompt, extra):

@@ -39,7 +39,8 @@ class _Window:
         self._file, self._start, self._size, self._at = file, start, end - start, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, {0: 0, 1: self._at, 2: self._size}[whence] + offset)
+        # no further than the end: offsets come from the file and may be larger than any file
+        self._at = min(max(0, {0: 0, 1: self._at, 2: self._size}[whence] + offset), self._size)
         return self._at
 
     def tell(self) -> int:

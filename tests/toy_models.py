@@ -118,13 +118,14 @@ class PlaneNetwork(nn.Module, PeftAdapterMixin):
     def __init__(self, mixture: Mixture, hidden: int = 64) -> None:
         super().__init__()
         self._mixture = mixture
-        layers = [nn.Linear(2 + 5, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2)]
+        last = nn.Linear(hidden, 2)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        layers = [nn.Linear(2 + 5, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), last]
         self.residual = nn.Sequential(*layers)
-        nn.init.zeros_(self.residual[-1].weight)
-        nn.init.zeros_(self.residual[-1].bias)
 
     def forward(self, latents: Tensor, sigma: Tensor, _labels: Tensor) -> Tensor:
-        latents = latents.to(self.residual[0].weight)  # a float64 network works in float64
+        latents = latents.to(next(self.residual.parameters()).dtype)  # a float64 network works in float64
         t = sigma.to(latents)[:, None]
         turns = [f(k * math.pi * t) for k in (1, 2) for f in (torch.sin, torch.cos)]
         return self._mixture.velocity(latents, sigma) + self.residual(torch.cat([latents, t, *turns], dim=1))

@@ -97,6 +97,8 @@ def shapes_tables(seed: int, steps: int, kl_beta: float) -> dict[str, Any]:
         "train.max_num_steps": steps,
         "train.train_batch_per_replica": 192,
         "train.optm_lr": 5e-4,
+        "train.optm_decay_type": "linear",
+        "train.optm_decay_ratio": 0.3,
         "train.optm_grad_norm_clip": 1.0,
         "train.ckpt.save_freq": 10,
         "train.train_policy.mini_batch": 192,

@@ -1,0 +1,100 @@
+"""What DiffusionNFT reaches on the two small tasks of `tests/`, over three seeds (`python -m benchmarks.nft_tasks`).
+
+The plane: a mixture of Gaussians with a bounded reward and a known optimum. The pictures: a generator that miscounts.
+NFE are network evaluations per sample slot over the whole run, a backward pass counted as two.
+"""
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from cosmos_rl.errors import UserError
+from tests.toy_models import PlaneModel
+from tests.toy_shapes import RECORDS, REWARDS, ShapesModel, held_out_shapes, shapes_tables
+from tests.toy_tasks import (
+    POINT,
+    TABLE,
+    base_and_tilt,
+    bump,
+    metrics_of,
+    mmd2,
+    plane_samples,
+    plane_tables,
+    run_loop,
+    toy_config,
+    toy_trainer,
+)
+
+SEEDS = (0, 1, 2)
+Row = tuple[str, str, str]
+
+
+def plane(seed: int, kl_beta: float) -> str:
+    """100 steps; judged by 40 steps of the ODE."""
+    config = toy_config({**plane_tables(seed, 100), "train.train_policy.kl_beta": kl_beta})
+    model = PlaneModel(seed=seed)
+    trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
+    began = time.process_time()
+    for step in range(trainer.total_steps):
+        evaluations = trainer.train_step(step).metrics["train/network_evaluations"]
+    spent = time.process_time() - began
+    base, tilt = base_and_tilt(2000)
+    samples = plane_samples(model, 2000)
+    reward = float(bump(samples.numpy()).mean())
+    told = f"E[r] {reward:.3f}, MMD2 to tilt {mmd2(samples, tilt):.4f}, to base {mmd2(samples, base):.3f}"
+    return f"{told}, NFE {evaluations / 512:.0f}, {spent:.1f} CPU-s"
+
+
+def pictures(seed: int, steps: int, tables: TABLE) -> str:
+    """Up to ``steps`` steps through the loop, which the watch may end."""
+    config = toy_config({**shapes_tables(seed, steps, 0.4), **tables})
+    trainer = toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))
+    began, ended = time.process_time(), "ran to the end"
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            run_loop(config, trainer, Path(name))
+        except UserError:
+            ended = "stopped by the watch"
+        rows = metrics_of(Path(name))
+    spent, last = time.process_time() - began, rows[-1]
+    right = [row["val/reward_count"] for row in rows if "val/reward_count" in row]
+    told = f"counts right {right[0]:.3f} -> {right[-1]:.3f}, loss ratio {last['watch/loss_ratio']:.2f}"
+    slots = last["train/network_evaluations"] / trainer.samples_per_step
+    return f"{told}, {ended} at step {last['step']}, NFE {slots:.0f}, {spent:.0f} CPU-s with validation"
+
+
+def measure() -> list[Row]:
+    """Rows (what, result, target)."""
+    # without KL at a constant rate, and with more samples where a small difference is looked at
+    no_kl = {"train.train_policy.kl_beta": 0.0, "train.optm_decay_type": "none"}
+    watched = {**no_kl, "validation.n_generation": 80}
+    unwatched = {**no_kl, "train.train_policy.watch.action": "warn", "validation.freq": 20}
+    rows: list[Row] = []
+    for seed in SEEDS:
+        rows.append((f"plane, KL 0.3, seed {seed}", plane(seed, 0.3), "MMD2 to tilt <= 0.06, NFE <= 3000"))
+    for seed in SEEDS:
+        rows.append((f"plane, no KL, seed {seed}", plane(seed, 0.0), "none: what the KL is for"))
+    for seed in SEEDS:
+        learnt = pictures(seed, 40, {"validation.freq": 40})
+        rows.append((f"pictures, KL 0.4, seed {seed}", learnt, ">= 0.80, loss ratio <= 2"))
+    for seed in SEEDS:
+        rows.append((f"pictures, no KL, seed {seed}", pictures(seed, 60, watched), "stopped, counts not worse"))
+    for seed in SEEDS:
+        what = f"pictures, no KL, watch only warns, seed {seed}"
+        rows.append((what, pictures(seed, 60, unwatched), "none: what the watch is for"))
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    logging.getLogger("cosmos").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    for what, result, target in measure():
+        print(f"{what:46}  {result}  target {target}")
+
+
+if __name__ == "__main__":
+    main()

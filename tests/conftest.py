@@ -75,6 +75,54 @@ dataset.local_dir = "{picture_folder}"
     return write
 
 
+@pytest.fixture
+def write_nft_toml(tmp_path: Path, tiny_sd3: Path) -> Callable[..., Path]:
+    """Writes a small DiffusionNFT configuration: 2 prompts x 4 samples a step, 2 of 4 noise levels."""
+
+    def write(extra: str = "", lora: bool = True, name: str = "nft.toml") -> Path:
+        (tmp_path / "prompts.txt").write_text("a cat\na dog\na bird\na boat\n")
+        path = tmp_path / name
+        path.write_text(
+            f"""
+mode = "colocated"
+[policy]
+model_name_or_path = "{tiny_sd3}"
+is_diffusers = true
+model_gradient_checkpointing = false
+[policy.diffusers]
+max_prompt_length = 16
+inference_size = [32, 32]
+timesteps_fraction = 0.5
+weight_copy_decay_type = 1
+sample = {{ num_steps = 4, guidance_scale = 1.0, deterministic_sampling = true }}
+{LORA + 'lora_names = ["default", "old"]' if lora else ""}
+[rollout]
+n_generation = 4
+[train]
+output_dir = "{tmp_path / "out"}"
+epoch = 100
+max_num_steps = 2
+train_batch_per_replica = 8
+param_dtype = "float32"
+optm_lr = 1e-3
+optm_warmup_steps = 0
+[train.train_policy]
+type = "grpo"
+trainer_type = "diffusion_nft"
+uncentralized_training = true
+mini_batch = 4
+kl_beta = 1e-3
+dataset.local_dir = "{tmp_path / "prompts.txt"}"
+local_reward.reward_fns = [{{ function = "cosmos_rl.reward.examples:sharpness" }}]
+watch.samples = 4
+{extra}
+"""
+        )
+        return path
+
+    return write
+
+
 LORA = """
 [policy.lora]
 r = 4

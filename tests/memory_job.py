@@ -6,6 +6,7 @@
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 IMPORTED = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
@@ -13,6 +14,7 @@ IMPORTED = (
     "transformers.models.t5.modeling_t5",
     "cosmos_rl.policy.trainer.loop",
     "cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer",
+    "cosmos_rl.policy.trainer.diffusers_trainer.nft_job",
     "cosmos_rl.policy.model.diffusers.sd3_model",
     "torch.distributed.checkpoint",
 )
@@ -24,6 +26,15 @@ def high_water() -> int:
     return int(line.split()[1]) * 1024
 
 
+def data_of(config: str) -> dict[str, Any]:
+    """The prompts of a reinforcement-learning job; other jobs bring theirs."""
+    if 'type = "grpo"' not in Path(config).read_text():
+        return {}
+    from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+
+    return {"dataset": training_prompts, "val_dataset": validation_prompts}
+
+
 def main(config: str, *overrides: str) -> None:
     """Train and print the rise."""
     for name in IMPORTED:
@@ -31,7 +42,7 @@ def main(config: str, *overrides: str) -> None:
     from tests.trainer_runs import train
 
     before = high_water()
-    train(Path(config), *overrides)
+    train(Path(config), *overrides, **data_of(config))
     print(f"rise {high_water() - before}")
 
 

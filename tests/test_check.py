@@ -17,7 +17,6 @@ from cosmos_rl.launcher.plan import planned
 from cosmos_rl.policy.config import Config, load_config
 
 ROOT = Path(__file__).parents[1]
-NFT = ROOT / "configs/stable-diffusion-3-5/stable-diffusion-3-5-medium-nft.toml"
 Toml = Callable[..., Path]
 
 
@@ -103,19 +102,6 @@ def test_a_target_that_matches_nothing_is_refused_with_the_nearest(
     code, _, errors = check(capsys, "--config", write_toml(), '--policy.lora.target_modules=["attn.to_qq"]')
     assert code == 2
     assert "'attn.to_qq' matches no layer of the transformer; did you mean 'attn.to_q'?" in errors
-
-
-def test_the_batch_arithmetic_of_the_nft_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, report, _ = check(capsys, "--config", NFT, "--policy.diffusers.timesteps_fraction=1.0")
-    assert code == 0
-    for text in (
-        "1152 samples per step = 48 x 24",
-        "144 samples and 6 prompts per rank",
-        "16 micro-batches of 9",
-        "160 backward passes and 480 forward passes",
-        "1 optimiser step per step",
-    ):
-        assert text in report, text
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda path: path.stem)

@@ -96,6 +96,11 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
             "policy.lora.lora_names: found ['default']; allowed: a list with \"def",
         ),
         (
+            ['policy.lora.lora_names=["old", "default"]'],
+            "policy.lora.primary_adapter: found unset with policy.lora.lora_names = ['old', 'default']; allowed: \"def",
+        ),
+        (["policy.lora.primary_adapter=old"], 'policy.lora.primary_adapter: found "old" with'),
+        (
             ["rollout.parallelism.dp_shard_size=4"],
             "rollout.parallelism.dp_shard_size: found 4; allowed: 8 as in policy",
         ),
@@ -111,6 +116,36 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
                 "policy.diffusers.sample.noise_level=0.0",
             ],
             "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0",
+        ),
+        (
+            [
+                "policy.diffusers.sample.solver=ddim",
+                "policy.diffusers.sample.deterministic_sampling=false",
+                "policy.diffusers.sample.noise_level=1.5",
+            ],
+            "policy.diffusers.sample.noise_level: found 1.5; allowed: 0 to 1 with policy.diffusers.sample.solver",
+        ),
+        (["train.train_policy.data_term.beta=0.1"], "train.train_policy.data_term.local_dir: missing; the folder of"),
+        (
+            [
+                "train.train_policy.data_term.beta=0.1",
+                "train.train_policy.data_term.local_dir=pictures",
+                "train.train_policy.data_term.batch_size=20",
+            ],
+            "train.train_policy.data_term.batch_size: found 20; allowed: a multiple of the 8 data parallel ranks, the "
+            "nearest 16 or 24",
+        ),
+        (
+            ["train.train_policy.watch.action=rewind", "train.ckpt.enable_checkpoint=false"],
+            'train.train_policy.watch.action: found "rewind", going back to a checkpoint',
+        ),
+        (
+            ["train.train_policy.watch.action=rewind", "train.train_policy.watch.freq=101"],
+            "train.ckpt.max_keep: found 5; allowed: at least 6 with train.ckpt.save_freq = 20",
+        ),
+        (
+            ["validation.enable=true", "train.train_policy.dataset.test_size=4"],
+            "validation.dataset.local_dir: missing; allowed with validation.enable = true: a file of prompts",
         ),
         (["policy.diffusers.timesteps_fraction=0.05"], "policy.diffusers.timesteps_fraction: found 0.05; of policy"),
         (

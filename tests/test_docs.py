@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.launcher import cli
-from cosmos_rl.launcher.arguments import parse_launch, worker_command
+from cosmos_rl.launcher.arguments import parse_launch, script_for, worker_command
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
@@ -104,8 +104,8 @@ def test_every_command_line_parses(page: Path, monkeypatch: pytest.MonkeyPatch) 
         asked = parse_launch(argv, "0", "")
         if (ROOT / asked.config).is_file():
             fitted = partial(sized, nproc=asked.nproc_per_node, gpus=0)
-            load_config(ROOT / asked.config, asked.overrides, sized=fitted)
-            worker_command(asked.script)
+            config = load_config(ROOT / asked.config, asked.overrides, sized=fitted)
+            worker_command(script_for(asked.script, config))
 
 
 def test_every_quoted_message_is_in_the_code() -> None:

@@ -77,3 +77,18 @@ def test_sampling_leaves_the_training_grid_alone(model: SD3Model) -> None:
     assert torch.equal(model.scheduler.timesteps, before)
     assert len(model.timestep_map) == 1000
     assert torch.equal(model.timestep_map, model.timestep_map.sort().values)
+
+
+def test_many_samples_are_decoded_in_parts(model: SD3Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    latents = torch.randn(5, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    whole = model.decode(latents)
+    sizes, decode = [], model.vae.decode
+
+    def counted(part: torch.Tensor, **keywords: bool) -> tuple[torch.Tensor]:
+        sizes.append(len(part))
+        return decode(part, **keywords)
+
+    monkeypatch.setattr(model.vae, "decode", counted)
+    monkeypatch.setattr("cosmos_rl.policy.model.diffusers.diffuser_model.DECODED_AT_ONCE", 2 * 32 * 32)
+    torch.testing.assert_close(model.decode(latents), whole)
+    assert sizes == [2, 2, 1]

@@ -62,17 +62,46 @@ def prompts_of(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRe
     Raises:
         UserError: nothing is named, an unknown set, a file that is missing or wrong, or a failed download.
     """
-    splits = [dataset.split] if isinstance(dataset.split, str) else dataset.split
-    split = next(iter(splits), "") or split
+    found = prompt_file(dataset, key, split=split)
+    if found is not None:
+        return read_prompts(found)
+    split, known = _split_of(dataset, split), KNOWN[dataset.name]
+    place = _places(dataset.name, split)[0]
+    if split not in known.urls:
+        raise UserError(
+            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {place}'
+        )
+    return _fetched(known.urls[split], place)
+
+
+def prompt_file(dataset: DatasetConfig, key: str, *, split: str) -> Path | None:
+    """The file that `prompts_of` would read; None for a named set that has not been fetched yet.
+
+    Raises:
+        UserError: nothing is named, an unknown set, or no such file.
+    """
+    split = _split_of(dataset, split)
     if dataset.local_dir:
-        return read_prompts(_own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir"))
+        return _own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir")
     if not dataset.name:
         raise UserError(f"{key}.name: missing; allowed: one of {', '.join(KNOWN)}, or give a file as {key}.local_dir")
     if dataset.name not in KNOWN:
         near = difflib.get_close_matches(dataset.name, KNOWN, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f'{key}.name: found "{dataset.name}"; allowed: one of {", ".join(KNOWN)}{hint}')
-    return _named(dataset.name, split, key)
+    return next((place for place in _places(dataset.name, split) if place.is_file()), None)
+
+
+def _split_of(dataset: DatasetConfig, default: str) -> str:
+    splits = [dataset.split] if isinstance(dataset.split, str) else dataset.split
+    return next(iter(splits), "") or default
+
+
+def _places(name: str, split: str) -> list[Path]:
+    """Where a named set may lie; the first is where it is put when it is fetched."""
+    set_in = os.environ.get("COSMOS_CACHE_DIR") or _DEFAULT_CACHE
+    roots = dict.fromkeys((set_in, _DEFAULT_CACHE))
+    return [Path(root).expanduser() / "diffusion_nft" / name / KNOWN[name].file.format(split=split) for root in roots]
 
 
 def _own_file(path: Path, split: str, key: str) -> Path:
@@ -85,23 +114,6 @@ def _own_file(path: Path, split: str, key: str) -> Path:
     if found is None:
         raise UserError(f'{key} = "{path}": no prompts there for the split "{split}"; expected {" or ".join(names)}')
     return found
-
-
-def _named(name: str, split: str, key: str) -> list[PromptRecord]:
-    known = KNOWN[name]
-    set_in = os.environ.get("COSMOS_CACHE_DIR") or _DEFAULT_CACHE
-    places = [
-        Path(root).expanduser() / "diffusion_nft" / name / known.file.format(split=split)
-        for root in dict.fromkeys((set_in, _DEFAULT_CACHE))
-    ]
-    found = next((place for place in places if place.is_file()), None)
-    if found is not None:
-        return read_prompts(found)
-    if split not in known.urls:
-        raise UserError(
-            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {places[0]}'
-        )
-    return _fetched(known.urls[split], places[0])
 
 
 def _fetched(url: str, path: Path) -> list[PromptRecord]:

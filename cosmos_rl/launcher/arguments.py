@@ -11,10 +11,13 @@ from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
-DEFAULT_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
+PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
+PROMPTS_MODULE = "cosmos_rl.tools.dataset.diffusion_nft"
+BUNDLED = (PAIRS_MODULE, PROMPTS_MODULE)
+"""Scripts that read the data which the configuration names."""
 _WITH_VALUE = (
     "--config",
     "--log-dir",
@@ -34,7 +37,8 @@ class Launch:
 
     config: str
     overrides: tuple[str, ...]
-    script: str
+    script: str | None
+    """None: the bundled one of the job, see `script_for`."""
     script_args: tuple[str, ...]
     log_dir: str | None
     nproc_per_node: int | None
@@ -63,7 +67,7 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
     launch = Launch(
         config=given.config,
         overrides=(*overrides, *late_overrides),
-        script=script or DEFAULT_MODULE,
+        script=script,
         script_args=tuple(script_args),
         log_dir=given.log_dir,
         nproc_per_node=given.nproc_per_node,
@@ -96,6 +100,13 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             own.append(token)
         at += 1
     return overrides, [*own, *arguments[end:]]
+
+
+def script_for(asked: str | None, config: Config) -> str:
+    """The script that gives the data: the one that is asked for, else the bundled one of the job."""
+    if asked is not None:
+        return asked
+    return PROMPTS_MODULE if isinstance(config.train.train_policy, GrpoPolicyConfig) else PAIRS_MODULE
 
 
 def worker_command(script: str) -> list[str]:
@@ -204,8 +215,8 @@ def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
         prog="cosmos-rl",
         usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
         "       cosmos-rl VERB ...",
-        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it "
-        f"{DEFAULT_MODULE} trains on a folder of captioned pictures.",
+        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
+        "captioned pictures or, for reinforcement learning, the prompts that the TOML names.",
         epilog=verbs,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -11,11 +11,12 @@ from pydantic import BaseModel
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
-from cosmos_rl.launcher.arguments import DEFAULT_MODULE, add_launch_flags, read_launch
+from cosmos_rl.launcher.arguments import BUNDLED, PAIRS_MODULE, add_launch_flags, read_launch, script_for
 from cosmos_rl.launcher.environment import check_environment
-from cosmos_rl.launcher.machine import shown_bytes
+from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
-from cosmos_rl.launcher.plan import Plan, batch_lines, counted, planned
+from cosmos_rl.launcher.plan import Plan, batch_lines, planned
+from cosmos_rl.launcher.rl_plan import reward_lines, watch_lines
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, dump_toml, load_config, not_runnable_yet, notes, world_size
 from cosmos_rl.policy.config.keys import keys_of
@@ -53,14 +54,14 @@ def check(argv: Sequence[str]) -> int:
     if given.toml:
         print(dump_toml(config), end="")
         return 0
-    pairs = asked.script == DEFAULT_MODULE
-    report = Report(config, _on_cpu(config, nproc), own_data=not pairs, nodes=nodes)
+    script = script_for(asked.script, config)
+    report = Report(config, _on_cpu(config, nproc), own_data=script not in BUNDLED, nodes=nodes)
     print(f"{asked.config}: no mistakes found in the keys and between them.")
     _print(report.sections())
     problems = list(report.problems())
     if given.env:
         _print([Section("Environment", report.environment())])
-        problems += _environment_problems(config, pairs=pairs) + report.disk_problems()
+        problems += _environment_problems(config, pairs=script == PAIRS_MODULE) + report.disk_problems()
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
     return 0
@@ -74,6 +75,7 @@ class Report:
         self.config = config
         self.nodes = nodes
         self.on_cpu = on_cpu
+        self.own_data = own_data
         self.plan: Plan = planned(config, own_data=own_data)
         self.pipeline: PipelineFiles | None = None
         self.selection: estimate.Selection | None = None
@@ -93,6 +95,8 @@ class Report:
             Section("Trained", self._trained()),
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.plan)),
+            Section("Rewards", self._rewards()),
+            Section("Watch", watch_lines(config) if self.rl else []),
             Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),
             Section("Disk", [*self._disk()]),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
@@ -105,12 +109,22 @@ class Report:
         """What the launch would refuse, as the weights' names and the number of samples already tell."""
         if self.selection is not None:
             yield from self.selection.problems
+        if self.rl and not self.own_data and not self._rewards():
+            yield (
+                "no reward: set train.train_policy.use_remote_reward = true, name functions in "
+                "train.train_policy.local_reward, or start a script that gives reward_fns"
+            )
         if self.plan.steps_per_epoch == 0:
             yield (
                 f"train.train_policy.dataset.local_dir: {self.plan.samples} captions, {self.plan.held_out} of them held"
                 f" out, make no whole step of {self.plan.batch} samples; lower the batch or set "
                 "train.train_policy.dataloader_drop_last = false"
             )
+
+    @property
+    def rl(self) -> bool:
+        """Whether the job is reinforcement learning."""
+        return isinstance(self.config.train.train_policy, GrpoPolicyConfig)
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
@@ -126,7 +140,8 @@ class Report:
         lines.append(f"{self.pipeline.class_name}, transformer of {whole:,} weights")
         lines.append(f"{trained:,} trained weights, {100 * trained / max(whole, 1):.3g} % of that")
         if self.selection.spare_adapters:
-            lines.append(f"{self.selection.spare_adapters:,} weights of adapters that are not trained")
+            whose = "of the old policy's adapter" if self.rl else "of adapters that are not trained"
+            lines.append(f"{self.selection.spare_adapters:,} weights {whose}")
         targets = self.selection.targets
         lines += [f"{name}: {count} layers" for name, count in list(targets.items())[:_SHOWN_TARGETS]]
         if self.pipeline.class_name not in served_classes():
@@ -147,6 +162,9 @@ class Report:
         if self.on_cpu and self.config.train.device == "auto":
             yield "no GPU here, so it runs on the CPU; --train.device=cuda estimates for a GPU"
 
+    def _rewards(self) -> list[str]:
+        return reward_lines(self.config, own_script=self.own_data) if self.rl else []
+
     def memory(self) -> Iterator[str]:
         """The memory of a rank, part by part."""
         found = self._estimated()
@@ -162,8 +180,6 @@ class Report:
             yield f"{'and in host memory':40} {shown_bytes(found.host):>8}"
         yield "activations and the VAE's work are rough; libraries and the CUDA context come on top"
         yield from (f"unknown and left out: {what}" for what in found.without)
-        if isinstance(self.config.train.train_policy, GrpoPolicyConfig):
-            yield "unknown and left out: rollouts and copies of the policy (reinforcement learning is not built yet)"
 
     def _disk(self) -> Iterator[str]:
         found = self._on_disk()

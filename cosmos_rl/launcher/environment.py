@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
@@ -24,6 +24,7 @@ def check_environment(config: Config, *, pairs: bool) -> None:
         problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
         if config.validation.enable:
             problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
+    problems += _rl(config)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
@@ -51,6 +52,10 @@ def with_absolute_paths(config: Config) -> Config:
     resume = str(find_checkpoint(Path(train.resume))) if isinstance(train.resume, str) else train.resume
     output = str(Path(train.output_dir).expanduser().absolute())
     job = job.model_copy(update={"dataset": data})
+    if isinstance(job, GrpoPolicyConfig):
+        tables = {name: getattr(job, name) for name in ("data_term", "watch")}
+        folders = {name: t.model_copy(update={"local_dir": absolute(t.local_dir)}) for name, t in tables.items()}
+        job = job.model_copy(update=folders)
     train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
     held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
     validation = validation.model_copy(update={"dataset": held_out})
@@ -63,6 +68,15 @@ def _trackers(config: Config) -> list[str]:
     except UserError as error:
         return [str(error)]
     return []
+
+
+def _rl(config: Config) -> list[str]:
+    """Folders of pairs that reinforcement learning reads beside its prompts."""
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig):
+        return []
+    problems = _pairs("train.train_policy.data_term", job.data_term.local_dir) if job.data_term.beta > 0 else []
+    return problems + (_pairs("train.train_policy.watch", job.watch.local_dir) if job.watch.enable else [])
 
 
 def _missing(key: str, value: str) -> list[str]:

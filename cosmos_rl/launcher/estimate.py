@@ -13,14 +13,19 @@ from typing import Any
 
 from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
-from cosmos_rl.policy.config import Config, LoraConfig
+from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
+from cosmos_rl.launcher.rl_plan import rl_plan
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
 _KEPT_BY_A_BLOCK = {"float32": 100.0, "bfloat16": 62.0, "float16": 62.0}
 _KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
 _AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU beside tensors, measured
-_VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder
+_MADE_BY_A_BLOCK = 0.4  # of that, without autograd
+_VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder or decoder
+_PICTURES = 6  # float32 numbers per pixel of a picture that is decoded and clamped
+_DECODED_AT_ONCE = 2**20  # pixels
 _BUFFERS = re.compile(r"(^|\.)pos_embed\.pos_embed$")  # in the file, but computed, not trained
 _BLOCK = re.compile(r"^(.+?\.\d+)\.")
 
@@ -82,7 +87,7 @@ def select(config: Config, pipeline: PipelineFiles) -> Selection:
         return _adapters(config.policy.lora, shapes)
     chosen = {name: shape for name, shape in shapes.items() if config.policy.is_trained(name)}
     trained = parameters(chosen)
-    eight_bit = sum(math.prod(shape) for shape in chosen.values() if blocks_in_a_row(shape))
+    eight_bit = parameters({name: shape for name, shape in chosen.items() if blocks_in_a_row(shape)})
     return Selection(trained, elements(shapes) - trained, 0, {}, eight_bit=eight_bit)
 
 
@@ -98,42 +103,53 @@ def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu
     compute, shards = BYTES[train.param_dtype], max(policy.parallelism.dp_shard_size, 1)
     base = compute if policy.lora is not None else 4
     trained, encoders, vae = 4 * chosen.trained // shards, *_frozen_parts(config, pipeline)
-    frozen = (base * chosen.frozen + 4 * chosen.spare_adapters) // shards
+    frozen, spare = base * chosen.frozen // shards, 4 * chosen.spare_adapters // shards
     moments = _moments(config, chosen) // shards
     average = trained if train.ema_enable else 0
+    work = _transient(config, pipeline)
+    rl = work.rl
     parts = {
         "trained weights": trained,
         "frozen transformer weights": frozen,
+        "old policy" if rl else "adapters that are not trained": spare,
         "gradients": trained,
         "optimiser moments": moments,
         "moving average (EMA)": average,
         "text encoders and other frozen parts": encoders,
         "VAE": vae,
+        **(rl.copies if rl else {}),
     }
     job = train.train_policy
     offloaded = (policy.diffusers.offload or job.cached_latents or job.cached_text) and not on_cpu
     resident = 0 if offloaded else encoders + vae
-    state = trained + frozen + moments + average + resident + (_AT_WORK if on_cpu else 0)
-    activations, encoding, without = _transient(config, pipeline)
+    state = trained + frozen + spare + moments + average + resident + (_AT_WORK if on_cpu else 0)
+    state += sum(rl.copies.values()) if rl else 0
+    learning = rl.targets + rl.conditions if rl else 0
     gathered = _gathered(pipeline.transformer, compute, train.fsdp_reshard_after_forward) if shards > 1 else 0
     copies = 0 if shards > 1 or policy.lora is not None or compute == 4 else compute * chosen.trained
     stepping = {"for-loop": 0, "fused": 0, "foreach": trained}[train.optimizer_impl]
     phases = {
-        "encoding": state + encoding + (max(encoders, vae) if offloaded else 0),
-        "forward and backward": state + trained + copies + gathered + activations,
+        "encoding": state + work.encoding + (max(encoders, vae) if offloaded else 0),
+        "forward and backward": state + trained + copies + gathered + work.activations + learning,
         "optimiser step": state + trained + stepping,
         "export": state + average,
     }
-    saved, export = _written_copies(config, pipeline, chosen, trained + moments + average)
+    if rl:
+        decoding = work.decoding + (vae if offloaded else 0)
+        phases["rollout"] = state + rl.conditions + max(copies + gathered + work.sampling, decoding)
+    resumable = trained + moments + average + (rl.saved // shards if rl else 0)
+    saved, export = _written_copies(config, pipeline, chosen, resumable)
     host = saved + export
     if on_cpu:
+        collected = rl.collected if rl else 0
+        phases |= {name: phases[name] + collected for name in ("forward and backward", "rollout") if name in phases}
         again = train.ckpt.enable_checkpoint and (saves is None or saves > 1)
         phases = {k: v + (host if again else 0) for k, v in phases.items()}
         phases["export"] = state + average + export + (saved if again else 0)
         phases["saving"] = state + host
     else:
-        host += encoders + vae - resident
-    return Memory({k: v for k, v in parts.items() if v}, phases, host, without)
+        host += encoders + vae - resident + (rl.collected if rl else 0)
+    return Memory({k: v for k, v in parts.items() if v}, phases, host, work.without)
 
 
 def disk(config: Config, pipeline: PipelineFiles, chosen: Selection) -> Disk:
@@ -144,7 +160,9 @@ def disk(config: Config, pipeline: PipelineFiles, chosen: Selection) -> Disk:
     if config.policy.lora is None:
         others = [pipeline.folder / name for name in pipeline.parts if name != "transformer"]
         shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
-    return Disk(per_weight * chosen.trained + _moments(config, chosen), exported, shared)
+    rl = _transient(config, pipeline).rl
+    kept = per_weight * chosen.trained + _moments(config, chosen) + (rl.saved if rl else 0)
+    return Disk(kept, exported, shared)
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
@@ -218,19 +236,43 @@ def _exported(config: Config, pipeline: PipelineFiles, chosen: Selection) -> int
     return BYTES[config.train.param_dtype] * numbers
 
 
-def _transient(config: Config, pipeline: PipelineFiles) -> tuple[int, int, list[str]]:
-    """Bytes of activations, bytes of the encoders' work, and what is unknown of them."""
-    without = []
+@dataclass(frozen=True)
+class _Work:
+    """Bytes that come and go; 0 for what is unknown."""
+
+    activations: int
+    """Of a micro-batch, forward and backward."""
+    encoding: int
+    """Of the VAE, for the pictures of a micro-batch."""
+    sampling: int
+    """Of a rollout's forward pass."""
+    decoding: int
+    """Of the VAE, for the samples of a rollout's chunk."""
+    rl: RlMemory | None
+    without: Sequence[str]
+
+
+def _transient(config: Config, pipeline: PipelineFiles) -> _Work:
+    job, without = config.train.train_policy, []
+    rl = isinstance(job, GrpoPolicyConfig)
+    activations = encoding = sampling = decoding = 0
+    sizes = None
     try:
         activations = _activations(config, pipeline)
+        sampling = round(_MADE_BY_A_BLOCK * _block(config, pipeline, chunk_rows(config))) if rl else 0
     except Unknown as why:
-        activations, without = 0, [f"activations of the transformer ({why})"]
+        without.append(f"activations of the transformer ({why})")
     try:
-        encoding = _encoding(config, pipeline)
+        encoding = 0 if rl else _encoding(config, pipeline)
+        decoding = _decoding(config, pipeline) if rl else 0
     except Unknown as why:
-        encoding = 0
         without.append(f"work of the VAE ({why})")
-    return activations, encoding, without
+    try:
+        trained, shards = select(config, pipeline).trained, max(config.policy.parallelism.dp_shard_size, 1)
+        sizes = rl_memory(config, pipeline, trained, shards) if rl else None
+    except Unknown as why:
+        without.append(f"copies of the policy and latents ({why})")
+    return _Work(activations, encoding, sampling, decoding, sizes, without)
 
 
 def tokens(config: Config, pipeline: PipelineFiles) -> int:
@@ -248,33 +290,48 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
 
 
 def _activations(config: Config, pipeline: PipelineFiles) -> int:
+    rows, dtype = config.train.train_policy.mini_batch, config.train.param_dtype
+    block, layers = _block(config, pipeline, rows), int(pipeline.configs["transformer"]["num_layers"])
+    if not config.policy.model_gradient_checkpointing:
+        return round(layers * block)
+    return round(layers * block / _KEPT_BY_A_BLOCK[dtype] * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] + block)
+
+
+def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
+    """Bytes that one block of the transformer makes of so many samples."""
     settings: Mapping[str, Any] = pipeline.configs["transformer"]
-    count = tokens(config, pipeline) * config.train.train_policy.mini_batch
+    count = tokens(config, pipeline) * rows
     try:
-        layers = int(settings["num_layers"])
+        int(settings["num_layers"])
         width = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     except (KeyError, TypeError, ValueError):
         raise Unknown("its config.json does not tell its size") from None
-    dtype = config.train.param_dtype
-    block = _KEPT_BY_A_BLOCK[dtype] * count * width
-    if not config.policy.model_gradient_checkpointing:
-        return round(layers * block)
-    return round(layers * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] * count * width + block)
+    return _KEPT_BY_A_BLOCK[config.train.param_dtype] * count * width
 
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
+    height, width = config.policy.diffusers.inference_size
+    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * config.train.train_policy.mini_batch
+
+
+def _decoding(config: Config, pipeline: PipelineFiles) -> int:
+    height, width = config.policy.diffusers.inference_size
+    samples = rl_plan(config).chunk
+    at_once = min(samples, max(_DECODED_AT_ONCE // (height * width), 1))
+    maps = _VAE_MAPS * _vae_channels(pipeline)[:2][-1] * at_once
+    return 4 * height * width * (maps + _PICTURES * samples)
+
+
+def _vae_channels(pipeline: PipelineFiles) -> list[int]:
+    """Channels of the VAE's blocks, the ones at full size first."""
     if "vae" not in pipeline.parts or _kind(pipeline, "vae") != "AutoencoderKL":
         raise Unknown(f"{_kind(pipeline, 'vae')} is not known here")
-    height, width = config.policy.diffusers.inference_size
-    channels = int(pipeline.configs["vae"]["block_out_channels"][0])
-    return _VAE_MAPS * 4 * height * width * channels * config.train.train_policy.mini_batch
+    return [int(channels) for channels in pipeline.configs["vae"]["block_out_channels"]]
 
 
 def _vae_stride(pipeline: PipelineFiles) -> int:
     """Pixels of a latent's edge."""
-    if _kind(pipeline, "vae") != "AutoencoderKL":
-        raise Unknown(f"{_kind(pipeline, 'vae')} is not known here")
-    return 2 ** (len(pipeline.configs["vae"]["block_out_channels"]) - 1)
+    return 2 ** (len(_vae_channels(pipeline)) - 1)
 
 
 def _kind(pipeline: PipelineFiles, part: str) -> str:

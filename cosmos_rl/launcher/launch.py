@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.arguments import DEFAULT_MODULE, Launch, worker_command
+from cosmos_rl.launcher.arguments import PAIRS_MODULE, Launch, script_for, worker_command
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.nodes import JobEnded, JobPlan
@@ -66,7 +66,6 @@ def _lead(asked: Launch, argv: Sequence[str], stop: StopRequest) -> int:
 
 def _follow(asked: Launch, stop: StopRequest) -> int:
     """Every other node: take the run folder and the configuration of node 0."""
-    script = worker_command(asked.script)
     from cosmos_rl.launcher.link import Link  # imports torch: seconds
 
     link = Link(asked.nodes, stop)
@@ -78,10 +77,13 @@ def _follow(asked: Launch, stop: StopRequest) -> int:
         if asked.nproc_per_node not in (None, plan.nproc):
             raise UserError(f"--nproc-per-node {asked.nproc_per_node}: node 0 runs {plan.nproc} ranks on each node")
         sized(config, plan.nproc, gpus(), asked.nodes.count)
-        check_environment(config, pairs=asked.script == DEFAULT_MODULE)
+        script = script_for(asked.script, config)
+        check_environment(config, pairs=script == PAIRS_MODULE)
+        command.extend(worker_command(script))
 
+    command: list[str] = []
     link.agree(plan, check)
-    return _run(asked, script, RunFolder(Path(plan.run)), plan.nproc, stop, link, plan.job_id)
+    return _run(asked, command, RunFolder(Path(plan.run)), plan.nproc, stop, link, plan.job_id)
 
 
 def _checked(asked: Launch) -> tuple[Config, list[str]]:
@@ -95,8 +97,9 @@ def _checked(asked: Launch) -> tuple[Config, list[str]]:
     refuse_unbuilt(config)
     for note in notes(config):
         logger.info(note)
-    check_environment(config, pairs=asked.script == DEFAULT_MODULE)
-    return with_absolute_paths(config), worker_command(asked.script)
+    script = script_for(asked.script, config)
+    check_environment(config, pairs=script == PAIRS_MODULE)
+    return with_absolute_paths(config), worker_command(script)
 
 
 def _run(

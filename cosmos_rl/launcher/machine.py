@@ -59,6 +59,11 @@ def shown_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _asked(command: Sequence[str]) -> list[str]:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

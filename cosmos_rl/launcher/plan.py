@@ -4,8 +4,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl.policy.config import Config, data_ranks
-from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompts import read_prompts
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.machine import counted
+from cosmos_rl.launcher.rl_plan import rl_lines
+from cosmos_rl.policy.config import Config, DatasetConfig, GrpoPolicyConfig, data_ranks
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,7 @@ class Plan:
     batch: int
     """Samples per step over all ranks."""
     samples: int | None
-    """Samples in the data folder."""
+    """Samples in the data folder, or prompts."""
     held_out: int
     """Of these for validation."""
     steps_per_epoch: int | None
@@ -36,9 +40,10 @@ def planned(config: Config, *, own_data: bool) -> Plan:
     held_out = _held_out(config, samples)
     per_epoch = None
     if samples is not None:
-        prompts = batch // config.rollout.n_generation if rl else batch
+        each = batch // config.rollout.n_generation if rl else batch
         left = samples - held_out
-        per_epoch = left // prompts if job.dataloader_drop_last else math.ceil(left / prompts)
+        drops = job.dataloader_drop_last and not (rl and left < each)  # few prompts are taken several times
+        per_epoch = left // each if drops else math.ceil(left / each)
     steps = None if per_epoch is None else per_epoch * train.epoch
     if train.max_num_steps is not None:
         steps = train.max_num_steps if steps is None else min(steps, train.max_num_steps)
@@ -48,12 +53,7 @@ def planned(config: Config, *, own_data: bool) -> Plan:
 def batch_lines(config: Config, plan: Plan) -> list[str]:
     """The arithmetic in words."""
     rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
-    return [*(_rl_lines(config, plan) if rl else _sft_lines(config, plan)), *_step_lines(config, plan)]
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return [*(rl_lines(config) if rl else _sft_lines(config, plan)), *_step_lines(config, plan)]
 
 
 def _sft_lines(config: Config, plan: Plan) -> list[str]:
@@ -65,38 +65,15 @@ def _sft_lines(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _rl_lines(config: Config, plan: Plan) -> list[str]:
-    job = config.train.train_policy
-    assert isinstance(job, GrpoPolicyConfig)
-    diffusers, group = config.policy.diffusers, config.rollout.n_generation
-    ranks = data_ranks(config.policy.parallelism)
-    own, prompts = plan.batch // ranks, plan.batch // group
-    micro = own // job.mini_batch
-    trained = int(diffusers.sample.num_steps * diffusers.timesteps_fraction)
-    backward = micro * trained * job.mu_iterations
-    optimiser = job.mu_iterations * (own // (job.batch_size_per_optimize or own))
-    lines = [
-        f"{plan.batch} samples per step = {prompts} x {group} (prompts x samples per prompt)",
-        f"{own} samples and {prompts / ranks:g} prompts per rank, on {ranks} data parallel ranks",
-        f"{micro} micro-batches of {job.mini_batch}",
-        f"{trained} of {diffusers.sample.num_steps} sampling steps are trained",
-    ]
-    if job.trainer_type == "diffusion_nft":
-        passes = 3 if job.kl_beta > 0 else 2
-        models = "policy, old policy, reference" if job.kl_beta > 0 else "policy, old policy"
-        lines.append(f"{backward} backward passes and {passes * backward} forward passes ({models}) per rank and step")
-    else:
-        lines.append(f"{backward} backward passes per rank and step")
-    return [*lines, f"{counted(optimiser, 'optimiser step')} per step"]
-
-
 def _step_lines(config: Config, plan: Plan) -> list[str]:
     train, most = config.train, config.train.max_num_steps
     if plan.samples is None:
         end = f"; at most {most} by train.max_num_steps" if most is not None else ""
         return [f"number of samples and steps: unknown ({plan.why}){end}"]
     held = f", {plan.held_out} of them held out for validation" if plan.held_out else ""
-    lines = [f"{plan.samples} captions in {train.train_policy.dataset.local_dir}{held}"]
+    rl = isinstance(train.train_policy, GrpoPolicyConfig)
+    dataset = train.train_policy.dataset
+    lines = [f"{plan.samples} {'prompts' if rl else 'captions'} in {dataset.local_dir or dataset.name}{held}"]
     per_epoch = plan.steps_per_epoch or 0
     whole = per_epoch * train.epoch
     lines.append(f"{counted(per_epoch, 'step')} per epoch x {counted(train.epoch, 'epoch')} = {counted(whole, 'step')}")
@@ -108,22 +85,34 @@ def _step_lines(config: Config, plan: Plan) -> list[str]:
 
 
 def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
-    folder = config.train.train_policy.dataset.local_dir
+    dataset = config.train.train_policy.dataset
     if own_data:
         return None, "the script brings its own data"
-    if name := config.train.train_policy.dataset.name:
-        return None, f"the data set {name} is not looked into"
-    if not folder:
+    if isinstance(config.train.train_policy, GrpoPolicyConfig):
+        return _prompts(dataset)
+    if not dataset.local_dir:
         return None, "train.train_policy.dataset.local_dir is not set"
-    place = Path(folder).expanduser()
+    place = Path(dataset.local_dir).expanduser()
     if not place.is_dir():
         return None, f"{place} is not there"
     return sum(1 for entry in place.iterdir() if entry.suffix == ".json" and not entry.name.startswith(".")), ""
 
 
+def _prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
+    """How many prompts the file holds; a named set is not fetched for that."""
+    try:
+        file = prompt_file(dataset, "train.train_policy.dataset", split="train")
+        if file is None:
+            return None, f"the prompts {dataset.name} have not been fetched yet"
+        return len(read_prompts(file)), ""
+    except UserError as error:
+        return None, str(error)
+
+
 def _held_out(config: Config, samples: int | None) -> int:
     share = config.train.train_policy.dataset.test_size
-    if samples is None or share is None or not config.validation.enable or config.validation.dataset.local_dir:
+    rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
+    if samples is None or share is None or not config.validation.enable or config.validation.dataset.local_dir or rl:
         return 0
     return min(share if isinstance(share, int) else round(share * samples), samples)
 

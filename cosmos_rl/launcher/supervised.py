@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, EXIT_USER_ERROR, ON_PURPOSE, StopRequest, listening
+from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, ON_PURPOSE, StopRequest, listening
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.3
@@ -19,8 +19,8 @@ _POLL_SECONDS = 0.3
 def supervised(body: Callable[[StopRequest], int]) -> None:
     """Run `body`, then end the process when its code is not 0.
 
-    A `UserError` becomes one message and exit code 2. Under the launcher the message is left to it in a file, since
-    several ranks meet the same mistake; and a code that is meant (2, 75, 130) is written to the exit file and the
+    A `UserError` becomes one message and its exit code. Under the launcher the message is left to it in a file, since
+    several ranks meet the same mistake; and a code that is meant (1, 2, 75, 130) is written to the exit file and the
     process itself ends with 0, so that it is not restarted.
     """
     follow_launcher()
@@ -40,7 +40,7 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
             code = body(stop)
         except UserError as error:
             tell(str(error))
-            code = EXIT_USER_ERROR
+            code = error.exit_code
     if code != 0:
         sys.stdout.flush()
         sys.exit(_process_code(code))

@@ -2,20 +2,24 @@
 
 Writes real handwritten digits as a captioned picture folder, fine-tunes a tiny SD3 pipeline on them with the normal
 command (stopping it once and resuming it), teaches the result a style with a LoRA adapter and, by reinforcement
-learning, to do without guidance; samples with plain diffusers from the exports, and has the pictures judged by
-classifiers fitted on real digits that no training ever saw.
+learning with scores from the reward service, to do without guidance; samples with plain diffusers from the exports, and
+has the pictures judged by classifiers fitted on real digits that no training ever saw.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import tomllib
+import urllib.request
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from PIL import Image
 
 HERE = Path(__file__).parent
 COSMOS_RL = [sys.executable, "-m", "cosmos_rl.launcher.cli"]
+REWARD_SERVICE = [sys.executable, "-m", "cosmos_rl_reward.cli"]
 DATASET = "cosmos_rl.tools.dataset.diffusers_dataset"
 PROMPTS = "cosmos_rl.tools.dataset.diffusion_nft"
 PER_DIGIT = 50
@@ -68,10 +73,11 @@ def heading(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def command(*arguments: str, expect: int = 0) -> None:
-    """The `cosmos-rl` command as a user types it."""
+def command(*arguments: str, expect: int = 0, environment: Mapping[str, str] | None = None) -> None:
+    """The `cosmos-rl` command as a user types it, with more in its environment."""
     print("$ cosmos-rl", *arguments, flush=True)
-    code = subprocess.run([*COSMOS_RL, *arguments], timeout=DEADLINE_S).returncode
+    everything = {**os.environ, **(environment or {})}
+    code = subprocess.run([*COSMOS_RL, *arguments], timeout=DEADLINE_S, env=everything).returncode
     if code != expect:
         raise SystemExit(f"cosmos-rl ended with exit code {code}, expected {expect}")
 
@@ -131,19 +137,63 @@ def style(out: Path, base: Path, seed: int) -> Path:
 
 
 def reinforce(out: Path, base: Path, seed: int) -> Path:
-    """DiffusionNFT on the fine-tuned pipeline; returns the exported pipeline."""
-    command(
-        *("--config", str(HERE / "nft.toml")),
-        f"--policy.model_name_or_path={base}",
-        f"--train.output_dir={out / 'nft'}",
-        f"--train.seed={seed}",
-        f"--train.train_policy.dataset.local_dir={out / 'data' / 'prompts.txt'}",
-        f"--train.train_policy.local_reward.reward_fns=[{{function='{HERE / 'reward.py'}:digit_probability'}}]",
-        f"--train.train_policy.watch.local_dir={out / 'data' / 'validation'}",
-        f"--validation.dataset.local_dir={out / 'data' / 'prompts.txt'}",
-        PROMPTS,
-    )
+    """DiffusionNFT on the fine-tuned pipeline, scored by the reward service; returns the exported pipeline."""
+    with reward_service(out) as address:
+        command(
+            *("--config", str(HERE / "nft.toml")),
+            f"--policy.model_name_or_path={base}",
+            f"--train.output_dir={out / 'nft'}",
+            f"--train.seed={seed}",
+            f"--train.train_policy.dataset.local_dir={out / 'data' / 'prompts.txt'}",
+            f"--train.train_policy.watch.local_dir={out / 'data' / 'validation'}",
+            f"--validation.dataset.local_dir={out / 'data' / 'prompts.txt'}",
+            PROMPTS,
+            environment={
+                "REMOTE_REWARD_ENQUEUE_URL": f"{address}/api/reward/enqueue",
+                "REMOTE_REWARD_FETCH_URL": f"{address}/api/reward/pull",
+            },
+        )
     return newest_export(out / "nft")
+
+
+@contextlib.contextmanager
+def reward_service(out: Path) -> Iterator[str]:
+    """The service with our reward, on a free port, for the length of the block; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    arguments = [
+        "--config",
+        str(HERE / "rewards.toml"),
+        "--port",
+        str(port),
+        "--state-dir",
+        str(out / "reward_service"),
+    ]
+    print("$ cosmos-rl-reward", *arguments, flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    process = subprocess.Popen([*REWARD_SERVICE, *arguments], env=environment)
+    try:
+        wait_until_ready(f"http://localhost:{port}", process)
+        yield f"http://localhost:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(60)
+        finally:
+            process.kill()
+    if code != 0:
+        raise SystemExit(f"the reward service ended with exit code {code}, expected 0")
+
+
+def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+    """Return when the service's rewards are ready."""
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/readyz", timeout=5):
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"the reward service at {address} did not become ready")
 
 
 def sampler(base: Path, adapter: Path | None = None) -> Any:

@@ -180,9 +180,14 @@ def _data_rules(config: Config) -> list[str]:
             f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "
             "only with train.train_policy.dataloader_num_workers >= 1"
         )
-    prompt_set = validation.dataset.name if isinstance(train_policy, GrpoPolicyConfig) else ""
-    named = validation.dataset.local_dir or prompt_set or train_policy.dataset.test_size
-    if validation.enable and not named:
+    if isinstance(train_policy, GrpoPolicyConfig):
+        if validation.enable and not (validation.dataset.local_dir or validation.dataset.name):
+            lines.append(
+                "validation.dataset.local_dir: missing; allowed with validation.enable = true: a file of prompts, or "
+                "validation.dataset.name, any word where the script passes its own val_dataset"
+            )
+        return lines
+    if validation.enable and not (validation.dataset.local_dir or train_policy.dataset.test_size):
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "
             ".json file of prompts, any word where the script passes its own val_dataset (or hold out training samples "

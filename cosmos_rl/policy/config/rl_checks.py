@@ -21,6 +21,8 @@ def rl_rules(config: Config) -> list[str]:
         *_sampling(config.policy.diffusers.sample, config.policy.diffusers.timesteps_fraction),
         *_advantages(config, job),
         *_batches(config, job),
+        *_real_samples(config, job),
+        *_watch(config, job),
         *_rewards(config, job),
     ]
 
@@ -37,6 +39,12 @@ def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         yield (
             f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "
             '"default" (trained) and "old" (samples) for "diffusion_nft"'
+        )
+    elif lora and job.trainer_type == "diffusion_nft" and lora.active_adapter != "default":
+        found = "unset" if lora.primary_adapter is None else f'"{lora.primary_adapter}"'
+        yield (
+            f"policy.lora.primary_adapter: found {found} with policy.lora.lora_names = {list(lora.lora_names)}; "
+            'allowed: "default", as "old" only samples for "diffusion_nft"'
         )
     ours, rollouts = config.policy.parallelism, config.rollout.parallelism
     for name in ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size"):
@@ -62,6 +70,11 @@ def _sampling(sample: SampleConfig, fraction: float) -> Iterator[str]:
         yield (
             "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0, or "
             "policy.diffusers.sample.deterministic_sampling = true"
+        )
+    if sample.solver == "ddim" and not sample.deterministic_sampling and sample.noise_level > 1:
+        yield (
+            f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "
+            'policy.diffusers.sample.solver = "ddim"'
         )
     if int(sample.num_steps * fraction) < 1:
         yield (
@@ -107,6 +120,34 @@ def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     at_once = config.rollout.n_generation_mini_batch
     if at_once is not None and at_once > group:
         yield f"rollout.n_generation_mini_batch: found {at_once}; allowed: at most rollout.n_generation = {group}"
+
+
+def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    term, ranks, key = job.data_term, data_ranks(config.policy.parallelism), "train.train_policy.data_term"
+    if term.beta == 0:
+        return
+    if not term.local_dir:
+        yield f"{key}.local_dir: missing; the folder of pairs that {key}.beta = {term.beta} trains on"
+    if term.batch_size % ranks:
+        yield (
+            f"{key}.batch_size: found {term.batch_size}; allowed: a multiple of the {ranks} data parallel ranks, the "
+            f"nearest {_nearest(term.batch_size, ranks)}"
+        )
+
+
+def _watch(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """Going back needs a checkpoint from before the last look."""
+    watch, ckpt, key = job.watch, config.train.ckpt, "train.train_policy.watch.action"
+    if not watch.enable or watch.action != "rewind":
+        return
+    if not ckpt.enable_checkpoint:
+        yield f'{key}: found "rewind", going back to a checkpoint; allowed with train.ckpt.enable_checkpoint = true'
+    elif not ckpt.save_freq_in_epoch and ckpt.max_keep > 0 and ckpt.max_keep * ckpt.save_freq < watch.freq:
+        yield (
+            f"train.ckpt.max_keep: found {ckpt.max_keep}; allowed: at least {-(-watch.freq // ckpt.save_freq)} with "
+            f"train.ckpt.save_freq = {ckpt.save_freq} and train.train_policy.watch.freq = {watch.freq}, as going back "
+            "needs a checkpoint from before the last look"
+        )
 
 
 def _nearest(total: int, step: int) -> str:

@@ -15,7 +15,7 @@ from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
 from cosmos_rl.policy.trainer.task import Alarm, Task
@@ -131,25 +131,30 @@ class TrainLoop:
         """Restore the newest whole checkpoint that the alarm calls good; the step to go on with.
 
         Raises:
-            UserError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
+            TrainingStoppedError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
         """
         self._manager.wait()
-        good = [step for step in whole_steps(self._run.checkpoints) if step <= alarm.good_step]
-        if alarm.action == "stop" or not good:
+        # only the main rank has waited until the last one was whole
+        saved = whole_steps(self._run.checkpoints) if self._context.is_main else []
+        newest = max((step for step in saved if step <= alarm.good_step), default=0)
+        good = int(self._context.max_over_ranks([float(newest)])[0])
+        if alarm.action == "stop" or good == 0:
             self._save(done, final=True)
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = f"The newest checkpoint before it is step {max(good)}." if good else "There is none before it."
-            raise UserError(
+            kept = f"The newest checkpoint before it is step {good}." if good else "There is none before it."
+            raise TrainingStoppedError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
                 'train.optm_lr make this rarer; watch.action = "rewind" tries that by itself, "warn" goes on'
             )
-        logger.warning(f"{alarm.text}\n  Going back to step {max(good)}")
-        self._manager.discard_after(max(good))
-        step = self._restore(policy_dir(self._run.checkpoints, max(good)).absolute())
-        alarm.after_rewind()
+        logger.warning(f"{alarm.text}\n  Going back to step {good}")
+        self._manager.discard_after(good)
+        if self._best is not None and self._best[0] > good:
+            self._best = None
+        step = self._restore(policy_dir(self._run.checkpoints, good).absolute())
+        alarm.after_rewind(step)
         self._task.start(step)
         return step
 

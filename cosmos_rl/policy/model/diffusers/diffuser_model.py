@@ -29,6 +29,8 @@ from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, Veloc
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.utils.logging import logger
 
+DECODED_AT_ONCE = 2**20
+"""Pixels; the VAE's maps of that many take about 5 GB in SD3, whatever the number of samples that are decoded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -201,8 +203,10 @@ class DiffuserModel(VelocityModel):
         """Latents ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` float32 in [0, 1]."""
         scale = self.vae.config.scaling_factor
         shift = getattr(self.vae.config, "shift_factor", None) or 0.0
+        pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
+        parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_AT_ONCE // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
-            pictures = self.vae.decode(latents.to(self.vae.dtype) / scale + shift, return_dict=False)[0]
+            pictures = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
         return self.pipeline.image_processor.postprocess(pictures, output_type="pt").float()
 
     # ---- conditions and velocity -------------------------------------------------------------------------------

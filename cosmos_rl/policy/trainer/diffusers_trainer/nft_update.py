@@ -9,6 +9,7 @@ from torch import Tensor
 from cosmos_rl.algorithms.nft import NftTerms, nft_loss, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.policies import Policies
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
@@ -80,6 +81,15 @@ class TermSums:
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
         self.count += other.count
+
+    def metrics(self, context: Context) -> dict[str, float]:
+        """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks."""
+        names, tops = sorted(self.sums), sorted(self.maxima)
+        *sums, count = context.sum_over_ranks([*(self.sums[name] for name in names), self.count])
+        found = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
+        for name, value in zip(tops, context.max_over_ranks([self.maxima[name] for name in tops]), strict=True):
+            found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        return found
 
 
 @dataclass(frozen=True)

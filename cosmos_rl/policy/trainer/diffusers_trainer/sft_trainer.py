@@ -268,7 +268,9 @@ class SFTTrainer:
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())
-        what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
+        policy = self._config.policy
+        chosen = any((policy.freeze_pattern, policy.trainable_pattern, policy.trainable_map))
+        what = "LoRA adapter" if policy.lora else "chosen part of the transformer" if chosen else "whole transformer"
         logger.info(
             f"Training the {what} of {self.model.model_str}: {count:,} parameters on {self._context.device}, compute "
             f"in {self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "

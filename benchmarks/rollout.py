@@ -1,0 +1,88 @@
+"""CPU time of our rollouts against the stock pipeline with as many pictures, evaluations and the same result."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from cosmos_rl.distributed import randomness
+from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
+from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Slot
+
+PROMPTS = [f"a photo of the digit {i}" for i in range(4)]
+GROUP, STEPS, SIZE, ROUNDS = 24, 10, 32, 15
+SLOTS = [Slot(i * GROUP + k, i, prompt, {}) for i, prompt in enumerate(PROMPTS) for k in range(GROUP)]
+
+
+def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
+    """All samples in one call: uint8 ``[96, H, W, 3]``. The conditions are encoded anew in each call, as in a step."""
+    conditions = PromptConditions(model.encode_prompts)
+    spec = RolloutSpec(STEPS, 1.0, "euler", 0.0, True, SIZE, SIZE)
+    sampler = RolloutSampler(model, spec, conditions, seed=0)
+
+    def run() -> torch.Tensor:
+        conditions.forget()
+        with model.evaluating():
+            return sampler.sample(SLOTS, "rollout", 0).media
+
+    return run
+
+
+def stock(pipeline: StableDiffusion3Pipeline) -> Callable[[], torch.Tensor]:
+    """The same from the same start noise by ``StableDiffusion3Pipeline``."""
+
+    def run() -> torch.Tensor:
+        generators = [randomness.generator(0, "rollout", 0, slot.sample_id) for slot in SLOTS]
+        images: Any = pipeline(
+            PROMPTS,
+            num_images_per_prompt=GROUP,
+            height=SIZE,
+            width=SIZE,
+            num_inference_steps=STEPS,
+            guidance_scale=1.0,
+            max_sequence_length=16,
+            generator=generators,
+            output_type="pt",
+            return_dict=False,
+        )[0]
+        return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+
+    return run
+
+
+def measure() -> list[tuple[str, str, str]]:
+    """Rows (what, result, target)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = build("sd3", Path(name) / "model", "unit", seed=0)
+        model = SD3Model(DiffusersConfig(max_prompt_length=16, inference_size=(SIZE, SIZE)), model_str=str(folder))
+        with quiet_libraries():
+            pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+        pipeline.set_progress_bar_config(disable=True)
+        rows_seen = [0]
+
+        def count(_module: torch.nn.Module, _args: object, keywords: dict[str, torch.Tensor]) -> None:
+            rows_seen[0] += len(keywords["hidden_states"])
+
+        pipeline.transformer.register_forward_pre_hook(count, with_kwargs=True)
+        loops = {"ours": ours(model), "stock": stock(pipeline)}
+        apart = int((loops["ours"]().int() - loops["stock"]().int()).abs().max())
+        evaluations = model.evaluations, rows_seen[0]
+        times: dict[str, list[float]] = {key: [] for key in loops}
+        for number in range(ROUNDS):
+            for key in sorted(loops, reverse=number % 2 == 1):  # neither is always the first
+                began = time.process_time()
+                loops[key]()
+                times[key].append(time.process_time() - began)
+    ratio = statistics.median(a / b for a, b in zip(times["ours"], times["stock"], strict=True))
+    what = f"rollout of {len(PROMPTS)} x {GROUP} samples, {STEPS} steps, against the stock pipeline"
+    same = f"{evaluations[0]} and {evaluations[1]} evaluations, {apart} levels apart"
+    return [(what, f"{ratio:.3f} ({same})", "<= 1.03, equal, <= 1")]

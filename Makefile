@@ -5,23 +5,30 @@ BIN := $(VENV)/bin
 # one thread per process: two threads on a busy machine are many times slower for small models
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-fast lint format bench clean
+.PHONY: quickstart test test-trainer test-service test-fast lint format bench clean
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -e "./reward_service[dev]"
 	touch $@
 
-# fine-tune a tiny SD3 pipeline on handwritten digits, from random weights to judged pictures
+# a tiny SD3 pipeline learns handwritten digits: fine-tuning, LoRA, reinforcement learning, judged pictures
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart/quickstart.py --out outputs/quickstart $(ARGS)
 
+# both distributions, side by side: each suite has one process at work most of the time
 test: $(VENV)/installed
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-trainer test-service
+
+test-trainer: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)
 
-# without the tests that start processes
+test-service: $(VENV)/installed
+	cd reward_service && ../$(BIN)/python -m pytest
+
+# without the tests that start processes or train for long
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not process" $(ARGS)
+	$(BIN)/python -m pytest -m "not process and not slow" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

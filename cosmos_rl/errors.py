@@ -1,4 +1,4 @@
-"""Errors that a user can mend. They are shown as one message without a traceback and end the run with exit code 2."""
+"""Errors that a user can mend. They are shown as one message without a traceback."""
 
 
 class UserError(Exception):
@@ -6,3 +6,20 @@ class UserError(Exception):
 
     The message says what is wrong, where (file, line or dotted key) and what to do about it.
     """
+
+    exit_code = 2
+    """Of the command that it ends."""
+
+
+class TrainingStoppedError(UserError):
+    """The job runs as it was asked to, but its training went wrong; starting it again would not help."""
+
+    exit_code = 1
+
+
+class OutOfMemory(Exception):
+    """The memory of a device ran out; `phase` says during what. No mistake by itself, but the user can help it."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(f"out of memory while {phase}")
+        self.phase = phase

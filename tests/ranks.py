@@ -16,9 +16,10 @@ def train_on_ranks(count: int, config: Path, folder: Path, *overrides: str, resu
     port = free_port()
     command = [sys.executable, "-m", "tests.rank_job", str(config), str(folder), str(resume_step), *overrides]
     processes = []
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in range(count):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in place.items()}}
+        environment = {**os.environ, "PYTHONPATH": path, **{k: str(v) for k, v in place.items()}}
         with (folder / f"rank_{rank}.log").open("ab") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:

@@ -298,3 +298,19 @@ def test_the_estimate_of_memory_and_disk_is_within_15_percent(
 
 def folder_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_check_takes_a_whole_training_command(
+    write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, here = str(write_toml()), "127.0.0.1;127.0.0.1"
+    flags = ["--log-dir", "logs", "--max-restarts", "3", "--debug", "--nproc-per-node", "2", "--train.seed", "7"]
+    flags += ["--train.train_batch_per_replica", "2"]
+    flags += ["--num-workers", "2", "--worker-idx", "1", "--node-ip-list", here, "--rdzv-port", "4"]
+    script = ["cosmos_rl.tools.dataset.diffusers_dataset", "--own", "1"]
+    code, report, errors = check(capsys, *flags, "--config", config, *script)
+    assert (code, errors) == (0, "")
+    assert "4 ranks: dp_shard_size 4 2 on each of 2 machines" in report
+    assert "train.seed = 7" in report
+    assert check(capsys, *flags, "--config", config, "--worker-idx", "2")[0] == 2
+    assert not Path("logs").exists()

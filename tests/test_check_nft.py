@@ -214,8 +214,11 @@ def test_the_estimate_of_memory_and_disk_is_within_15_percent(
 @pytest.mark.process
 def test_the_estimate_holds_where_samples_outweigh_weights(write_nft_toml: Toml, tmp_path: Path) -> None:
     options = ["--policy.diffusers.inference_size=[128, 128]", "--rollout.n_generation=48"]
-    options += ["--train.train_batch_per_replica=96", "--policy.diffusers.sample.num_steps=2"]
-    options.append("--train.max_num_steps=1")
+    options += [
+        "--train.train_batch_per_replica=96",
+        "--policy.diffusers.sample.num_steps=2",
+        "--train.max_num_steps=1",
+    ]
     expected, _, measured = estimate_and_rise(write_nft_toml(), tmp_path / "model", (2, 2, 16), options)
     assert expected.peak == expected.phases["rollout"]
     assert abs(expected.peak - measured) <= 0.15 * measured, (expected, measured)

@@ -44,7 +44,7 @@ def path(tmp_path):
 def problems_of(path, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
-    return list(caught.value.problems)
+    return [line.partition(" (from --")[0] for line in caught.value.problems]
 
 
 def test_a_diffusion_nft_job_is_valid_and_runnable(path):
@@ -95,6 +95,11 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
             ['policy.lora.lora_names=["default"]'],
             "policy.lora.lora_names: found ['default']; allowed: a list with \"def",
         ),
+        (
+            ['policy.lora.lora_names=["old", "default"]'],
+            "policy.lora.primary_adapter: found unset with policy.lora.lora_names = ['old', 'default']; allowed: \"def",
+        ),
+        (["policy.lora.primary_adapter=old"], 'policy.lora.primary_adapter: found "old" with'),
         (
             ["rollout.parallelism.dp_shard_size=4"],
             "rollout.parallelism.dp_shard_size: found 4; allowed: 8 as in policy",
@@ -185,6 +190,27 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
             "train.train_policy.remote_reward.reward_fns.1.name: missing; allowed: text",
         ),
         (["train.train_policy.remote_reward.reward_fns.0.name=gen_eval"], "train.train_policy.dataset.name: found"),
+        (
+            ["train.train_policy.local_reward.reward_fns=[{function='a:b'}, {function='c:b'}]"],
+            "train.train_policy.local_reward.reward_fns: found ['b', 'b']; allowed: each of them once",
+        ),
+        (
+            ["train.train_policy.local_reward.reward_fns=[{function='a:ocr'}]"],
+            'train.train_policy.local_reward.reward_fns: found the name "ocr", which remote_reward also has',
+        ),
+        (
+            ["train.train_policy.local_reward.reward_fns=[{function='a.b'}]"],
+            'train.train_policy.local_reward.reward_fns.0.function: found "a.b"; allowed: "package.module:function" or',
+        ),
+        (
+            ["validation.local_reward.reward_fns=[{function='a:b', clip_min=7.0}]"],
+            "validation.local_reward.reward_fns.0.clip_min: found 7.0; allowed: less than clip_max = 5.0",
+        ),
+        (
+            ["train.train_policy.on_missing_reward=zero"],
+            'train.train_policy.on_missing_reward: found "zero"; allowed: one of "neutral", "drop_group", "raise"',
+        ),
+        (["train.train_policy.max_missing_frac=2.0"], "train.train_policy.max_missing_frac: found 2.0"),
         (["validation.use_remote_reward=false"], "validation.use_remote_reward: found false; allowed: true"),
         (
             ["train.train_policy.conversation_column_name=x"],
@@ -213,6 +239,32 @@ def test_a_problem_in_a_list_of_tables_names_the_line_of_its_own_table(path):
     path.write_text(NFT + "clip_min = 9.0\n")
     [line] = problems_of(path)
     assert line.endswith(f"allowed: less than clip_max = 5.0 (line {len(NFT.splitlines()) + 1})")
+
+
+def test_rewards_may_be_of_the_script_alone(path):
+    """Whether there is any reward at all is known only once the script is."""
+    assert load_config(path, ["train.train_policy.use_remote_reward=false"]).train.train_policy.local_reward.scale == 1
+
+
+def test_gen_eval_goes_with_its_own_prompts_or_a_file_like_them(path):
+    gen_eval = "train.train_policy.remote_reward.reward_fns.0.name=gen_eval"
+    load_config(path, [gen_eval, "train.train_policy.dataset.name=geneval"])
+    load_config(path, [gen_eval, "train.train_policy.dataset.local_dir=mine.jsonl"])
+    load_config(path, [gen_eval, "train.train_policy.remote_reward.reward_fns.0.weight=0.0"])
+
+
+def test_a_clip_that_is_not_given_suits_the_reward(path):
+    fns = "train.train_policy.remote_reward.reward_fns=[{name='hpsv3', clip_max=9.0}, {name='ocr'}]"
+    wide, usual = load_config(path, [fns]).train.train_policy.remote_reward.reward_fns
+    assert (wide.lower, wide.upper, wide.has_wide_clip) == (-15.0, 9.0, True)
+    assert (usual.lower, usual.upper, usual.has_wide_clip) == (-5.0, 5.0, False)
+
+
+def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path):
+    named = ["train.train_policy.dataset.name=pickscore", "train.train_policy.dataset.split=train"]
+    config = load_config(path, [*named, "validation.enable=true", "validation.dataset.name=ocr"])
+    assert not_runnable_yet(config) == ['train.train_policy.type = "grpo" (reinforcement learning)']
+    assert notes(config) == []
 
 
 def test_uneven_advantage_bounds_are_noted(path):

@@ -1,12 +1,17 @@
 """Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.policy.config import Config
 
 
 def test_every_missing_thing_is_named_and_no_run_folder_is_made(
@@ -84,3 +89,30 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 2
     assert main(["export", str(tmp_path / "made"), "--out", str(tmp_path / "new")]) == 2
     assert "holds no whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
+    command = ["--config", str(write_toml()), '--logging.logger=["console", "wandb"]']
+    code = (
+        "import importlib.util, sys; real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'wandb' else real(name, package)\n"
+        "from cosmos_rl.launcher.cli import main\n"
+        f"codes = main({command}), main(['check', '--env', *{command}])\n"
+        "sys.exit(10 if 'torch' in sys.modules or codes != (2, 2) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
+
+
+def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
+    for generation in ("REMOTE", "WFM", "DIFFUSION"):
+        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
+    (tmp_path / "model_index.json").write_text("{}")
+    job = {"type": "grpo", "use_remote_reward": True}
+    values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
+    with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
+        check_environment(Config.from_dict(values), pairs=False)
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
+    check_environment(Config.from_dict(values), pairs=False)

@@ -143,7 +143,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_uploads_its_adapter_with_a_card_to_a_repository_named_after_user_and_run(
-    stub: StubHub, write_toml: Callable[..., Path], picture_folder: Path
+    stub: StubHub, write_toml: Callable[..., Path], picture_folder: Path, tiny_sd3: Path
 ) -> None:
     config = write_toml(VALIDATION.format(picture_folder))
     run = train(config, *UPLOAD, "--train.ckpt.hf_repo_name=digits")
@@ -152,9 +152,26 @@ def test_a_run_uploads_its_adapter_with_a_card_to_a_repository_named_after_user_
     assert {"README.md", "model.safetensors", "adapter_config.json"} < local.keys()
     there = stub.files[name]
     del there[".gitattributes"]
+    sent, kept = (json.loads(files.pop("adapter_config.json")) for files in (there, local))
+    assert kept["base_model_name_or_path"] == str(tiny_sd3)  # `cosmos-rl sample` loads it from there
+    assert sent == {**kept, "base_model_name_or_path": None}
     assert there == local
+    assert not any(str(tiny_sd3.parent).encode() in content for content in there.values())
     assert stub.created == [{"name": f"digits-{run.name}", "organization": "ann", "visibility": "private"}]
     assert f'pipe.load_lora_weights("{name}", weight_name="model.safetensors"' in local["README.md"].decode()
+
+
+def test_an_upload_names_no_folder_of_this_machine_and_the_rest_is_as_it_was(stub: StubHub, folder: Path) -> None:
+    (folder / "vae").mkdir()
+    files = {"model_index.json": "/home/ann/base", "vae/config.json": "../base/vae", "other.json": "some/model"}
+    for name, source in files.items():
+        (folder / name).write_text(json.dumps({"_name_or_path": source, "x": 1}))
+    before = contents(folder)
+    hub.upload(folder, "team/model", "20260101000000")
+    assert contents(folder) == before
+    there = {name: json.loads(stub.files["team/model"][name]) for name in files}
+    assert [content["_name_or_path"] for content in there.values()] == [None, None, "some/model"]
+    assert all(content["x"] == 1 for content in there.values())
 
 
 def test_a_name_with_an_owner_is_taken_as_it_is_and_files_of_others_stay(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.cli import main
 
 CONFIG = """
@@ -125,6 +126,11 @@ def test_help_and_version_need_no_torch(argument):
             ["--config", "run.toml", "--nproc-per-node", "2", "--policy.parallelism.tp_size=2"],
             "not runnable yet: policy",
         ),
+        (["--config", "run.toml", "worker.py", "--trian.epoch=3"], "--trian.epoch=3: did you mean --train.epoch=3?"),
+        (["--config", "run.toml", "worker.py", "--train.epch=3"], "train.epch: unknown key; did you mean train.epoch?"),
+        (["--config", "run.toml", "worker.py", "--train.epch", "3"], "not an override; write --train.epoch=VALUE"),
+        (["--config", "run.toml", "worker.py", "--nproc-per-node", "2"], "put it before the script"),
+        (["--config", "run.toml", "--validation.enable", "worker.py"], "write --validation.enable=VALUE"),
         (["tiny-model", "unheard-of"], "unheard-of"),
     ],
 )
@@ -147,7 +153,7 @@ def test_all_config_problems_are_reported_before_torch_is_imported(place):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == "error: 3 problems in run.toml:"
+    assert done.stderr.splitlines()[0] == "error: 3 problems in run.toml and the command line:"
     assert len(done.stderr.splitlines()) == 4
 
 
@@ -186,6 +192,32 @@ def test_a_script_gets_its_arguments_the_config_and_the_environment(place, capfd
     for name in ("checkpoints", "safetensors"):
         assert os.readlink(elsewhere / "outputs" / name) == f"{run.name}/{name}"
     assert f"run folder: {run}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "overrides", "script_args"),
+    [
+        (["--train.epoch", "2", "w.py"], ["--train.epoch=2"], []),
+        (
+            ["--train.seed", "-1", "--validation.enable", "true", "w.py"],
+            ["--train.seed=-1", "--validation.enable=true"],
+            [],
+        ),
+        (["--policy.model_name_or_path", "a/b", "w.py", "x"], ["--policy.model_name_or_path=a/b"], ["x"]),
+        (["w.py", "a", "--train.epoch", "2", "b"], ["--train.epoch=2"], ["a", "b"]),
+        (
+            ["w.py", "--own.flag=1", "--policy", "x", "--log-dir", "d"],
+            [],
+            ["--own.flag=1", "--policy", "x", "--log-dir", "d"],
+        ),
+        (["w.py", "--", "--trian.x=1", "--train.seed=3"], [], ["--", "--trian.x=1", "--train.seed=3"]),
+        (["--train.resume", "w.py"], ["--train.resume"], []),
+    ],
+)
+def test_words_go_to_the_configuration_or_to_the_script(argv, overrides, script_args):
+    asked = parse_launch(["--config", "run.toml", *argv], "0", "")
+    assert list(asked.overrides) == overrides
+    assert list(asked.script_args) == script_args
 
 
 def test_a_module_in_the_current_folder_is_run(place):
@@ -340,6 +372,34 @@ def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(plac
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert json.loads((folder / "0").read_text()) == ["Controller", "2", threads, "r"]
     assert json.loads((folder / "1").read_text()) == ["Policy", "2", threads, "r"]
+
+
+def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatch):
+    from cosmos_rl.launcher import agent
+
+    folder, script = place
+    script("def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n")
+    command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
+    assert main(command) == 2
+    assert capfd.readouterr().err == "error: no such pictures\n"
+    monkeypatch.setattr(agent, "_ALONE_SECONDS", 0.5)
+    script(
+        "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"
+        "    time.sleep(60)\n    (here / 'late').touch()\nsupervised(body)\n"
+    )
+    assert main(command) == 2
+    assert not (folder / "late").exists()
+    assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
+
+
+def test_what_a_failed_worker_says_is_told_once_and_is_still_a_failure(place, capfd):
+    _, script = place
+    script(
+        "from cosmos_rl.launcher.supervised import tell\n"
+        "def body(stop):\n    tell('out of memory while x')\n    return 1\nsupervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "--nproc-per-node", "2", "worker.py"]) == 1
+    assert capfd.readouterr().err == "error: out of memory while x; its output is above\n"
 
 
 def test_no_worker_outlives_a_killed_launcher(place):

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,15 +83,12 @@ def test_learning_rate_tables_reach_the_optimiser(write_toml: Callable[..., Path
     assert moved["proj_out.weight"] > 1e-4
 
 
-def test_eight_bit_optimisers_say_what_they_need(write_toml: Callable[..., Path]) -> None:
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        with pytest.raises(UserError, match="needs torchao: pip install torchao"):
-            train(write_toml(), '--train.optm_name="AdamW8bit"')
-    else:
-        run = train(write_toml(), '--train.optm_name="AdamW8bit"', "--train.max_num_steps=2")
-        assert all(math.isfinite(line["train/loss_avg"]) for line in read_metrics(run / "metrics.jsonl"))
+def test_eight_bit_optimisers_say_what_they_need(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as where it is not installed
+    with pytest.raises(UserError, match="needs torchao: pip install torchao"):
+        train(write_toml(), '--train.optm_name="AdamW8bit"')
 
 
 def test_densities_are_those_of_diffusers() -> None:
@@ -128,6 +126,34 @@ def test_test_size_holds_out_the_first_samples(write_toml: Callable[..., Path]) 
     assert [line["train/epoch"] for line in lines] == [0, 0, 1]  # eight samples are left, four per step
     with pytest.raises(UserError, match="takes 12 of 12 samples"):
         train(config, "--train.train_policy.dataset.test_size=12")
+    for given in (["a prompt"], lambda config: ["a prompt"]):
+        with pytest.raises(UserError, match="test_size = 4 holds out training samples, and the script gives"):
+            train(config, "--train.train_policy.dataset.test_size=4", val_dataset=given)
+
+
+def test_an_unreadable_validation_picture_is_left_out_named_and_counted(
+    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def validated(broken: set[str], removed: set[str], name: str) -> dict[str, float]:
+        folder = tmp_path / name
+        shutil.copytree(picture_folder, folder)
+        for stem in broken:
+            (folder / f"{stem}.png").write_bytes(b"not a picture")
+        for stem in removed:
+            (folder / f"{stem}.png").unlink()
+            (folder / f"{stem}.json").unlink()
+        table = f'[validation]\nenable = true\nfreq = 1\nbatch_size = 1\ndataset.local_dir = "{folder}"\n'
+        run = train(write_toml(table), "--train.max_num_steps=1", "--train.train_policy.max_skipped_frac=0.2")
+        return read_metrics(run / "metrics.jsonl")[-1]
+
+    # the last ones: noise is keyed by the position, so that the others keep theirs when these are not there at all
+    found, reference = validated({"010", "011"}, set(), "broken"), validated(set(), {"010", "011"}, "whole")
+    assert found["val/avg_loss"] == pytest.approx(reference["val/avg_loss"], rel=1e-6)
+    assert (found["val/skipped"], reference["val/skipped"]) == (2, 0)
+    assert capsys.readouterr().out.count("left out, validation goes on without: ") == 2
+    assert math.isfinite(validated({"000"}, set(), "the first")["val/avg_loss"])
+    with pytest.raises(UserError, match=r"3 of 12 samples cannot be read, more than"):
+        validated({"000", "001", "002"}, set(), "too many")
 
 
 def test_broken_pictures_are_counted_in_the_metrics(
@@ -143,3 +169,23 @@ def test_broken_pictures_are_counted_in_the_metrics(
     (folder / "005.png").write_bytes(b"")
     with pytest.raises(UserError, match="2 of 12 samples cannot be read"):
         train(write_toml(), *options)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (
+            "--train.global_batch_size=14",
+            r"one step takes 14 \(train.global_batch_size\) .* lower train.global_batch_size",
+        ),
+        (
+            "--train.train_batch_per_replica=14",
+            r"14 \(train.train_batch_per_replica x ranks\) .* lower train.train_batch_per_replica",
+        ),
+    ],
+)
+def test_a_batch_that_is_too_large_is_named_by_the_key_that_sets_it(
+    write_toml: Callable[..., Path], option: str, told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        train(write_toml(), option)

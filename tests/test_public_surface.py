@@ -16,6 +16,8 @@ NAMES = {
     "cosmos_rl.policy.model.diffusers.sd3_model": ["SD3Model"],
     "cosmos_rl.launcher.worker_entry": ["main"],
     "cosmos_rl.tools.dataset.diffusers_dataset": ["training_pairs", "validation_data"],
+    "cosmos_rl.tools.dataset.diffusion_nft": ["training_prompts", "validation_prompts"],
+    "cosmos_rl.reward": ["batch_reward"],
     "cosmos_rl.utils.logging": ["logger"],
     "cosmos_rl.diffusion.sampling": ["run_sampling"],
 }
@@ -50,7 +52,8 @@ def test_worker_entry_takes_the_documented_arguments() -> None:
     from cosmos_rl.launcher import worker_entry
 
     parameters = inspect.signature(worker_entry.main).parameters
-    assert {"dataset", "val_dataset", "custom_logger_fns", "hook_fns", "args"} <= set(parameters)
+    taken = {"dataset", "val_dataset", "custom_logger_fns", "hook_fns", "reward_fns", "val_reward_fns", "args"}
+    assert taken <= set(parameters)
     assert any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 

@@ -42,9 +42,25 @@ def ends_with(code, **arguments):
 def test_arguments_that_can_have_no_effect_yet_are_refused(by_hand, capsys, tmp_path):
     ends_with(2, data_packer=object(), filter_reward_fns=[print])
     assert "not usable yet: data_packer, filter_reward_fns" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(by_hand, capsys, monkeypatch):
+    import cosmos_rl.policy.trainer
+
     ends_with(2, dataset=[], reward_fns=[print])
     assert 'reward_fns: only with train.train_policy.type = "grpo"' in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    given = {}
+    monkeypatch.setattr(worker_entry, "refuse_unbuilt", lambda config: None)
+    monkeypatch.setattr(cosmos_rl.policy.trainer, "run", lambda *args, **keywords: given.update(keywords) or 0)
+    path = by_hand()
+    path.write_text(
+        path.read_text() + '[train.train_policy]\ntype = "grpo"\nuncentralized_training = true\n'
+        "[policy.parallelism]\ndp_shard_size = 1\n[policy.diffusers.sample]\ndeterministic_sampling = true\n"
+    )
+    by_hand("--config", str(path), "--mode=colocated", "--train.train_batch_per_replica=16")
+    worker_entry.main(dataset=["a"], reward_fns=[print])
+    assert (given["reward_fns"], given["val_reward_fns"]) == ([print], None)
 
 
 def test_a_missing_config_is_a_usage_error(by_hand, capsys):
@@ -69,6 +85,23 @@ def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, 
     assert printed.err.startswith("error: dataset: is empty")  # the trainer's word on the empty data set
     assert newest(tmp_path / "out") is None
     assert not list((tmp_path / "out").iterdir())  # nothing began, so nothing is left
+
+
+def test_a_script_started_by_hand_is_one_rank(by_hand, capsys, monkeypatch):
+    path = by_hand()
+    options = [
+        "--policy.parallelism.dp_shard_size=4",
+        "--train.global_batch_size=6",
+        "--train.train_policy.mini_batch=3",
+    ]
+    by_hand("--config", str(path), *options)
+    ends_with(2, dataset=[])
+    printed = capsys.readouterr()
+    assert "1 rank, policy.parallelism.dp_shard_size = 1 in place of 4" in printed.out
+    assert printed.err.startswith("error: dataset: is empty")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ends_with(2, dataset=[])
+    assert "several ranks are started with `cosmos-rl --nproc-per-node N" in capsys.readouterr().err
 
 
 def test_success_returns_and_other_codes_end_the_process(monkeypatch):

@@ -48,14 +48,14 @@ def _front_matter(config: Config) -> str:
     task = "text-to-video" if config.policy.diffusers.is_video else "text-to-image"
     kind = "lora" if config.policy.lora is not None else "full"
     tags = ["cosmos-rl", config.train.train_policy.type, kind]
-    lines = ["---", *([] if _is_local(base) else [f"base_model: {json.dumps(base)}"])]
+    lines = ["---", *([] if is_local(base) else [f"base_model: {json.dumps(base)}"])]
     lines += ["library_name: diffusers", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---"]
     return "\n".join(lines)
 
 
 def _about(config: Config, step: int) -> str:
     lora, base = config.policy.lora, config.policy.model_name_or_path
-    named = f"a local pipeline, `{Path(base).name}`" if _is_local(base) else f"[{base}](https://huggingface.co/{base})"
+    named = f"a local pipeline, `{Path(base).name}`" if is_local(base) else f"[{base}](https://huggingface.co/{base})"
     what = f"A LoRA adapter (rank {lora.r}) for" if lora is not None else "All weights of"
     name = config.logging.experiment_name or config.logging.project_name
     averaged = " These are the averaged (EMA) weights." if config.train.ema_enable else ""
@@ -63,7 +63,7 @@ def _about(config: Config, step: int) -> str:
 
 
 def _snippet(config: Config, repository: str | None) -> str:
-    base = "path/to/the/base" if _is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
+    base = "path/to/the/base" if is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
     here = repository or "path/to/this/folder"
     lora = config.policy.lora is not None
     revision = config.policy.model_revision if lora else None
@@ -111,12 +111,12 @@ def _portable(value: Any) -> Any:
         return {key: _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_portable(item) for item in value]
-    return f".../{Path(value).name}" if isinstance(value, str) and _is_local(value) else value
+    return f".../{Path(value).name}" if is_local(value) else value
 
 
-def _is_local(text: str) -> bool:
-    """Whether ``text`` is a path of this machine. The launcher makes existing paths absolute; hub names never are."""
-    return text.startswith(("/", "~", "./", "../", "file:"))
+def is_local(value: object) -> bool:
+    """Whether ``value`` is a path of this machine. The launcher makes existing paths absolute; hub names never are."""
+    return isinstance(value, str) and value.startswith(("/", "~", "./", "../", "file:"))
 
 
 def _versions() -> str:

@@ -1,13 +1,17 @@
 """Upload of the final export to the Hugging Face hub: tried again for a while, then looked at file by file."""
 
+import contextlib
+import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import RepoFile
 
+from cosmos_rl.checkpoint.card import is_local
 from cosmos_rl.errors import UserError
 from cosmos_rl.utils.logging import logger
 
@@ -15,6 +19,8 @@ DEADLINE_S = 600.0
 """So long after the first failure no further attempt is begun."""
 _PASSING = (408, 409, 425, 429)  # with all from 500 on: answers that may change by themselves
 _FINAL = (ValueError, TypeError, LookupError, AttributeError, LocalTokenNotFoundError, OfflineModeIsEnabled)
+_NAMES_A_SOURCE = ("base_model_name_or_path", "_name_or_path")
+"""Keys of PEFT's and diffusers' files; both take null: loading an adapter is told the base by the caller."""
 _MADE_BY_THE_HUB = {".gitattributes"}
 
 
@@ -42,7 +48,8 @@ def upload(
 ) -> str:
     """Upload ``folder`` as a model repository; the full name of the repository.
 
-    A repository that does not exist is made private. Of an existing one no file is removed.
+    A repository that does not exist is made private. Of an existing one no file is removed. From which folder of
+    this machine a part or the base model came is left out.
 
     Args:
         folder: what is uploaded; it is only read, except by ``describe``.
@@ -62,8 +69,9 @@ def upload(
             known = repository if "/" in repository else f"{api.whoami()['name']}/{repository}-{run_name}"
             api.create_repo(known, exist_ok=True, private=True)
             describe(known)
-            commit = api.upload_folder(repo_id=known, folder_path=folder, commit_message=f"cosmos-rl run {run_name}")
-            _verify(api, folder, known, commit.oid)
+            with _without_local_paths(folder) as sent:
+                commit = api.upload_folder(repo_id=known, folder_path=sent, commit_message=f"cosmos-rl run {run_name}")
+                _verify(api, sent, known, commit.oid)
             logger.info(f"Uploaded {folder} to {api.endpoint}/{known}")
             return known
         except Exception as error:
@@ -74,6 +82,22 @@ def upload(
             logger.warning(f"upload to {known}: {_words(error)}; next attempt in {pause:.0f}s")
         sleep(pause)
         pause = min(2 * pause, 60.0)
+
+
+@contextlib.contextmanager
+def _without_local_paths(folder: Path) -> Iterator[Path]:
+    """A folder of links to the files of ``folder``, except for JSON files that name a path of this machine."""
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-upload-") as made:
+        for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+            target = Path(made) / file.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = json.loads(file.read_text()) if file.suffix == ".json" else None
+            named = [key for key in _NAMES_A_SOURCE if isinstance(content, dict) and is_local(content.get(key))]
+            if content is None or not named:
+                target.symlink_to(file.absolute())
+            else:
+                target.write_text(json.dumps({**content, **dict.fromkeys(named)}, indent=2, sort_keys=True))
+        yield Path(made)
 
 
 def _verify(api: HfApi, folder: Path, repository: str, revision: str) -> None:

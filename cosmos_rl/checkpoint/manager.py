@@ -111,6 +111,8 @@ class CheckpointManager:
             atomic.remove(layout.step_dir(self._checkpoints, later))
             atomic.remove(layout.step_dir(self._exports, later))
             logger.info(f"[Policy] Step: {later}, checkpoint and export removed")
+        if self._is_main and self._best.is_symlink() and not self._best.exists():  # it led to one of them
+            self._best.unlink()
         if self._group is not None:
             dist.barrier(group=self._group)
 

@@ -6,14 +6,17 @@ learning rate are functions of the step and need no state; the step itself is in
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from cosmos_rl.distributed.blocks import blocks_in_a_row
+from cosmos_rl.distributed.sharding import like_sharded, local_part
 from cosmos_rl.errors import UserError
 
 StateDict = dict[str, Tensor]
@@ -29,7 +32,7 @@ def collect(
     moments = optimizer.state if optimizer is not None else {}
     for name, param in params.items():
         for key, value in moments.get(param, {}).items():
-            state[f"optim.{name}.{key}"] = value
+            state |= {f"optim.{name}.{key}{part}": tensor for part, tensor in _plain(value, param, optimizer).items()}
     for kind, tensors in copies.items():
         state |= {f"{kind}.{name}": value for name, value in tensors.items()}
     return state
@@ -52,19 +55,58 @@ def restore(
     for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
         if moments and optimizer is not None:
-            fused = bool(optimizer.param_groups[0].get("fused"))
-            optimizer.state[param] = {k: _empty_moment(k, param, fused) for k in moments}
+            optimizer.state[param] = _empty_moments(list(moments), param, optimizer)
     target = collect(params, optimizer, copies)
+    _check_moments(folder, set(stored), set(target))
     _check_shapes(folder, stored, target)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an export runs without a group
         dcp.load(target, checkpoint_id=folder)
 
 
-def _empty_moment(key: str, param: torch.nn.Parameter, fused: bool) -> Tensor:
-    if key == "step":  # torch's optimisers count in a float32 scalar, fused ones on the parameter's device
-        return torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-    return torch.zeros_like(param, memory_format=torch.preserve_format)
+def _plain(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """A moment as tensors that can be stored and dealt to any number of ranks: itself, or 8-bit codes and scales."""
+    blocks = blocks_in_a_row(param.shape) if _in_eight_bits(optimizer) and value.ndim else 0
+    if not blocks:
+        return {"": value}
+    local = local_part(value)
+    rows = local.shape[0]
+    codes, scale = getattr(local, "codes", None), getattr(local, "scale", None)
+    if codes is None or scale is None:  # this rank holds no part of it
+        codes, scale = local.to(torch.uint8), local.new_zeros(0)
+    whole = torch.Size([param.shape[0], blocks])
+    return {
+        ".codes": like_sharded(param, codes, param.shape),
+        ".scale": like_sharded(param, scale.view(rows, blocks), whole),
+    }
+
+
+def _in_eight_bits(optimizer: torch.optim.Optimizer | None) -> bool:
+    return hasattr(optimizer, "block_size")  # of torchao
+
+
+def _empty_moments(
+    keys: Sequence[str], param: torch.nn.Parameter, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    # torch's optimisers count in a float32 scalar, fused ones on the parameter's device
+    fused = bool(optimizer.param_groups[0].get("fused"))
+    step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+    names = [key for key in dict.fromkeys(key.partition(".")[0] for key in keys) if key != "step"]
+    if _in_eight_bits(optimizer):
+        new: Any = optimizer
+        moments = {name: new._new_buffer(param, name == "exp_avg") for name in names}
+    else:
+        moments = {name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in names}
+    return {"step": step, **moments}
+
+
+def _check_moments(folder: Path, stored: set[str], wanted: set[str]) -> None:
+    kept = {key for key in stored if key.startswith("optim.")} if any(k.startswith("optim.") for k in wanted) else set()
+    if kept != {key for key in wanted if key.startswith("optim.")}:
+        raise UserError(
+            f"{folder} holds moments of another optimiser: train.optm_name must be that of the saved run, with or "
+            "without 8bit"
+        )
 
 
 def _check_names(folder: Path, stored: set[str], params: Mapping[str, torch.nn.Parameter], copies: Copies) -> None:

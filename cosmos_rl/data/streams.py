@@ -35,13 +35,15 @@ class MapStream:
     seed: int
     shuffle: bool = True
     drop_last: bool = True
+    batch_key: str = "train.train_batch_per_replica"
+    """The key that sets the batch, for messages."""
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"the data set has {self.length} items, one step takes {self.batch} (train_batch_per_replica x ranks) "
+                f"the data set has {self.length} items, one step takes {self.batch} ({self.batch_key}) "
                 "and train.train_policy.dataloader_drop_last drops incomplete steps, so an epoch would have no step; "
-                "lower train.train_batch_per_replica or set dataloader_drop_last = false"
+                f"lower {self.batch_key.partition(' ')[0]} or set train.train_policy.dataloader_drop_last = false"
             )
 
     @property
@@ -88,6 +90,7 @@ class Skipped:
     """Share of them that may be left out; one always may, unless this is 0."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Index -> what is wrong."""
+    consequence: str = "the next sample takes its place"
 
     def note(self, index: int, reason: str) -> None:
         """Count one.
@@ -105,7 +108,22 @@ class Skipped:
                 f"{len(self.reasons)} of {self.length} samples cannot be read, more than "
                 f"train.train_policy.max_skipped_frac = {self.max_frac:g} allows:\n  {lines}"
             )
-        logger.warning(f"left out, the next sample takes its place: {reason}")
+        logger.warning(f"left out, {self.consequence}: {reason}")
+
+
+def read_held_out(dataset: Sequence[Any], ids: Sequence[int], skipped: Skipped) -> tuple[list[int], list[Item]]:
+    """Those of the elements ``ids`` of a validation set that can be read, and their positions.
+
+    Raises:
+        UserError: more cannot be read than ``skipped`` allows.
+    """
+    found: dict[int, Item] = {}
+    for index in ids:
+        try:
+            found[index] = as_item(dataset[index], index)
+        except BadSample as error:
+            skipped.note(index, str(error))
+    return list(found), list(found.values())
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,20 @@ def load_shards(folder: Path, state: Mapping[str, Tensor]) -> None:
         dcp.load(dict(state), storage_reader=HuggingFaceStorageReader(links))
 
 
+def like_sharded(param: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """This rank's part ``local`` of a tensor of ``shape``, spread like ``param``; plain where that is plain."""
+    if not isinstance(param, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    placed = param.device_mesh, param.placements
+    return DTensor.from_local(local, *placed, run_check=False, shape=shape, stride=stride)
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def copy_full(target: Tensor, full: Tensor) -> None:
     """Write a whole tensor that every rank holds into a sharded (or plain) one."""
     with torch.no_grad():

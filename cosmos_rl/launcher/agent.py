@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +19,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from cosmos_rl.launcher.link import Link
 from cosmos_rl.launcher.nodes import JobEnded
-from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_INTERRUPTED, ON_PURPOSE, StopRequest
+from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ON_PURPOSE, StopRequest
 from cosmos_rl.launcher.supervised import ready_file
 
 _MONITOR_SECONDS = 0.1
+_ALONE_SECONDS = 10.0
+"""So long ranks may go on after another one has met a mistake of the user's."""
 
 
 def run_workers(
@@ -35,7 +38,7 @@ def run_workers(
     link: Link | None = None,
     job_id: str = "",
 ) -> tuple[int, str]:
-    """Run `command` as `nproc` ranks until they end; returns the exit code and, for a failure, what failed.
+    """Run `command` as `nproc` ranks until they end; returns the exit code and what failed or is wrong.
 
     The caller records signals in `stop`; from here on they are handed on to the workers. With a `link` the ranks of all
     its nodes are one job.
@@ -63,9 +66,12 @@ def run_workers(
 
 
 def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int, str]:
-    """The exit code that the workers' ends amount to, and what failed."""
+    """The exit code that the workers' ends amount to, and what failed or is wrong."""
     if stop.insisted:
         return EXIT_INTERRUPTED, ""
+    messages = dict.fromkeys(path.read_text() for path in sorted(exit_file.parent.glob("exit.*.message")))
+    if messages:  # a rank that has something to say takes the others down with it, by a lost connection
+        return EXIT_USER_ERROR if EXIT_USER_ERROR in _codes(exit_file) else EXIT_FAILED, "\n".join(messages)
     if result.is_failed():
         ended_by_us = all(failure.exitcode == -signal.SIGTERM for failure in result.failures.values())
         if stop.requested and ended_by_us:  # it had not begun to work yet, so there is nothing to save
@@ -73,8 +79,14 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
         return EXIT_FAILED, _describe(result)
     if not any(exit_file.parent.glob("exit.*.ready")):
         return EXIT_FAILED, "the script ended without calling cosmos_rl.launcher.worker_entry.main"
-    codes = {int(path.read_text()) for path in exit_file.parent.glob("exit.*[0-9]")}
+    codes = _codes(exit_file)
     return next((code for code in ON_PURPOSE if code in codes), 0), ""
+
+
+def _codes(exit_file: Path) -> set[int]:
+    """The codes with which workers have ended on purpose."""
+    texts = [path.read_text() for path in exit_file.parent.glob("exit.*[0-9]")]
+    return {int(text) for text in texts if text}  # an empty one is just being written
 
 
 def _alone() -> RendezvousHandler:
@@ -126,6 +138,7 @@ class _Agent(LocalElasticAgent):
         self._exit_file = exit_file
         self._live: dict[int, int] = {}
         self._told: set[int] = set()
+        self._mistake_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for stale in self._exit_file.parent.glob("exit.*"):
@@ -137,13 +150,27 @@ class _Agent(LocalElasticAgent):
         return self._live
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_after_a_mistake()
         if self._link is not None:
             self._link.exchange()
             if self._stop.requested:
                 self.forward()
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
+    def _end_after_a_mistake(self) -> None:
+        """A rank that met a user's mistake is gone; ranks that wait for it would do so until a collective times out."""
+        if EXIT_USER_ERROR not in _codes(self._exit_file):
+            return
+        self._remaining_restarts = 0  # the same mistake would be met again
+        self._mistake_at = self._mistake_at or time.monotonic()
+        if time.monotonic() - self._mistake_at > _ALONE_SECONDS:
+            for pid in self._live.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
     def _exit_barrier(self) -> None:
+        if self._mistake_at is not None:
+            return
         if self._link is not None:
             with suppress(JobEnded):
                 self._link.finished()

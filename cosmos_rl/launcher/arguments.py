@@ -1,6 +1,7 @@
 """The command line of `cosmos-rl`: `[flags] [--a.b=v ...] [SCRIPT_OR_MODULE] [args]`."""
 
 import argparse
+import difflib
 import importlib.util
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
 PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
 PROMPTS_MODULE = "cosmos_rl.tools.dataset.diffusion_nft"
@@ -26,6 +28,7 @@ _WITH_VALUE = (
     "--node-ip-list",
     "--rdzv-port",
 )
+_NEVER_A_SCRIPTS = frozenset(_WITH_VALUE) - {"--config", "--log-dir"}  # these two a script may well have itself
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,22 @@ class Launch:
 
 def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
     """The parsed command line; argparse ends the process for `--help`, `--version` and misuse."""
+    return read_launch(_parser(version, verbs), argv)[0]
+
+
+def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
+    """What a parser with `add_launch_flags` makes of a command line; its own further flags are in the namespace.
+
+    Raises:
+        UserError: flags contradict each other, or a word after the script was meant for us.
+    """
     flags, overrides, script, rest = _split(argv)
-    parser = _parser(version, verbs)
     given = parser.parse_args(flags)
     if given.config is None:
         late = " (flags of cosmos-rl go before the script)" if "--config" in rest else ""
         parser.error(f"--config X.toml is required{late}")
     late_overrides, script_args = split_overrides(rest)
-    return Launch(
+    launch = Launch(
         config=given.config,
         overrides=(*overrides, *late_overrides),
         script=script,
@@ -64,12 +75,31 @@ def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
         debug=given.debug,
         nodes=nodes_of(given.num_workers, given.worker_idx, given.node_ip_list, given.rdzv_port),
     )
+    return launch, given
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The configuration overrides among a script's arguments, and the rest as it was."""
-    overrides = [argument for argument in arguments if _is_override(argument)]
-    return overrides, [argument for argument in arguments if not _is_override(argument)]
+    """The configuration overrides among a script's arguments, and the rest as it was.
+
+    What follows a `--` is the script's in any case.
+
+    Raises:
+        UserError: an argument is almost an override, or a flag of the launcher.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    overrides: list[str] = []
+    own: list[str] = []
+    at = 0
+    while at < end:
+        token = arguments[at]
+        if _names_our_table(token):
+            at, override = _override_at(arguments[:end], at)
+            overrides.append(override)
+        else:
+            _refuse_what_was_ours(token)
+            own.append(token)
+        at += 1
+    return overrides, [*own, *arguments[end:]]
 
 
 def script_for(asked: str | None, config: Config) -> str:
@@ -108,8 +138,9 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, list[
         token = argv[at]
         if not token.startswith("-"):
             return flags, overrides, token, list(argv[at + 1 :])
-        if "." in token.partition("=")[0] or _is_override(token):
-            overrides.append(token)
+        if "." in token.partition("=")[0] or _names_our_table(token):
+            at, override = _override_at(argv, at)
+            overrides.append(override)
         else:
             flags.append(token)
             if token in _WITH_VALUE and at + 1 < len(argv):
@@ -119,9 +150,41 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, list[
     return flags, overrides, None, []
 
 
-def _is_override(argument: str) -> bool:
-    key, equals, _ = argument.partition("=")
-    return bool(equals) and key.startswith("--") and key[2:].partition(".")[0] in Config.model_fields
+def _names_our_table(token: str) -> bool:
+    """`--train.epoch=2`, `--train.epoch` and `--train={...}`; `--train` alone may be an option of a script."""
+    key, equals, _ = token.partition("=")
+    table, dot, _ = key.removeprefix("--").partition(".")
+    return token.startswith("--") and bool(equals or dot) and table in Config.model_fields
+
+
+def _override_at(argv: Sequence[str], at: int) -> tuple[int, str]:
+    """The override at a place, and the place of its last word: `--train.epoch 2` is one as well, where it is clear."""
+    token, following = argv[at], argv[at + 1 : at + 2]
+    if "=" in token or not following or following[0].startswith("--"):
+        return at, token
+    field = find_field(Config, token.removeprefix("--").split("."))
+    if field is None or tables_of(field.annotation):
+        return at, token
+    switch = "true or false" in allowed(field.annotation, field.metadata)  # the next word may well be the script
+    if switch and following[0].lower() not in ("true", "false", "none"):
+        return at, token
+    return at + 1, f"{token}={following[0]}"
+
+
+def _refuse_what_was_ours(token: str) -> None:
+    """After the script: a misspelt override or a flag of the launcher would silently have no effect."""
+    if not token.startswith("--"):
+        return
+    key, equals, value = token.partition("=")
+    if key in _NEVER_A_SCRIPTS:
+        raise UserError(f"{token}: a flag of cosmos-rl; put it before the script")
+    table, dot, rest = key.removeprefix("--").partition(".")
+    near = difflib.get_close_matches(table, Config.model_fields, n=1, cutoff=0.8)
+    if dot and near:
+        raise UserError(
+            f"{token}: did you mean --{near[0]}.{rest}{equals}{value}? An option of the script that looks like one of "
+            "the configuration must stand after a --"
+        )
 
 
 def _module_exists(name: str) -> bool:
@@ -158,6 +221,13 @@ def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_launch_flags(parser)
+    parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")
+    return parser
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a training command."""
     parser.add_argument("--config", metavar="X.toml", help="the configuration, or the folder of an earlier run")
     parser.add_argument("--log-dir", metavar="D", help="write all output to D/logs_<time>/policy_0.log")
     parser.add_argument("--nproc-per-node", type=_whole_number(1), metavar="N", help="processes on this machine")
@@ -171,5 +241,3 @@ def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
         "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of machine 0 ({DEFAULT_PORT})"
     )
     parser.add_argument("--debug", action="store_true", help="log more")
-    parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")
-    return parser

@@ -11,15 +11,15 @@ from pydantic import BaseModel
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
-from cosmos_rl.launcher.arguments import BUNDLED, PAIRS_MODULE, script_for, split_overrides
+from cosmos_rl.launcher.arguments import BUNDLED, PAIRS_MODULE, add_launch_flags, read_launch, script_for
 from cosmos_rl.launcher.environment import check_environment
 from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned
 from cosmos_rl.launcher.rl_plan import reward_lines, watch_lines
+from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, dump_toml, load_config, not_runnable_yet, notes, world_size
 from cosmos_rl.policy.config.keys import keys_of
-from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.problems import shown
 from cosmos_rl.policy.config.ranks import described, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
@@ -41,26 +41,22 @@ def check(argv: Sequence[str]) -> int:
     """Check a configuration and print what it would train, with its batches, memory and disk."""
     parser = argparse.ArgumentParser(
         prog="cosmos-rl check",
-        usage="cosmos-rl check --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE]",
-        description=check.__doc__,
+        usage="cosmos-rl check --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]",
+        description=f"{check.__doc__} It takes every flag of a training command.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="X.toml", help="the configuration, or an earlier run")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="as for training: so many ranks")
+    add_launch_flags(parser)
     parser.add_argument("--env", action="store_true", help="look at folders, the hub, disk and devices too")
     parser.add_argument("--toml", action="store_true", help="print the whole resolved configuration in place of it")
-    parser.add_argument("script", nargs="?", help="as for training; it brings its own data")
-    overrides, rest = split_overrides(argv)
-    given = parser.parse_args(rest)
-    if given.nproc_per_node is not None and given.nproc_per_node < 1:
-        parser.error(f"--nproc-per-node: found {given.nproc_per_node}; allowed: a whole number >= 1")
-    config = load_config(given.config, overrides, sized=lambda config: _sized(config, given.nproc_per_node))
+    asked, given = read_launch(parser, argv)
+    nproc, nodes = asked.nproc_per_node, asked.nodes.count
+    config = load_config(asked.config, asked.overrides, sized=lambda config: _sized(config, nproc, nodes))
     if given.toml:
         print(dump_toml(config), end="")
         return 0
-    script = script_for(given.script, config)
-    report = Report(config, _on_cpu(config, given.nproc_per_node), own_data=script not in BUNDLED)
-    print(f"{given.config}: no mistakes found in the keys and between them.")
+    script = script_for(asked.script, config)
+    report = Report(config, _on_cpu(config, nproc), own_data=script not in BUNDLED, nodes=nodes)
+    print(f"{asked.config}: no mistakes found in the keys and between them.")
     _print(report.sections())
     problems = list(report.problems())
     if given.env:
@@ -74,9 +70,10 @@ def check(argv: Sequence[str]) -> int:
 class Report:
     """Everything that can be said about a configuration without loading its model."""
 
-    def __init__(self, config: Config, on_cpu: bool, *, own_data: bool) -> None:
-        """`own_data`: a script of the user's brings the data."""
+    def __init__(self, config: Config, on_cpu: bool, *, own_data: bool, nodes: int = 1) -> None:
+        """`own_data`: a script of the user's brings the data. `nodes`: machines that share the ranks."""
         self.config = config
+        self.nodes = nodes
         self.on_cpu = on_cpu
         self.own_data = own_data
         self.plan: Plan = planned(config, own_data=own_data)
@@ -100,7 +97,7 @@ class Report:
             Section("Batch and steps", batch_lines(config, self.plan)),
             Section("Rewards", self._rewards()),
             Section("Watch", watch_lines(config) if self.rl else []),
-            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self._memory()]),
+            Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),
             Section("Disk", [*self._disk()]),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
             Section("Values that differ from the defaults", [f"{k.path} = {shown(_plain(k.value))}" for k in changed]),
@@ -155,8 +152,10 @@ class Report:
         parallelism = self.config.policy.parallelism
         ranks = world_size(parallelism)
         yield f"{counted(ranks, 'rank')}: {described(parallelism)}" if ranks > 1 else "1 rank, not sharded"
+        if self.nodes > 1:
+            yield f"{ranks / self.nodes:g} on each of {self.nodes} machines"
         gpus = machine.gpus()
-        if ranks > 1 and not self.on_cpu and gpus < ranks:
+        if ranks > 1 and not self.on_cpu and gpus < ranks / self.nodes:
             has = counted(gpus, "GPU") if gpus else "no GPU"
             other = f"--nproc-per-node {gpus}" if gpus else "1 rank on the CPU"
             yield f"this machine has {has}: a launch here takes {other}"
@@ -166,7 +165,8 @@ class Report:
     def _rewards(self) -> list[str]:
         return reward_lines(self.config, own_script=self.own_data) if self.rl else []
 
-    def _memory(self) -> Iterator[str]:
+    def memory(self) -> Iterator[str]:
+        """The memory of a rank, part by part."""
         found = self._estimated()
         if found is None:
             yield "unknown, as the sizes are"
@@ -203,7 +203,7 @@ class Report:
         room = available if self.on_cpu else machine.gpu_memory()
         where = "host" if self.on_cpu else "GPU"
         lines.append(f"{where} memory: {shown_bytes(room) if room else 'unknown'}")
-        ranks = max(world_size(self.config.policy.parallelism), 1)
+        ranks = max(world_size(self.config.policy.parallelism) // self.nodes, 1)
         wanted = None if found is None else found.peak * (ranks if self.on_cpu else 1)
         if room and wanted and wanted > room:
             lines.append(f"warning: the estimated peak of {shown_bytes(wanted)} does not fit into it")
@@ -244,12 +244,13 @@ class Report:
 # ---- ranks and devices -------------------------------------------------------------------------------------------
 
 
-def _sized(config: Config, nproc: int | None) -> Config:
+def _sized(config: Config, nproc: int | None, nodes: int) -> Config:
     """As the launcher sizes it, except that the machine at hand need not have the GPUs."""
     if nproc is not None:
-        return resized(config, nproc)
-    parallelism: ParallelismConfig = config.policy.parallelism
-    return resized(config, max(machine.gpus(), 1)) if world_size(parallelism) == -1 else config
+        return resized(config, nproc * nodes)
+    asked = world_size(config.policy.parallelism)
+    fits = asked == -1 or nodes > 1 or config.train.device == "cpu"
+    return sized(config, None, max(machine.gpus(), asked, 1), nodes) if fits else config
 
 
 def _on_cpu(config: Config, nproc: int | None) -> bool:

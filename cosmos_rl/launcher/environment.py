@@ -7,6 +7,7 @@ from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.reward.access import missing_access
+from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -26,6 +27,7 @@ def check_environment(config: Config, *, pairs: bool) -> None:
     problems += _rl(config)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
+    problems += _trackers(config)
     problems += missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -58,6 +60,14 @@ def with_absolute_paths(config: Config) -> Config:
     held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
     validation = validation.model_copy(update={"dataset": held_out})
     return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
+
+
+def _trackers(config: Config) -> list[str]:
+    try:
+        require_installed(config.logging.logger)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _rl(config: Config) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
 from cosmos_rl.launcher.rl_plan import rl_plan
@@ -41,6 +42,8 @@ class Selection:
     """LoRA target -> how many layers it finds."""
     problems: Sequence[str] = ()
     """What the launch would refuse about the adapters' targets."""
+    eight_bit: int = 0
+    """Of the trained numbers those whose moments an 8-bit optimiser holds in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,16 @@ def select(config: Config, pipeline: PipelineFiles) -> Selection:
     shapes = pipeline.transformer
     if config.policy.lora is not None:
         return _adapters(config.policy.lora, shapes)
-    trained = parameters({name: shape for name, shape in shapes.items() if config.policy.is_trained(name)})
-    return Selection(trained, elements(shapes) - trained, 0, {})
+    chosen = {name: shape for name, shape in shapes.items() if config.policy.is_trained(name)}
+    trained = parameters(chosen)
+    eight_bit = sum(math.prod(shape) for shape in chosen.values() if blocks_in_a_row(shape))
+    return Selection(trained, elements(shapes) - trained, 0, {}, eight_bit=eight_bit)
+
+
+def _moments(config: Config, chosen: Selection) -> int:
+    """Bytes of both moments: codes of a byte and a scale for each block, else float32."""
+    eight_bit = chosen.eight_bit if config.train.optm_name.endswith("8bit") else 0
+    return round(8 * (chosen.trained - eight_bit) + 2 * (1 + 4 / BLOCK) * eight_bit)
 
 
 def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu: bool, saves: int | None) -> Memory:
@@ -93,7 +104,7 @@ def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu
     base = compute if policy.lora is not None else 4
     trained, encoders, vae = 4 * chosen.trained // shards, *_frozen_parts(config, pipeline)
     frozen, spare = base * chosen.frozen // shards, 4 * chosen.spare_adapters // shards
-    moments = round(chosen.trained / shards * (2.03 if train.optm_name.endswith("8bit") else 8))
+    moments = _moments(config, chosen) // shards
     average = trained if train.ema_enable else 0
     work = _transient(config, pipeline)
     rl = work.rl
@@ -143,15 +154,15 @@ def memory(config: Config, pipeline: PipelineFiles, chosen: Selection, *, on_cpu
 
 def disk(config: Config, pipeline: PipelineFiles, chosen: Selection) -> Disk:
     """What one checkpoint and one export take on the disk, all ranks together."""
-    moments = 2.03 if config.train.optm_name.endswith("8bit") else 8
-    per_weight = 4 + moments + (4 if config.train.ema_enable else 0)
+    per_weight = 8 if config.train.ema_enable else 4
     exported = _exported(config, pipeline, chosen)
     shared = 0
     if config.policy.lora is None:
         others = [pipeline.folder / name for name in pipeline.parts if name != "transformer"]
         shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
     rl = _transient(config, pipeline).rl
-    return Disk(round(per_weight * chosen.trained) + (rl.saved if rl else 0), exported, shared)
+    state = per_weight * chosen.trained + _moments(config, chosen) + (rl.saved if rl else 0)
+    return Disk(round(state), exported, shared)
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
@@ -163,14 +174,16 @@ def _adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
     everything = lora.target_modules == "all-linear"
     targets = [name for name, shape in layers.items() if len(shape) == 2] if everything else list(lora.target_modules)
     found = {t: [name for name in layers if name == t or name.endswith(f".{t}")] for t in targets}
-    size = 0
+    size = eight_bit = 0
     for name in {name for names in found.values() for name in names}:
         outside, inside, *kernel = layers[name]
-        size += _rank_of(name, lora) * (inside * math.prod(kernel) + outside)
+        down, up = (_rank_of(name, lora), inside, *kernel), (outside, _rank_of(name, lora))
+        size += math.prod(down) + math.prod(up)
+        eight_bit += sum(math.prod(shape) for shape in (down, up) if blocks_in_a_row(shape))
     counts = {"all-linear": len(targets)} if everything else {t: len(names) for t, names in found.items()}
     unmatched = [] if everything else [t for t, names in found.items() if not names]
     spare = (len(lora.lora_names) - 1) * size
-    return Selection(size, elements(shapes), spare, counts, _unmatched(unmatched, list(weights)))
+    return Selection(size, elements(shapes), spare, counts, _unmatched(unmatched, list(weights)), eight_bit)
 
 
 def _rank_of(name: str, lora: LoraConfig) -> int:

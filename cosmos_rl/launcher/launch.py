@@ -129,7 +129,9 @@ def _run(
             link=link,
             job_id=job_id,
         )
-    if failure:
+    if code == EXIT_USER_ERROR:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+    elif failure:
         where = f"its output is in {log.path}, the end of it:\n{log.tail()}" if log else "its output is above"
         print(f"error: {failure}; {where}", file=sys.stderr, flush=True)
     return code

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, EXIT_USER_ERROR, ON_PURPOSE, StopRequest, listening
+from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, ON_PURPOSE, StopRequest, listening
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.3
@@ -19,8 +19,9 @@ _POLL_SECONDS = 0.3
 def supervised(body: Callable[[StopRequest], int]) -> None:
     """Run `body`, then end the process when its code is not 0.
 
-    A `UserError` becomes one message and exit code 2. Under the launcher a code that is meant (2, 75, 130) is written
-    to the exit file and the process itself ends with 0, so that it is not restarted.
+    A `UserError` becomes one message and its exit code. Under the launcher the message is left to it in a file, since
+    several ranks meet the same mistake; and a code that is meant (1, 2, 75, 130) is written to the exit file and the
+    process itself ends with 0, so that it is not restarted.
     """
     follow_launcher()
     stop = StopRequest()
@@ -38,8 +39,8 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
         try:
             code = body(stop)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            code = EXIT_USER_ERROR
+            tell(str(error))
+            code = error.exit_code
     if code != 0:
         sys.stdout.flush()
         sys.exit(_process_code(code))
@@ -64,6 +65,20 @@ def follow_launcher() -> None:
 def ready_file(exit_file: Path) -> Path:
     """Exists once the worker hears stop signals; before that a signal simply ends it."""
     return exit_file.with_name(exit_file.name + ".ready")
+
+
+def message_file(exit_file: Path) -> Path:
+    """Holds what the worker has to say to the user."""
+    return exit_file.with_name(exit_file.name + ".message")
+
+
+def tell(message: str) -> None:
+    """Say something to the user, at the end of the command and once, whichever ranks say it."""
+    exit_file = _exit_file()
+    if exit_file is None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        message_file(exit_file).write_text(message)
 
 
 def _exit_file() -> Path | None:

@@ -133,7 +133,10 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
         if config.is_file():
             base = json.loads(config.read_text()).get("base_model_name_or_path")
             if not base:
-                raise UserError(f"{config} does not name its base model (base_model_name_or_path)")
+                raise UserError(
+                    f"{config} does not name its base model, which was a local folder: write the path or the hub name "
+                    "of that pipeline under base_model_name_or_path"
+                )
             return base, folder
     if place.is_dir() and not (place / "model_index.json").is_file():
         found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))

@@ -4,18 +4,22 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import OutOfMemory, UserError
+from cosmos_rl.launcher import out_of_memory
 from cosmos_rl.launcher.arguments import split_overrides
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
 from cosmos_rl.launcher.resume import resume_from
-from cosmos_rl.launcher.signals import StopRequest
-from cosmos_rl.launcher.supervised import supervised
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
+from cosmos_rl.launcher.signals import EXIT_FAILED, StopRequest
+from cosmos_rl.launcher.supervised import supervised, tell
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
+from cosmos_rl.policy.config.ranks import resized
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.utils.logging import logger
@@ -65,17 +69,23 @@ def main(
             from cosmos_rl.policy.trainer import run as run_trainer
 
             restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            return run_trainer(
-                config,
-                run,
-                dataset=dataset,
-                val_dataset=val_dataset,
-                custom_logger_fns=custom_logger_fns or (),
-                hook_fns=hook_fns,
-                resume_from=resume_from(config, run, restarts),
-                stop=stop,
-                **rewards,
-            )
+            try:
+                return run_trainer(
+                    config,
+                    run,
+                    dataset=dataset,
+                    val_dataset=val_dataset,
+                    custom_logger_fns=custom_logger_fns or (),
+                    hook_fns=hook_fns,
+                    resume_from=resume_from(config, run, restarts),
+                    stop=stop,
+                    **rewards,
+                )
+            except OutOfMemory as error:
+                traceback.print_exc()
+                on_cpu = config.train.device == "cpu" or gpus() == 0
+                tell(out_of_memory.told(config, error.phase, on_cpu=on_cpu))
+                return EXIT_FAILED
 
     supervised(train)
 
@@ -102,7 +112,7 @@ def _refuse(others: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, RunFolder]]:
-    """Started by the launcher, the run folder is given; a script started by hand prepares its own."""
+    """Started by the launcher, the run folder is given; a script started by hand is one rank and prepares its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     own, rest = parser.parse_known_args()
@@ -114,13 +124,26 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
         run = RunFolder(Path(run_dir))
         yield _named(load_config(path), run), run
         return
-    os.environ.setdefault("COSMOS_ROLE", "Controller" if os.environ.get("RANK", "0") == "0" else "Policy")
-    config = load_config(path, split_overrides(rest)[0])
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own
+        raise UserError("several ranks are started with `cosmos-rl --nproc-per-node N --config X.toml SCRIPT`")
+    os.environ.setdefault("COSMOS_ROLE", "Controller")
+    config = load_config(path, split_overrides(rest)[0], sized=_one_rank)
     refuse_unbuilt(config)
     check_environment(config, pairs=False)
     config = with_absolute_paths(config)
     with prepared_run(config, sys.argv) as run:
         yield _named(config, run), run
+
+
+def _one_rank(config: Config) -> Config:
+    asked = world_size(config.policy.parallelism)
+    if asked in (0, 1):  # 0 is an error that the rules name
+        return config
+    logger.warning(
+        "started without cosmos-rl: 1 rank, policy.parallelism.dp_shard_size = 1 in place of "
+        f"{config.policy.parallelism.dp_shard_size}; `cosmos-rl --nproc-per-node N` runs N ranks"
+    )
+    return resized(config, 1)
 
 
 def _named(config: Config, run: RunFolder) -> Config:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.optim.eight_bit import eight_bit_optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 
 
@@ -80,7 +81,11 @@ class Optimizer:
             torch._foreach_mul_(grads, scale)
         lr = self.learning_rate(step)
         for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
-            group["lr"] = base * self._schedule.factor(step) * self.lr_factor
+            rate = base * self._schedule.factor(step) * self.lr_factor
+            if isinstance(group["lr"], torch.Tensor):  # a compiled step would be compiled anew for another number
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -92,13 +97,9 @@ class Optimizer:
 
 
 def _optimizer_class(name: str) -> Any:
-    if not name.endswith("8bit"):
-        return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[name]
-    try:
-        from torchao.optim import Adam8bit, AdamW8bit  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f'train.optm_name = "{name}" needs torchao: pip install torchao') from error
-    return {"AdamW8bit": AdamW8bit, "Adam8bit": Adam8bit}[name]
+    if name.endswith("8bit"):
+        return eight_bit_optimizer(name)
+    return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[name]
 
 
 def _groups(params: Mapping[str, torch.nn.Parameter], lr: float, patterns: Mapping[str, float]) -> list[dict[str, Any]]:

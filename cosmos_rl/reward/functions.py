@@ -94,12 +94,10 @@ def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str,
     known = _BATCH_ARGUMENTS if of_batches else _SAMPLE_KEYWORDS
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []  # written in C: nothing is known, so it gets the media alone
-        if of_batches:
-            return lambda **values: values
+    except (TypeError, ValueError):  # written in C: nothing is known, so it gets the media alone
+        return lambda **values: {}
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if parameters and not by_place:
+    if not by_place:
         raise UserError(f"reward {name}: the function takes no positional argument, but the media come as the first")
     others = [p for p in parameters if p is not by_place[0]]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in others)

@@ -3,7 +3,8 @@
     python examples/quickstart/digits.py OUT
 
 writes `OUT/train`, `OUT/validation` (grey digits) and `OUT/red` (a few red digits for the LoRA run), each holding
-`<name>.png` beside `<name>.json` with {"prompt": ...}. The 1,797 real digits are split into five disjoint parts.
+`<name>.png` beside `<name>.json` with {"prompt": ...}, and `OUT/prompts.txt` with the ten prompts. The 1,797 digits
+are split into five disjoint parts.
 """
 
 import argparse
@@ -88,7 +89,9 @@ def write_red(folder: Path, per_digit: int = 12) -> int:
 
 
 def write_all(out: Path) -> dict[str, int]:
-    """Writes the three folders below `out` and returns the number of pictures in each."""
+    """Writes the three folders and the list of prompts below `out`; returns the number of pictures in each folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "prompts.txt").write_text("".join(f"{prompt_of(label)}\n" for label in range(10)))
     return {
         "train": write_grey(out / "train", "train"),
         "validation": write_grey(out / "validation", "validation"),

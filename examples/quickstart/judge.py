@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from digits import WORDS, enlarge, load_part
 from PIL import Image
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
 
@@ -43,12 +44,10 @@ class Judge:
     """A support vector machine on 8 x 8 cells, fitted on the real digits of one part and tested on another."""
 
     def __init__(self, fit_part: str = "judge_fit", test_part: str = "judge_test") -> None:
-        fit_digits, fit_labels = load_part(fit_part)
-        real = features([enlarge(digit) for digit in fit_digits])
+        real, fit_labels = _real(fit_part)
         self.classifier = SVC(C=10.0, gamma=0.2).fit(real, fit_labels)  # pyright: ignore[reportArgumentType]
         self.spread_real = spread(real, fit_labels)
-        test_digits, test_labels = load_part(test_part)
-        self.accuracy_real = float(np.mean(self.labels([enlarge(digit) for digit in test_digits]) == test_labels))
+        self.accuracy_real = float(self.classifier.score(*_real(test_part)))
 
     def labels(self, pictures: Sequence[Image.Image]) -> np.ndarray:
         """Returns the digit `[N]` that the judge sees in each picture."""
@@ -60,6 +59,26 @@ class Judge:
         per_digit = {WORDS[digit]: float(right[asked == digit].mean()) for digit in np.unique(asked)}
         ratio = spread(features(pictures), asked) / self.spread_real
         return Verdict(float(right.mean()), per_digit, self.accuracy_real, ratio, len(pictures))
+
+
+class SecondJudge:
+    """Another kind of classifier, the nearest neighbour, on digits that neither the reward nor the first judge has.
+
+    It judges once, at the very end: nothing is tuned to please it.
+    """
+
+    def __init__(self) -> None:
+        self.classifier = KNeighborsClassifier(n_neighbors=1).fit(*_real("second_judge"))
+        self.accuracy_real = float(self.classifier.score(*_real("judge_test")))
+
+    def accuracy(self, pictures: Sequence[Image.Image], asked: np.ndarray) -> float:
+        """Returns the share of pictures that show the digit `[N]` that was asked for."""
+        return float(np.mean(self.classifier.predict(features(pictures)) == asked))
+
+
+def _real(part: str) -> tuple[np.ndarray, np.ndarray]:
+    digits, labels = load_part(part)
+    return features([enlarge(digit) for digit in digits]), labels
 
 
 def read_folder(folder: Path) -> tuple[list[Image.Image], np.ndarray]:

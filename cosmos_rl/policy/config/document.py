@@ -110,13 +110,13 @@ def _sections(
         branches = list(branches_of(field.annotation, own))
         if not branches:
             entries.append(Entry(key, field, own, default))
-        is_list = isinstance(default, tuple) and bool(branches)
-        item = next(iter(default), None) if is_list else default
+        listed = isinstance(default, tuple)
+        item = next(iter(default), None) if listed else default
         path = f"{name}.{key}" if name else key
         for branch, branch_kind in branches:
             there = item if isinstance(item, branch) else None
             present = given and there is not None
-            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=is_list))
+            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=listed))
     yield Section(heading, table, given, tuple(entries))
     for sub in inner:
         yield from sub

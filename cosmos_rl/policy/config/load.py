@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -11,7 +11,7 @@ import tomli_w
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.checks import cross_check
-from cosmos_rl.policy.config.keys import find_field, is_text_only
+from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
 from cosmos_rl.policy.config.problems import ConfigError, Problem, shown, validated
 from cosmos_rl.policy.config.schema import Config
 
@@ -36,9 +36,13 @@ def load_config(
         wrong = [problem.key for problem in problems]
         problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
     if problems or config is None:
-        overridden = {override.lstrip("-").partition("=")[0] for override in overrides}
-        lines = [_with_line(str(problem), _text_of(path), overridden) for problem in problems]
-        raise ConfigError(lines, source=str(path))
+        given = [override.lstrip("-") for override in overrides]
+        lines = [_of_override(str(problem), given) for problem in problems]
+        places = [str(path)] if None in lines else []
+        places += ["the command line"] if any(lines) else []
+        shown_at = zip(lines, problems, strict=True)
+        toml = _text_of(path)
+        raise ConfigError([line or _with_line(str(problem), toml) for line, problem in shown_at], " and ".join(places))
     return config
 
 
@@ -68,11 +72,21 @@ def _text_of(path: str | Path) -> str:
     return (path / "config.toml" if path.is_dir() else path).read_text(encoding="utf-8-sig")
 
 
-def _with_line(problem: str, toml: str, overridden: Collection[str]) -> str:
+def _of_override(problem: str, overrides: Sequence[str]) -> str | None:
+    """The problem with the override that it is about; None when it is about none."""
+    key = problem.partition(":")[0]
+    if key.lstrip("-") in overrides and "=" not in key:  # no override at all
+        return problem
+    for override in reversed(overrides):
+        name = override.partition("=")[0]
+        if key == name or key.startswith(f"{name}."):
+            return f"{problem} (from --{override if len(override) < 80 else name})"
+    return None
+
+
+def _with_line(problem: str, toml: str) -> str:
     """The problem with the line of the file that it is about, where there is one."""
     key = problem.partition(":")[0]
-    if key in overridden:
-        return problem
     table, items = "", Counter[str]()
     for number, line in enumerate(toml.splitlines(), 1):
         header = re.match(r"\s*\[+([^\]]+)\]", line)
@@ -96,7 +110,8 @@ def _apply(tree: dict[str, object], override: str) -> Problem | None:
     key, equals, text = override.lstrip("-").partition("=")
     names = key.split(".")
     if not equals or not all(names):
-        return Problem("", f"{override}: not an override; write --table.key=value")
+        right = key if find_field(Config, names) else suggestion(Config, key) or "table.key"
+        return Problem("", f"{override}: not an override; write --{right}=VALUE")
     node: object = tree
     for depth, name in enumerate(names[:-1]):
         if isinstance(node, dict):

@@ -40,6 +40,12 @@ def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "
             '"default" (trained) and "old" (samples) for "diffusion_nft"'
         )
+    elif lora and job.trainer_type == "diffusion_nft" and lora.active_adapter != "default":
+        found = "unset" if lora.primary_adapter is None else f'"{lora.primary_adapter}"'
+        yield (
+            f"policy.lora.primary_adapter: found {found} with policy.lora.lora_names = {list(lora.lora_names)}; "
+            'allowed: "default", as "old" only samples for "diffusion_nft"'
+        )
     ours, rollouts = config.policy.parallelism, config.rollout.parallelism
     for name in ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size"):
         if rollouts and getattr(rollouts, name) != getattr(ours, name):

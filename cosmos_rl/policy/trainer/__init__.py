@@ -1,5 +1,6 @@
 """The training loop and one task per kind of job. Only this room sees all others."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,12 +57,15 @@ def run(
         Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
     """
     from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
+    from cosmos_rl.distributed.memory import memory_phase
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
     if config.train.deterministic:
         use_deterministic_kernels()
-    with process_group(config.train.device, config.policy.parallelism.dp_replicate_size) as context:
-        task = _task(config, context, dataset, val_dataset, reward_fns, val_reward_fns)
+    replicas = config.policy.parallelism.dp_replicate_size
+    with process_group(config.train.device, replicas) as context, contextlib.ExitStack() as stack:
+        with memory_phase("loading"):
+            task = _task(config, context, stack, dataset, val_dataset, reward_fns, val_reward_fns)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
 
@@ -69,6 +73,7 @@ def run(
 def _task(
     config: Config,
     context: "Context",
+    stack: contextlib.ExitStack,
     dataset: Any,
     val_dataset: Any,
     reward_fns: RewardFns | None,
@@ -78,7 +83,9 @@ def _task(
         from cosmos_rl.policy.trainer.diffusers_trainer.nft_job import build_nft
 
         rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
-        return build_nft(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
+        task = build_nft(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
+        stack.callback(task.close)
+        return task
     from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 
     return SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)

@@ -14,7 +14,8 @@ from cosmos_rl.checkpoint.layout import policy_dir, step_dir, whole_steps
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.errors import UserError
+from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
 from cosmos_rl.policy.trainer.task import Alarm, Task
@@ -99,7 +100,8 @@ class TrainLoop:
         step = start
         while step < total:
             began = time.perf_counter()
-            report = task.train_step(step)
+            with memory_phase("training"):
+                report = task.train_step(step)
             done = step + 1
             self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
             self._guard(done, self._skipped_in_a_row)
@@ -129,25 +131,31 @@ class TrainLoop:
         """Restore the newest whole checkpoint that the alarm calls good; the step to go on with.
 
         Raises:
-            UserError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
+            TrainingStoppedError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
         """
         self._manager.wait()
-        good = [step for step in whole_steps(self._run.checkpoints) if step <= alarm.good_step]
-        if alarm.action == "stop" or not good:
+        # only the main rank has waited until the last one was whole
+        saved = whole_steps(self._run.checkpoints) if self._context.is_main else []
+        newest = max((step for step in saved if step <= alarm.good_step), default=0)
+        good = int(self._context.max_over_ranks([float(newest)])[0])
+        if alarm.action == "stop" or good == 0:
             self._save(done, final=True)
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            kept = f"The newest checkpoint before it is step {max(good)}." if good else "There is none before it."
-            raise UserError(
+            there = f"The newest checkpoint up to it is step {good}." if good else ""
+            kept = there or "There is no checkpoint up to it."
+            raise TrainingStoppedError(
                 f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
                 'train.optm_lr make this rarer; watch.action = "rewind" tries that by itself, "warn" goes on'
             )
-        logger.warning(f"{alarm.text}\n  Going back to step {max(good)}")
-        self._manager.discard_after(max(good))
-        step = self._restore(policy_dir(self._run.checkpoints, max(good)).absolute())
-        alarm.after_rewind()
+        logger.warning(f"{alarm.text}\n  Going back to step {good}")
+        self._manager.discard_after(good)
+        if self._best is not None and self._best[0] > good:
+            self._best = None
+        step = self._restore(policy_dir(self._run.checkpoints, good).absolute())
+        alarm.after_rewind(step)
         self._task.start(step)
         return step
 
@@ -162,12 +170,12 @@ class TrainLoop:
             return
         limit = self._config.train.max_nonfinite_steps
         logger.warning(
-            f"Step {done}: loss or gradient is not finite; the step is left out ({skipped_in_a_row} in a row)"
+            f"Step {done}: loss or gradient is not finite and is not applied ({skipped_in_a_row} steps in a row)"
         )
         if skipped_in_a_row >= limit:
             raise FloatingPointError(
                 f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
-                f"step {done}; the weights are those of step {done - limit}. Lower train.optm_lr or "
+                f"step {done}; what is not finite was never applied, so the weights are finite. Lower train.optm_lr or "
                 "train.optm_grad_norm_clip, or look at the data of these steps."
             )
 
@@ -181,6 +189,7 @@ class TrainLoop:
             due = done % ckpt.save_freq == 0
         return ckpt.enable_checkpoint and (due or done == self._task.total_steps)
 
+    @memory_phase("saving")
     def _save(self, done: int, *, final: bool = False) -> None:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
         ckpt = self._config.train.ckpt
@@ -219,6 +228,7 @@ class TrainLoop:
         logger.info(f"Stopped after step {done}; continue with the same command and --train.resume=true")
         return EXIT_CODES[signal_name]
 
+    @memory_phase("saving")
     def _finish(self, total: int, *, trained: bool) -> None:
         """The export of the last step always exists at the end, also without checkpoints."""
         self._manager.wait()
@@ -303,6 +313,7 @@ class TrainLoop:
         validation = self._config.validation
         return validation.enable and (done % validation.freq == 0 or done == self._task.total_steps)
 
+    @memory_phase("validating")
     def _validate(self, done: int) -> dict[str, float]:
         began = time.perf_counter()
         about = {"current_epoch": self._task.epoch(done)}

@@ -21,8 +21,8 @@ class Alarm:
     action: Literal["warn", "stop", "rewind"]
     good_step: int
     """The last step at which nothing was wrong: a rewind goes back to a checkpoint no later than that."""
-    after_rewind: Callable[[], None]
-    """Called once the state of the good step is back."""
+    after_rewind: Callable[[int], None]
+    """Called with the step that the run went back to, once its state is back."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class StepReport:
 
     metrics: Mapping[str, float]
     applied: bool
-    """False when a loss or gradient was not finite and the weights were left alone."""
+    """False when a loss or gradient was not finite: it was not applied. Other optimiser steps of the same training step
+    may have been."""
     gallery: Sequence[Shown] = ()
     """Samples to be shown; the same on all ranks."""
     alarm: Alarm | None = None

@@ -18,10 +18,10 @@ def training_pairs(config: Config) -> LocalPairs:
 
 
 def validation_data(config: Config) -> LocalPairs | PromptFile | None:
-    """The pairs or the prompts in `validation.dataset.local_dir`; None without validation."""
-    if not config.validation.enable:
-        return None
+    """The pairs or the prompts in `validation.dataset.local_dir`; None without validation or where none is named."""
     source = config.validation.dataset.local_dir
+    if not config.validation.enable or not source:
+        return None
     if Path(source).suffix == ".json":
         return PromptFile(source)
     return LocalPairs(source, *config.policy.diffusers.inference_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cosmos_rl.data.cache import TensorCache, files_digest
 from cosmos_rl.data.items import Item
+from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
@@ -44,6 +45,7 @@ class Encoding:
             about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}"
             self.text_cache = TensorCache(folder.expanduser(), "text", about, bound)
 
+    @memory_phase("encoding")
     def latents(self, items: Sequence[Item]) -> Tensor:
         """Latents ``[B, C, ...]`` float32 on the device."""
         if self.latent_cache is None:
@@ -58,6 +60,7 @@ class Encoding:
             found = cache.put(key, {"latent": self._model.encode_visuals([visual], *self._size)[0]})
         return found["latent"]
 
+    @memory_phase("encoding")
     def conditions(self, prompts: Sequence[str], negative: str | None = None) -> Cond:
         """Conditions of B prompts on the device; ``negative`` is the text of their guidance twin."""
         if self.text_cache is None:

@@ -4,7 +4,7 @@ from what bad ones say. See docs/algorithms/nft.md."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.advantage import apply_mode, optimality
 from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import StepResult
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer import scoring
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels, dealt, optimizer_batches, share
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, optimizer_batches, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows, TermSums
+from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, TermSums, drawn_rows
 from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
@@ -153,7 +153,7 @@ class NFTTrainer:
         began = time.perf_counter()
         own, futures = self._roll_out(step)
         rolled = time.perf_counter()
-        tables = [future.result(self._deadline()) for future in futures]
+        tables = [self._scores(future) for future in futures]
         judged = time.perf_counter()
         scored = self._judged(step, own, tables)
         terms, applied = self._learn(step, scored)
@@ -191,21 +191,20 @@ class NFTTrainer:
             for i, record in enumerate(self._val_prompts)
             for k in range(count)
         ]
-        tables: list[RewardTable] = []
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
         size = (self._config.validation.batch_size or self._config.rollout.batch_size) * count
         world = self._context.dp_size
         rows = -(-len(slots) // world)
-        media = reward = None
+        media: Tensor | None = None
+        reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
+        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: world]])
         with swap, self.policies.using("default"), self.model.evaluating():
             for number, (ids, counts) in enumerate(dealt(len(slots), size, self._context.dp_rank, world)):
                 notify("pre_per_step_validation_hook", {"batch_index": number})
                 made = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
-                table = self._val_rewards.submit(scoring.request_of(made)).result(self._deadline())
-                tables.append(table)
-                if media is None or reward is None:
+                table = self._scores(self._val_rewards.submit(scoring.request_of(made)))
+                if media is None:
                     media = torch.zeros(rows, *made.media.shape[1:], dtype=made.media.dtype)
-                    reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
                 if counts:
                     places = [i // world for i in ids]
                     media[places] = made.media
@@ -214,17 +213,18 @@ class NFTTrainer:
                     "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
                 )
         self._conditions.forget()
+        self._count_evaluations()  # here, so that a checkpoint of this step holds them
         assert media is not None
-        assert reward is not None
         order = [(i % world) * rows + i // world for i in range(len(slots))]
         media, reward = self._context.gather_rows(media)[order], self._context.gather_rows(reward)[order]
-        return self._validated(slots, media, reward)
+        return self._validated(step, slots, media, reward)
 
     def _base_samples(self, prompts: Sequence[str]) -> Tensor:
         """Samples of the model as it is at the start, ``[W, C, ...]``; the same on all ranks."""
         world, rank = self._context.dp_size, self._context.dp_rank
         rows = -(-len(prompts) // world)
         own = torch.zeros(rows, *self.watch.held_out.latents.shape[1:])
+        self._conditions.prepare(prompts[rank::world])
         with self.policies.using("default"), self.model.evaluating():
             for ids, counts in dealt(len(prompts), self._chunk, rank, world):
                 made = self._evaluator.sample([Slot(i, i, prompts[i], {}) for i in ids], "watch/sample", 0)
@@ -234,7 +234,7 @@ class NFTTrainer:
         order = [(i % world) * rows + i // world for i in range(len(prompts))]
         return self._context.gather_rows(own)[order]
 
-    def _validated(self, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
+    def _validated(self, step: int, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
         names = list(self._val_rewards.names)
         total_N = reward[:, 0]
         metrics = {f"val/reward_{k}": v for k, v in scoring.statistics(total_N, mean_name="avg").items()}
@@ -243,7 +243,7 @@ class NFTTrainer:
         trained = {name for name, weight in self._rewards.weights.items() if weight != 0.0}
         untrained = {n: scoring.mean(reward[:, 1 + i]) for i, n in enumerate(names) if n not in trained}
         if untrained:
-            self.watch.note_untrained(untrained)
+            self._last_good = min(self._last_good, self.watch.note_untrained(step, untrained))
         shown = [
             Shown(media[i], slot.prompt, slot.sample_id, "fixed", scoring.score_dict(reward[i], names))
             for i, slot in enumerate(slots)
@@ -266,6 +266,12 @@ class NFTTrainer:
         if self._job.watch.enable and self._held_out is None:
             found["watch"] = {"latents": self.watch.held_out.latents}
         return found
+
+    def close(self) -> None:
+        """End what scores samples."""
+        self._rewards.close()
+        if self._val_rewards is not self._rewards:
+            self._val_rewards.close()
 
     def identity(self) -> dict[str, Any]:
         """What the positions in the prompts and the draws depend on."""
@@ -304,8 +310,16 @@ class NFTTrainer:
         """Purposes of random draws change when the run goes back, so that it takes another way."""
         return f"{name}/{self._rewinds}" if self._rewinds else name
 
-    def _deadline(self) -> float:
-        return 2.0 * max(self._job.local_reward.timeout_s, self._job.remote_reward.timeout_s) + 60.0
+    def _scores(self, future: "Future[RewardTable]") -> RewardTable:
+        """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not."""
+        job, calls = self._job, self._chunk * max(len(self._rewards.names), 1)
+        seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
+        if not wait([future], seconds).done:
+            raise TrainingStoppedError(
+                f"the rewards {', '.join(self._rewards.names)} of {self._chunk} samples are not there after "
+                f"{seconds:g} s (the sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
+            )
+        return future.result()
 
     def _slots(self, step: int) -> list[Slot]:
         """All samples of a step: prompts x samples, a contiguous block for each rank."""
@@ -360,34 +374,35 @@ class NFTTrainer:
             purpose=self._purpose("nft"),
             step=step,
         )
-        latents = self._latents(scored, batches)
+        latents = scoring.latents_by_place(scored, batches, self._context)
         total, results = TermSums(), []
         self.model.transformer.train()
         for number, ids in enumerate(batches):
             result, terms = self._optimizer_step(step, number, ids, latents, scored)
             results.append(result)
             total.merge(terms)
-        if batches:
+        if any(result.applied for result in results):
             kind = self._config.policy.diffusers.weight_copy_decay_type
             self.policies.follow(old_policy_decay(kind, self._optimizer_steps))
         norms = [result.grad_norm for result in results]
         metrics = {**self._term_metrics(total), "train/grad_norm": sum(norms) / max(len(norms), 1)}
         return metrics, all(result.applied for result in results)
 
-    def _latents(self, scored: Scored, batches: Sequence[Sequence[int]]) -> Mapping[int, Tensor]:
-        """Clean latents by place in the step; from the other ranks only where samples were dealt again."""
-        local, ranks = len(scored.own.slots), self._context.dp_size
-        shares = [(rank, share(ids, rank, ranks).ids) for ids in batches for rank in range(ranks)]
-        if any(place // local != rank for rank, places in shares for place in places):
-            return dict(enumerate(self._context.gather_rows(scored.own.latents)))
-        return {scored.first + i: latents for i, latents in enumerate(scored.own.latents)}
-
     def _optimizer_step(
         self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
     ) -> tuple[StepResult, TermSums]:
         """The gradient of the samples at ``places`` of the step, over all ranks, and one step along it."""
         context, lora = self._context, self._config.policy.lora
-        rows = self._rows(step, number, places, latents, scored)
+        own = share(places, context.dp_rank, context.dp_size)
+        rows = drawn_rows(
+            [scored.slots[place] for place in own.ids],
+            torch.stack([latents[place] for place in own.ids]),
+            scored.optimality(self._job)[list(own.ids)].float(),
+            torch.tensor(own.weights),
+            levels=self._levels,
+            count=self._levels_per_sample,
+            key=(self._seed, self._purpose(f"nft/{number}"), step),
+        )
         row_cond = self._conditions.places(rows.prompts)
         torch.manual_seed(randomness.key(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
         total_weight = float(len(places) * self._levels_per_sample)
@@ -403,8 +418,7 @@ class NFTTrainer:
         )
         if data_share is not None:
             terms.sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
-        own = [terms.sums.get(name, 0.0) for name in ("policy_loss", "kl_loss", "data_loss")]
-        policy, kl, data = context.sum_over_ranks(own)
+        policy, kl, data = context.sum_over_ranks([terms.sums.get(f"{n}_loss", 0.0) for n in ("policy", "kl", "data")])
         loss = (policy + self._kl_beta * kl + self._job.data_term.beta * data) / total_weight
         # sharded gradients are averaged over the ranks; what is wanted is their sum
         result = self.optimizer.step(step, scale=float(context.dp_size), loss=loss)
@@ -414,30 +428,6 @@ class NFTTrainer:
                 self.ema.update(self._optimizer_steps)
             self._optimizer_steps += 1
         return result, terms
-
-    def _rows(
-        self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
-    ) -> Rows:
-        """This rank's (sample, noise level) pairs: one level of every sample, then the next one."""
-        own = share(places, self._context.dp_rank, self._context.dp_size)
-        slots = [scored.slots[place] for place in own.ids]
-        purpose, total, count = self._purpose(f"nft/{number}"), len(self._levels), self._levels_per_sample
-        drawn = [
-            chosen_levels(slot.sample_id, count, total, seed=self._seed, purpose=purpose, step=step) for slot in slots
-        ]
-        pairs = [(row, drawn[row][j]) for j in range(count) for row in range(len(slots))]
-        advantage_N = apply_mode(scored.advantage_N, self._job.advantage_mode)
-        r_N = optimality(advantage_N, self._job.advantage_low, self._job.advantage_high)
-        clean = torch.stack([latents[place] for place in own.ids])
-        order = torch.tensor([row for row, _ in pairs])
-        return Rows(
-            latents=clean[order],
-            prompts=[slots[row].prompt for row, _ in pairs],
-            sigma=torch.stack([self._levels[level] for _, level in pairs]),
-            optimality=r_N[list(own.ids)][order].float(),
-            weight=torch.tensor(own.weights)[order],
-            noise_ids=[slots[row].sample_id * total + level for row, level in pairs],
-        )
 
     def _data_term(self, step: int, number: int) -> float | None:
         """Add the gradient of the real samples; this rank's share of their mean loss (the shares add up to it)."""
@@ -453,19 +443,14 @@ class NFTTrainer:
 
     def _term_metrics(self, terms: TermSums) -> dict[str, float]:
         """Means over all pairs of the step, and maxima; the same on all ranks."""
-        names = sorted(terms.sums)
-        *sums, count = self._context.sum_over_ranks([*(terms.sums[name] for name in names), terms.count])
-        metrics = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
-        tops = sorted(terms.maxima)
-        found = self._context.max_over_ranks([terms.maxima[name] for name in tops])
-        for name, value in zip(tops, found, strict=True):
-            metrics[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        metrics = terms.metrics(self._context)
         metrics["train/loss_avg"] = metrics.get("train/policy_loss_avg", 0.0)
         metrics["train/loss_avg"] += self._kl_beta * metrics.get("train/kl_loss_avg", 0.0)
         return metrics
 
     def _count_evaluations(self) -> float:
-        """Network evaluations of all ranks since the start of the run; a backward pass counts as two."""
+        """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must
+        call it."""
         (count,) = self._context.sum_over_ranks([float(self.model.evaluations)])
         self.model.evaluations = 0
         self._evaluations += int(count)
@@ -496,7 +481,12 @@ class NFTTrainer:
         action, count = watch.action, self._rewinds + 1
         if action == "rewind" and count > watch.max_rewinds:
             action, text = "stop", f"{text}. The run went back {self._rewinds} times already (watch.max_rewinds)"
-        return Alarm(text, action, good, lambda: self._set_rewinds(count))
+        return Alarm(text, action, good, lambda step: self._gone_back(step, count))
+
+    def _gone_back(self, step: int, count: int) -> None:
+        """The run goes on after ``step``, at which nothing was wrong, for the ``count``-th time."""
+        self._set_rewinds(count)
+        self._last_good = step
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -9,9 +9,12 @@ from torch import Tensor
 from cosmos_rl.algorithms.nft import NftTerms, nft_loss, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.policies import Policies
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels
+from cosmos_rl.rollout.sampler import Slot
 
 TARGET_BYTES = 256 * 2**20
 """Velocities of the old policy and the reference that are kept at once. Exchanging policies costs time where they are
@@ -43,6 +46,38 @@ class Rows:
     """``[R]``; 0 for rows that only fill up."""
     noise_ids: Sequence[int]
     """Keys of the rows' noise."""
+
+
+def drawn_rows(
+    slots: Sequence[Slot],
+    latents: Tensor,
+    optimality_S: Tensor,
+    weight_S: Tensor,
+    *,
+    levels: Tensor,
+    count: int,
+    key: tuple[int, str, int],
+) -> Rows:
+    """``count`` of the noise ``levels`` for each of ``S`` samples: one level of every sample, then the next one.
+
+    Args:
+        slots, latents, optimality_S, weight_S: the samples.
+        levels: float32, those of the sampler without the last 0.
+        key: (seed, purpose, step) of the draw.
+    """
+    seed, purpose, step = key
+    total = len(levels)
+    drawn = [chosen_levels(slot.sample_id, count, total, seed=seed, purpose=purpose, step=step) for slot in slots]
+    pairs = [(row, drawn[row][j]) for j in range(count) for row in range(len(slots))]
+    order = torch.tensor([row for row, _ in pairs])
+    return Rows(
+        latents=latents[order],
+        prompts=[slots[row].prompt for row, _ in pairs],
+        sigma=torch.stack([levels[level] for _, level in pairs]),
+        optimality=optimality_S[order],
+        weight=weight_S[order],
+        noise_ids=[slots[row].sample_id * total + level for row, level in pairs],
+    )
 
 
 @dataclass
@@ -80,6 +115,15 @@ class TermSums:
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
         self.count += other.count
+
+    def metrics(self, context: Context) -> dict[str, float]:
+        """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks."""
+        names, tops = sorted(self.sums), sorted(self.maxima)
+        *sums, count = context.sum_over_ranks([*(self.sums[name] for name in names), self.count])
+        found = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
+        for name, value in zip(tops, context.max_over_ranks([self.maxima[name] for name in tops]), strict=True):
+            found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        return found
 
 
 @dataclass(frozen=True)

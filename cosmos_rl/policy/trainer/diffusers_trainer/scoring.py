@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.advantage import combined_advantages, group_advantages, kept_rows, zero_std_share
+from cosmos_rl.algorithms.advantage import (
+    apply_mode,
+    combined_advantages,
+    group_advantages,
+    kept_rows,
+    optimality,
+    zero_std_share,
+)
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import share
 from cosmos_rl.reward.table import RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, Slot
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
@@ -36,6 +44,11 @@ class Scored:
     """float64 ``[N]``; NaN: missing."""
     kept_N: Tensor
     """bool ``[N]``: trained on."""
+
+    def optimality(self, job: GrpoPolicyConfig) -> Tensor:
+        """r in [0, 1], float64 ``[N]``; NaN: missing."""
+        advantage_N = apply_mode(self.advantage_N, job.advantage_mode)
+        return optimality(advantage_N, job.advantage_low, job.advantage_high)
 
     @property
     def group_N(self) -> Tensor:
@@ -111,6 +124,15 @@ def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable
         return
     told = "\n  ".join(missing_reasons(own, tables)[:5]) or "these samples are on another rank"
     raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {told}")
+
+
+def latents_by_place(step: Scored, batches: Sequence[Sequence[int]], context: Context) -> Mapping[int, Tensor]:
+    """Clean latents by place in the step; from the other ranks only where ``batches`` deal samples to another one."""
+    local, ranks = len(step.own.slots), context.dp_size
+    shares = [(rank, share(ids, rank, ranks).ids) for ids in batches for rank in range(ranks)]
+    if any(place // local != rank for rank, places in shares for place in places):
+        return dict(enumerate(context.gather_rows(step.own.latents)))
+    return {step.first + i: latents for i, latents in enumerate(step.own.latents)}
 
 
 def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:

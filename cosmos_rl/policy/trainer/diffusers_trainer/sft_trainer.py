@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.items import Part, as_item
-from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches
+from cosmos_rl.data.items import BadSample, Part
+from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -54,10 +54,12 @@ class SFTTrainer:
         self._val_dataset: Any = None
         if config.validation.enable:
             self._val_dataset = self._held_out(val_dataset)
-        batch = config.train.global_batch_size or config.train.train_batch_per_replica * context.world_size
-        sft = config.train.train_policy
+        sft, ranks = config.train.train_policy, context.world_size
+        batch, key = config.train.global_batch_size, "train.global_batch_size"
+        if batch is None:
+            batch, key = config.train.train_batch_per_replica * ranks, "train.train_batch_per_replica x ranks"
         self.stream = MapStream(
-            len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last
+            len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last, key
         )
         self.total_steps = self.stream.steps_per_epoch * config.train.epoch
         if config.train.max_num_steps is not None:
@@ -81,6 +83,8 @@ class SFTTrainer:
         self._batches: Iterator[Batch] = iter(())
         self._val_prompts: list[str] | None = None
         self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
+        held_out = len(self._val_dataset) if self._val_dataset is not None else 0
+        self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation goes on without")
         self._optimizer_steps = 0  # those that were applied: what the EMA's decay counts
         self._describe()
 
@@ -89,6 +93,13 @@ class SFTTrainer:
         share = self._config.train.train_policy.dataset.test_size
         if share is None or self._config.validation.dataset.local_dir:
             return opened(val_dataset, self._config, "val_dataset")
+        if callable(val_dataset) and not hasattr(val_dataset, "__getitem__"):
+            val_dataset = val_dataset(self._config)
+        if val_dataset is not None:
+            raise UserError(
+                f"train.train_policy.dataset.test_size = {share} holds out training samples, and the script gives a "
+                "val_dataset: unset one of them, or set validation.dataset.local_dir, then val_dataset counts"
+            )
         length = len(self._dataset)
         count = share if isinstance(share, int) else round(share * length)
         if not 0 < count < length:
@@ -153,31 +164,45 @@ class SFTTrainer:
             return ValidationReport()
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
         with swap, torch.no_grad(), self.model.evaluating():
-            if isinstance(self._val_dataset[0], str):
+            if self._validates_prompts():
                 return ValidationReport(pictures=self._pictures(list(self._val_dataset)))
-            loss = self.held_out_loss(notify)
-            return ValidationReport({"val/avg_loss": loss}, self._pictures(self._held_out_prompts()), objective=loss)
+            metrics = {"val/avg_loss": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
+            pictures = self._pictures(self._held_out_prompts())
+            return ValidationReport(metrics, pictures, objective=metrics["val/avg_loss"])
+
+    def _validates_prompts(self) -> bool:
+        try:
+            return isinstance(self._val_dataset[0], str)
+        except BadSample:  # a picture, named when its turn comes
+            return False
 
     def held_out_loss(self, notify: Notify) -> float:
         """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
         total, weight = 0.0, 0.0
         for number, (ids, counts) in enumerate(self._dealt(len(self._val_dataset))):
             notify("pre_per_step_validation_hook", {"batch_index": number})
-            items = [as_item(self._val_dataset[i], i) for i in ids]
-            micro_sum, micro_weight = self._noising.prepare("validation", 0, ids, items, 0.0).loss(self.model)
+            read, items = read_held_out(self._val_dataset, ids, self._val_skipped)
+            counts = counts and bool(read)
+            for other in range(len(self._val_dataset)) if not read else ():  # all ranks must meet in the forward pass
+                read, items = read_held_out(self._val_dataset, [other], self._val_skipped)
+                if read:
+                    break
+            micro_sum, micro_weight = self._noising.prepare("validation", 0, read, items, 0.0).loss(self.model)
             if counts:
                 total, weight = total + float(micro_sum), weight + float(micro_weight)
             score = float(micro_sum) / max(float(micro_weight), 1e-12)
             notify("post_per_step_validation_hook", {"batch_index": number, "val_score": score})
         total, weight = self._context.sum_over_ranks([total, weight])
-        return total / weight
+        return total / max(weight, 1e-12)
 
     def _held_out_prompts(self) -> list[str]:
         """Up to ``MAX_VALIDATION_PROMPTS`` distinct captions of the held-out pairs, in their order."""
         if self._val_prompts is None:
             data = self._val_dataset
             # a data set that knows its captions need not decode its pictures for them
-            prompts = getattr(data, "prompts", None) or (as_item(data[i], i).prompt for i in range(len(data)))
+            prompts = getattr(data, "prompts", None) or (
+                item.prompt for i in range(len(data)) for item in read_held_out(data, [i], self._val_skipped)[1]
+            )
             self._val_prompts = list(itertools.islice(dict.fromkeys(prompts), MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 

@@ -59,6 +59,7 @@ class Watch:
         self._base: dict[str, float] = {}
         self._spreads: list[float] = []
         self._untrained: dict[str, float] = {}
+        self._untrained_good = 0  # the last step at which none of them had fallen too far
 
     def hold_out(self, held_out: HeldOut) -> None:
         """Samples to measure the loss on, before the first step or again after a resume."""
@@ -90,11 +91,21 @@ class Watch:
         """The diversity of a step's samples; the mean of a window is compared with that of the first one."""
         self._spreads.append(value)
 
-    def note_untrained(self, scores: Mapping[str, float]) -> None:
-        """Validation rewards that are not trained on, as last measured; the first ones are the start."""
+    def note_untrained(self, step: int, scores: Mapping[str, float]) -> int:
+        """Validation rewards that are not trained on, as measured after ``step`` steps; the first ones are the start.
+
+        Returns the last step at which none of them had fallen too far.
+        """
         self._untrained = dict(scores)
         for name, value in scores.items():
             self._base.setdefault(f"untrained/{name}", value)
+        if not any(map(self._has_fallen, scores)):
+            self._untrained_good = step
+        return self._untrained_good
+
+    def _has_fallen(self, name: str) -> bool:
+        base = self._base[f"untrained/{name}"]
+        return math.isfinite(base) and base - self._untrained[name] > self._config.max_untrained_drop * abs(base)
 
     def due(self, done: int) -> bool:
         """Whether to look after ``done`` steps."""
@@ -122,20 +133,26 @@ class Watch:
                 )
         for name, value in self._untrained.items():
             metrics[f"watch/untrained_reward/{name}"] = value
-            base = self._base[f"untrained/{name}"]
-            if math.isfinite(base) and base - value > config.max_untrained_drop * abs(base):
+            if self._has_fallen(name):
+                first = self._base[f"untrained/{name}"]
                 wrong.append(
-                    f"the reward {name}, which is not trained on, fell from {base:.4g} to {value:.4g} "
+                    f"the reward {name}, which is not trained on, fell from {first:.4g} to {value:.4g} "
                     f"(watch.max_untrained_drop = {config.max_untrained_drop:g}): the trained reward is being cheated"
                 )
         return metrics, wrong
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
-        return {"base": self._base, "spreads": self._spreads, "untrained": self._untrained}
+        return {
+            "base": self._base,
+            "spreads": self._spreads,
+            "untrained": self._untrained,
+            "untrained_good": self._untrained_good,
+        }
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
         """Take over the measures of a checkpoint."""
         self._base = dict(progress["base"])
         self._spreads = list(progress["spreads"])
         self._untrained = dict(progress["untrained"])
+        self._untrained_good = int(progress["untrained_good"])

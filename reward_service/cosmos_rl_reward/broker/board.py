@@ -1,0 +1,74 @@
+"""What processes tell each other through the broker: results that arrived, and how the rewards are."""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from coredis import Redis
+
+logger = logging.getLogger(__name__)
+_PREFIX = "cosmos_rl_reward:"
+_EVENTS = f"{_PREFIX}events"
+_STATUS_TTL_S = 6
+
+
+class Board:
+    """Use as an async context manager, entered and left by one task."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = Redis.from_url(url, decode_responses=True, connect_timeout=5)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Board":
+        await self._stack.enter_async_context(self._redis)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def publish(self, events: list[dict[str, Any]]) -> None:
+        """Tell everybody who listens."""
+        await self._redis.publish(_EVENTS, msgspec.json.encode(events).decode())
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Events as they come, for ever. Those sent while the broker is away are lost: look at the spool as well."""
+        while True:
+            try:
+                async with self._redis.pubsub(channels=[_EVENTS], ignore_subscribe_messages=True) as channel:
+                    async for message in channel:
+                        for event in msgspec.json.decode(str(message["data"])):
+                            yield event
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                logger.debug("events: %r, connecting again", error)
+            await asyncio.sleep(0.2)
+
+    async def set_status(self, host: str, status: dict[str, Any]) -> None:
+        """Say how this host's rewards are; forgotten a few seconds after the last call."""
+        await self._redis.set(f"{_PREFIX}status:{host}", msgspec.json.encode(status).decode(), ex=_STATUS_TTL_S)
+        await self._redis.sadd(f"{_PREFIX}hosts", [host])
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """The latest word of every host that is alive."""
+        alive: dict[str, dict[str, Any]] = {}
+        for host in await self._redis.smembers(f"{_PREFIX}hosts"):
+            text = await self._redis.get(f"{_PREFIX}status:{host}")
+            if text is None:
+                await self._redis.srem(f"{_PREFIX}hosts", [host])
+            else:
+                alive[str(host)] = msgspec.json.decode(str(text))
+        return alive
+
+    async def epoch(self) -> str:
+        """A name for the broker's present contents: it changes when they were lost."""
+        key = f"{_PREFIX}epoch"
+        current = await self._redis.get(key)
+        if current is None:
+            await self._redis.setnx(key, uuid.uuid4().hex)
+            current = await self._redis.get(key)
+        return str(current)

@@ -1,0 +1,5 @@
+"""Errors that a user can mend. They are shown as one message without a traceback and end the program with code 2."""
+
+
+class UserError(Exception):
+    """A configuration value, a command line or the machine is wrong: says what, where, and what to do about it."""

@@ -1,0 +1,1 @@
+"""Example clients and the latency benchmark. They need httpx and numpy."""

@@ -1,0 +1,71 @@
+"""What is said about a job: one place, used by both protocols."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.payload.metadata import REWARD_NAME
+from cosmos_rl_reward.results import FAILED, without_scores
+from cosmos_rl_reward.spool import JOB_ID
+
+MAX_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """State of one reward of a job. ``result`` is the stored JSON when the state is final, else None.
+
+    ``state`` is ``unknown``, ``queued``, ``succeeded``, ``failed``, ``expired`` or ``cancelled``.
+    """
+
+    state: str
+    result: bytes | None = None
+    position: int | None = None
+
+
+async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) -> Answer:
+    """The state of a reward of a job; waits up to ``wait_s`` (at most 60 s) for a final one."""
+    if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
+        return Answer("unknown")
+    data = ledger.spool.result(job_id, reward)
+    if data is None:
+        job = ledger.open[job_id].job if job_id in ledger.open else await asyncio.to_thread(ledger.spool.job, job_id)
+        if job is None:
+            return Answer("unknown")
+        if reward not in job.rewards:
+            if reward in job.dropped:
+                error = f"reward {reward} was not scored: its weight in reward_fn is not above 0"
+            else:
+                error = f"the job did not ask for reward {reward}; it asked for {', '.join(job.rewards)}"
+            return Answer(FAILED, without_scores(reward, FAILED, error))
+        if wait_s > 0:
+            await ledger.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
+            data = ledger.spool.result(job_id, reward)
+        if data is None:
+            return Answer("queued", position=ledger.position(job_id, reward))
+    return Answer(state_of(data), data)
+
+
+def state_of(data: bytes) -> str:
+    """State in a stored result."""
+    return json.loads(data)["state"]
+
+
+async def look_all(ledger: Ledger, job_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
+    """All rewards of a job at once; None when the job is not known (any more)."""
+    job = await asyncio.to_thread(ledger.spool.job, job_id)
+    if job is None:
+        return None
+    loop = asyncio.get_running_loop()
+    end = loop.time() + min(wait_s, MAX_WAIT_S)
+    rewards: dict[str, Any] = {}
+    for name in job.rewards:
+        answer = await look(ledger, job_id, name, max(0.0, end - loop.time()))
+        rewards[name] = json.loads(answer.result) if answer.result else {"state": answer.state}
+        if answer.position is not None:
+            rewards[name]["position"] = answer.position
+    states = {rewards[name]["state"] for name in job.rewards}
+    order = ("queued", "failed", "expired", "cancelled", "succeeded")
+    return {"id": job_id, "state": next(s for s in order if s in states), "rewards": rewards}

@@ -1,0 +1,156 @@
+"""The web application."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from cosmos_rl_reward import __version__
+from cosmos_rl_reward.broker.board import Board
+from cosmos_rl_reward.broker.queue import JobQueue, StreaqQueue
+from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.front import v1, v2
+from cosmos_rl_reward.front.auth import Auth, Denied
+from cosmos_rl_reward.front.intake import Intake, discard_body
+from cosmos_rl_reward.front.ledger import Ledger, Notices
+from cosmos_rl_reward.front.metrics import Metrics
+from cosmos_rl_reward.front.state import Front
+from cosmos_rl_reward.front.watcher import Watcher
+from cosmos_rl_reward.payload.errors import Refused
+from cosmos_rl_reward.spool import Spool
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+Connect = Callable[[], AbstractAsyncContextManager[tuple[JobQueue, Notices]]]
+
+
+@router.get("/healthz")
+async def healthz() -> Response:
+    """The process answers."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 when all required rewards are ready and jobs are taken, else 503; with the state of each reward."""
+    front = Front.of(request)
+    rewards = front.describe()["rewards"]
+    states = {name: {k: r[k] for k in ("state", "queued", "last_success")} for name, r in rewards.items()}
+    ready = not front.draining and all(r["state"] == "ready" for r in rewards.values() if r["required"])
+    return JSONResponse({"ready": ready, "draining": front.draining, "rewards": states}, 200 if ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    front = Front.of(request)
+    front.allow(request, "read")
+    return Response(front.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/api/reward/rewards")
+async def rewards(request: Request) -> Response:
+    """Names, states, score keys, versions and limits."""
+    front = Front.of(request)
+    front.allow(request, "read")
+    return JSONResponse(front.describe())
+
+
+@router.get("/")
+async def page() -> Response:
+    """The page for people; it asks ``/api/reward/rewards`` with the token typed into it."""
+    return HTMLResponse(Path(__file__).with_name("page.html").read_text())
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    front = Front.of(request)
+    front.metrics.rejected.labels(str(error.status)).inc()
+    await discard_body(request)
+    retry = {"Retry-After": str(front.ledger.retry_after())} if error.status in (429, 503, 507) else {}
+    return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=retry)
+
+
+async def _denied(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Denied)
+    front = Front.of(request)
+    if error.status != 503:
+        front.metrics.denied.inc()
+    await discard_body(request)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "5"}}.get(error.status, {})
+    return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=headers)
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody is there to read it
+
+
+def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
+    """The application; ``connect`` opens the queue and the board while it runs.
+
+    Raises:
+        UserError: tokens are wrong or missing.
+    """
+    auth = Auth(config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with connect() as (queue, board):
+            numbers = Metrics()
+            ledger = Ledger(config, Spool(config.spool_dir), queue, board, numbers)
+            await asyncio.to_thread(ledger.load)
+            app.state.front = Front(config, ledger, Intake(ledger), auth, numbers)
+            watcher = Watcher(ledger)
+            with contextlib.suppress(Exception):  # the broker may come later
+                await watcher.refresh()
+            watching = asyncio.create_task(watcher.run())
+            if threading.current_thread() is threading.main_thread():
+                asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, app.state.front.drain)
+            yield
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan)
+    for part in (router, v1.router, v2.router):
+        app.include_router(part)
+    # the two that are called most, past the framework's reading of arguments
+    app.add_route("/api/reward/enqueue", v1.enqueue, methods=["POST"])
+    app.add_route("/api/reward/pull", v1.pull, methods=["POST"])
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(Denied, _denied)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    return app
+
+
+def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -> None:
+    """Serve until SIGTERM; SIGUSR1 refuses new jobs while results are still handed out.
+
+    Raises:
+        UserError: tokens are wrong or missing.
+    """
+
+    @contextlib.asynccontextmanager
+    async def connect() -> AsyncIterator[tuple[JobQueue, Notices]]:
+        names = [*(args.reward_type for args in config.enabled), DECODE_QUEUE]
+        async with Board(broker_url) as board, StreaqQueue(broker_url, names) as queue:
+            yield queue, board
+
+    app = create_app(config, connect)
+    tls: dict[str, Any] = {}
+    if config.tls_cert:
+        tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key or None}
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False}
+    settings = uvicorn.Config(app, timeout_graceful_shutdown=5, timeout_keep_alive=75, **quiet, **tls)
+    uvicorn.Server(settings).run(sockets=[listener])

@@ -1,0 +1,217 @@
+"""From a request's body to an accepted job: streamed to the disk, checked by its headers, never held in memory."""
+
+import asyncio
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from cosmos_rl_reward.front.ledger import Hold, Ledger
+from cosmos_rl_reward.payload.errors import Refused
+from cosmos_rl_reward.payload.media import read_payload
+from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
+
+_CHUNK = 1 << 20  # bytes gathered before they go to the disk
+_PAUSES = 10  # the whole body may take this many times receive_timeout_s
+_POLITE = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
+_KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """An accepted job. ``fresh`` is false when its idempotency key was used before."""
+
+    job: Job
+    fresh: bool
+
+
+class _Coming:
+    """A body on its way in: a part in memory, the rest in a file that is made when it is needed."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._parts: list[bytes] = []
+        self.upload: Upload | None = None
+        self.size = self.held = 0
+
+    def add(self, part: bytes) -> None:
+        """The next bytes."""
+        self._parts.append(part)
+        self.size += len(part)
+        self.held += len(part)
+
+    def flush(self) -> Upload:
+        """Write what is in memory to the file."""
+        if self.upload is None:
+            self.upload = self._spool.upload()
+        for part in self._parts:
+            self.upload.write(part)
+        self._parts, self.held = [], 0
+        return self.upload
+
+
+class Intake:
+    """Receives bodies for one front."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.spool, self.config = ledger, ledger.spool, ledger.config
+
+    async def receive(self, request: Request, owner: str) -> Ticket:
+        """Take a body in; returns when it is safe on the disk.
+
+        Args:
+            owner: name of the token, so that keys of different clients do not meet.
+
+        Raises:
+            Refused: with the status for the client.
+            ClientDisconnect: the body did not come whole; nothing is left of it.
+        """
+        key = request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= 200:
+            raise Refused("Idempotency-Key: between 1 and 200 characters")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refused("Content-Encoding: send the body as it is", 415)
+        length = request.headers.get("content-length")
+        if length is not None and (not length.isdigit() or int(length) > self.config.max_body_bytes):
+            raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
+        with self.ledger.hold() as hold:
+            hold.ask(int(length or 0))
+            return await self._receive(request, owner, key, hold)
+
+    async def _receive(self, request: Request, owner: str, key: str | None, hold: Hold) -> Ticket:
+        coming = _Coming(self.spool)
+        try:
+            data, line_end = await self._stream(request, coming, hold)
+            hold.ask(HEADER_BYTES + coming.size)
+            job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
+            job, older = await self._disk(self._store, coming, data, line_end, job_id)
+        finally:
+            if coming.upload is not None:
+                await asyncio.to_thread(coming.upload.discard)
+        if older is None:
+            await self.ledger.add(job)
+            return Ticket(job, True)
+        if older.sha256 != job.sha256:
+            raise Refused("Idempotency-Key: was used before, with another body", 409)
+        return Ticket(older, False)
+
+    async def _disk(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return await asyncio.to_thread(function, *arguments)
+        except OSError as error:
+            raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
+
+    async def _stream(self, request: Request, coming: "_Coming", hold: Hold) -> tuple[dict[str, Any], int]:
+        """Take the body in; the metadata line is checked as soon as it is there. Returns it and where it ends."""
+        line, checked = bytearray(), None
+        chunks, end = request.stream().__aiter__(), time.monotonic() + _PAUSES * self.config.receive_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(min(self.config.receive_timeout_s, end - time.monotonic())):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise Refused(f"no data for {self.config.receive_timeout_s:g} s (receive_timeout_s)", 408) from None
+            if chunk is None:
+                break
+            coming.add(chunk)
+            if coming.size > self.config.max_body_bytes:
+                raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
+            if checked is None:
+                line += chunk[: MAX_LINE + 1 - len(line)]
+                if (newline := line.find(b"\n")) >= 0:
+                    del line[newline:]
+                    checked = self._check(bytes(line))
+                    hold.ask(coming.size, _wanted(checked))
+                elif len(line) > MAX_LINE:
+                    raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
+            if coming.held >= _CHUNK:
+                await self._disk(coming.flush)
+        if checked is None:
+            raise Refused("metadata: no newline after the JSON line")
+        return checked, HEADER_BYTES + len(line)
+
+    def _check(self, line: bytes) -> dict[str, Any]:
+        """What the first line alone can be refused for."""
+        data = parse_line(line)
+        known = {args.reward_type for args in self.config.enabled}
+        if unknown := [name for name in data["reward_fn"] if name not in known]:
+            names = ", ".join(sorted(known)) or "none"
+            raise Refused(f"metadata.reward_fn: {unknown[0]!r} is not a reward of this service; enabled are {names}")
+        wanted = _wanted(data)
+        if not wanted:
+            raise Refused("metadata.reward_fn: no reward has a weight above 0, so there is nothing to score")
+        for name in wanted:
+            self._check_reward(name, data)
+        return data
+
+    def _check_reward(self, name: str, data: dict[str, Any]) -> None:
+        """What the reward itself asks for, once a worker has told."""
+        for status in self.ledger.statuses.values():
+            about = status.get(name, {}).get("about", {})
+            media = "image" if data.get("media_type") == "image" else "video"
+            if about and media not in about["media_types"]:
+                kinds = " and ".join(about["media_types"])
+                raise Refused(f"reward {name} scores {kinds}, not {data.get('media_type') or 'latent'}")
+            if missing := [field for field in about.get("required_metadata", ()) if field not in data]:
+                raise Refused(f"metadata.{missing[0]}: needed by reward {name}")
+
+    def _store(self, coming: "_Coming", data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+        """Check the payload and make the job real. Returns it, and the job that has its id already, if any."""
+        upload = coming.flush()
+        try:
+            return self._seal(upload, data, line_end, job_id)
+        finally:
+            upload.discard()
+            coming.upload = None
+
+    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+        media = read_payload(upload.file, line_end + 1, upload.size, data.get("media_type"))
+        config = self.config
+        if media.count > config.max_items:
+            raise Refused(f"payload: {media.count} samples are more than max_items = {config.max_items}", 413)
+        if media.pixels > config.max_pixels:
+            raise Refused(f"payload: {media.pixels} pixels per sample are more than {config.max_pixels}", 413)
+        if media.kind == "latent":
+            self._check_latent(media.array.shape[1])
+        check_counts(data, media.count)
+        weights = data["reward_fn"]
+        job = Job(
+            id=job_id,
+            accepted=time.time(),
+            rewards=tuple(sorted(_wanted(data))),
+            dropped=tuple(sorted(name for name in weights if weights[name] <= 0)),
+            sha256=upload.sha256,
+            line_end=line_end,
+            media=media.kind,
+            array=media.array,
+            size=upload.size,
+        )
+        upload.seal(job)
+        return job, self.spool.accept(upload, job)
+
+    def _check_latent(self, channels: int) -> None:
+        if self.config.no_latent_decoder:
+            raise Refused("this service does not decode latents (no_latent_decoder)")
+        if channels == 48 and not self.config.decode_args.wan2pt2_model_path:
+            raise Refused("latents with 48 channels need decode_args.wan2pt2_model_path on the service")
+
+
+def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
+
+
+async def discard_body(request: Request) -> None:
+    """Read what is left of a small refused body, so that clients that send before they read see the answer."""
+    left = _POLITE
+    try:
+        async with asyncio.timeout(5):
+            async for chunk in request.stream():
+                left -= len(chunk)
+                if left < 0:
+                    return
+    except (TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: it was read to its end
+        return

@@ -1,0 +1,239 @@
+"""The jobs that are not finished, as one front sees them: counted for limits, waited for, given their final state.
+
+What counts is in the spool; this is rebuilt from it at start, and ``watcher`` compares the two again and again.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cosmos_rl_reward.broker.queue import JobQueue
+from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.front.metrics import Metrics
+from cosmos_rl_reward.payload.errors import Refused
+from cosmos_rl_reward.results import without_scores
+from cosmos_rl_reward.spool import Job, Spool
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE
+
+logger = logging.getLogger(__name__)
+BROKER_S = 5.0  # longest wait for an answer of the broker
+
+
+class Notices(Protocol):
+    """What the ledger needs of ``broker.board.Board``."""
+
+    async def publish(self, events: list[dict[str, Any]]) -> None: ...
+    async def statuses(self) -> dict[str, dict[str, Any]]: ...
+    async def epoch(self) -> str: ...
+    def events(self) -> Any: ...
+
+
+@dataclass
+class OpenJob:
+    """A job and its rewards without a result; ``order``: its number in each reward's queue."""
+
+    job: Job
+    missing: set[str]
+    order: dict[str, int] = field(default_factory=dict)
+
+
+class Hold:
+    """Room that a job on its way in already takes, so that many at once do not pass a limit together."""
+
+    def __init__(self, ledger: "Ledger") -> None:
+        self._ledger = ledger
+        self._rewards: tuple[str, ...] = ()
+        self._size = 0
+
+    def ask(self, size: int, rewards: tuple[str, ...] | None = None) -> None:
+        """Hold at least ``size`` bytes, for ``rewards``; raises ``Refused`` when there is no room."""
+        size = max(size, self._size)
+        rewards = self._rewards if rewards is None else rewards
+        self.release()
+        self._ledger.admit(rewards, size)
+        self._rewards, self._size = rewards, size
+        self._ledger.held.update(rewards)
+        self._ledger.held_bytes += size
+
+    def release(self) -> None:
+        """Give it back."""
+        self._ledger.held.subtract(self._rewards)
+        self._ledger.held_bytes -= self._size
+        self._rewards, self._size = (), 0
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Ledger:
+    """Open jobs of this service. One per front."""
+
+    def __init__(self, config: ServiceConfig, spool: Spool, queue: JobQueue, board: Notices, metrics: Metrics) -> None:
+        self.config, self.spool, self.queue, self.board, self.metrics = config, spool, queue, board, metrics
+        self.rewards = tuple(args.reward_type for args in config.enabled)
+        self.statuses: dict[str, dict[str, Any]] = {}
+        self.errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=50)
+        self.bytes = 0
+        self.held: collections.Counter[str] = collections.Counter()
+        self.held_bytes = 0
+        self.open: dict[str, OpenJob] = {}
+        self._depth: collections.Counter[str] = collections.Counter()
+        self._entered: collections.Counter[str] = collections.Counter()
+        self.left: collections.Counter[str] = collections.Counter()
+        self._waiters: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
+        self.rates: dict[str, float] = {}  # jobs per second, about
+
+    def hold(self) -> "Hold":
+        """Room for one job on its way in; use as a context manager."""
+        return Hold(self)
+
+    def admit(self, rewards: tuple[str, ...], size: int) -> None:
+        """Raise ``Refused`` (429, 503 or 507) when a job of ``size`` bytes cannot be taken now."""
+        for reward in rewards:
+            state, reason = self.state(reward)
+            if state == "failed":
+                raise Refused(f"reward {reward} is not available: {reason}", 503)
+            if self._depth[reward] + self.held[reward] >= self.config.max_queued_jobs:
+                limit = self.config.max_queued_jobs
+                raise Refused(f"reward {reward} has {limit} jobs waiting (max_queued_jobs); try again later", 429)
+        taken = self.bytes + self.held_bytes
+        if taken + size > self.config.max_spool_bytes:
+            raise Refused(f"{taken} bytes are waiting (max_spool_bytes); try again later", 429)
+        if self.spool.free_bytes() - size < self.config.min_free_bytes:
+            raise Refused("the disk of the service is full", 507)
+
+    def retry_after(self, rewards: tuple[str, ...] = ()) -> int:
+        """Seconds after which a refused job has a chance: a tenth of the queue's time."""
+        waits = [self._depth[r] / 10 / self.rates[r] for r in rewards or self.rewards if self.rates.get(r)]
+        return max(1, min(60, round(max(waits, default=1))))
+
+    def state(self, reward: str) -> tuple[str, str]:
+        """``ready``, ``idle``, ``loading``, ``failed`` or ``absent`` (not served), and why; the best of all hosts."""
+        found = [status[reward] for status in self.statuses.values() if reward in status]
+        for state in ("ready", "idle", "loading", "failed"):
+            for status in found:
+                if status["state"] == state:
+                    return state, status["reason"]
+        return "absent", "no worker serves it yet"
+
+    async def add(self, job: Job) -> None:
+        """Take an accepted job in and queue it. The broker may be away: then it is queued when that is back."""
+        if not self.enter(job, set(job.rewards)):
+            return
+        for reward in job.rewards:
+            self.metrics.accepted.labels(reward).inc()
+        try:
+            await self.queue_jobs([job])
+        except Exception as error:
+            logger.warning("job %s waits in the spool, the broker does not answer: %r", job.id, error)
+
+    def enter(self, job: Job, missing: set[str]) -> bool:
+        if job.id in self.open:
+            return False
+        entry = self.open[job.id] = OpenJob(job, missing)
+        self.bytes += job.size
+        for reward in missing:
+            self._depth[reward] += 1
+            self._entered[reward] += 1
+            entry.order[reward] = self._entered[reward]
+        return True
+
+    async def queue_jobs(self, jobs: list[Job]) -> None:
+        """Put jobs where they are next: the decoder, or the rewards without a result."""
+        wanted: dict[str, list[str]] = {}
+        for job in jobs:
+            entry = self.open.get(job.id)
+            names = entry.missing if entry else set()
+            if job.media == "latent" and self.spool.decoded(job.id) is None:
+                names = {DECODE_QUEUE}
+            for name in names & {*self.rewards, DECODE_QUEUE}:
+                wanted.setdefault(name, []).append(job.id)
+        async with asyncio.timeout(BROKER_S):
+            for name, ids in wanted.items():
+                await self.queue.put(name, ids)
+
+    def position(self, job_id: str, reward: str) -> int | None:
+        """How many jobs of the reward came before and are not finished (about)."""
+        entry = self.open.get(job_id)
+        if entry is None or reward not in entry.order:
+            return None
+        return max(0, entry.order[reward] - self.left[reward] - 1)
+
+    def depth(self, reward: str) -> int:
+        """Jobs of the reward without a result."""
+        return self._depth[reward]
+
+    async def wait(self, job_id: str, reward: str, timeout_s: float) -> None:
+        """Return when there is a result, or after ``timeout_s``."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = (job_id, reward)
+        self._waiters.setdefault(key, []).append(future)
+        end = time.monotonic() + timeout_s
+        try:
+            while not future.done() and (left := end - time.monotonic()) > 0:
+                await asyncio.wait({future}, timeout=min(left, 0.5))
+                if self.spool.result_path(job_id, reward).exists():
+                    return
+        finally:
+            self._waiters[key].remove(future)
+            if not self._waiters[key]:
+                del self._waiters[key]
+
+    def _wake(self, job_id: str, reward: str) -> None:
+        for future in self._waiters.get((job_id, reward), ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def end(self, job_id: str, reward: str, state: str, error: str) -> bool:
+        """Give a job a final state without scores, unless it has one. Returns whether it got this one."""
+        data = without_scores(reward, state, error)
+        written = await asyncio.to_thread(self.spool.write_result, job_id, reward, data)
+        event = {"id": job_id, "reward": reward, "state": state, "error": error}
+        await self.settled(event)
+        if written:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.board.publish([event]), BROKER_S)
+        return written
+
+    async def settled(self, event: dict[str, Any]) -> None:
+        """A result of a job is there."""
+        job_id, reward = event["id"], event["reward"]
+        self._wake(job_id, reward)
+        entry = self.open.get(job_id)
+        if entry is None or reward not in entry.missing:
+            return
+        entry.missing.discard(reward)
+        self._depth[reward] -= 1
+        self.left[reward] += 1
+        self.metrics.finished(event)
+        if event.get("error"):
+            self.errors.appendleft({"time": time.time(), **event})
+        if not entry.missing:
+            del self.open[job_id]
+            self.bytes -= entry.job.size
+            self.spool.finish(entry.job)
+
+    def load(self) -> None:
+        """Read the spool: all jobs that were accepted and are not finished, oldest first."""
+        for job in sorted(self.spool.open_jobs(), key=lambda job: job.accepted):
+            missing = set(self.spool.missing_rewards(job))
+            if missing:
+                self.enter(job, missing)
+            else:
+                self.spool.finish(job)
+
+    def next_queue(self, job: Job, name: str) -> bool:
+        """Whether the open job is to be in the queue ``name`` now."""
+        entry = self.open.get(job.id)
+        if entry is None:
+            return False
+        if job.media == "latent" and self.spool.decoded(job.id) is None:
+            return name == DECODE_QUEUE
+        return name in entry.missing

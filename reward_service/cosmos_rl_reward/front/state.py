@@ -1,0 +1,72 @@
+"""What the routes share."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from cosmos_rl_reward import __version__
+from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.front.auth import Auth, Denied
+from cosmos_rl_reward.front.intake import Intake
+from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.front.metrics import Metrics
+
+
+@dataclass
+class Front:
+    """One front's parts. ``draining`` is set when it takes no more jobs."""
+
+    config: ServiceConfig
+    ledger: Ledger
+    intake: Intake
+    auth: Auth
+    metrics: Metrics
+    draining: bool = False
+
+    @staticmethod
+    def of(request: Request) -> "Front":
+        """The front that got the request."""
+        return request.app.state.front
+
+    def drain(self) -> None:
+        """Take no more jobs."""
+        self.draining = True
+
+    def allow(self, request: Request, scope: str) -> str:
+        """Check the token; returns a name for it. Raises ``Denied``; 503 when new jobs are no longer taken."""
+        name = self.auth.check(request.headers.get("authorization", ""), scope)
+        if self.draining and scope == "submit":
+            raise Denied(503, "the service is stopping")
+        return name
+
+    def describe(self) -> dict[str, Any]:
+        """Rewards, their health, queues and limits, and the last errors."""
+        config, rewards = self.config, {}
+        for args in config.enabled:
+            name = args.reward_type
+            state, reason = self.ledger.state(name)
+            mine = [status[name] for status in self.ledger.statuses.values() if name in status]
+            about = next((status["about"] for status in mine if status["about"]), {})
+            rewards[name] = {
+                "state": state,
+                "reason": reason,
+                "required": args.required,
+                "queued": self.ledger.depth(name),
+                "replicas": sum(status["replicas"] for status in mine),
+                "restarts": sum(status["restarts"] for status in mine),
+                "last_success": max((status["last_success"] for status in mine), default=0.0) or None,
+                "per_second": round(self.ledger.rates.get(name, 0.0), 2),
+                **{k: about[k] for k in ("media_types", "score_keys", "required_metadata", "warning") if k in about},
+                "provenance": about.get("provenance", {}),
+            }
+        limits = ("max_body_bytes", "max_items", "max_pixels", "max_queued_jobs", "job_ttl_s", "result_ttl_s")
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "rewards": rewards,
+            "limits": {name: getattr(config, name) for name in limits},
+            "spool_bytes": self.ledger.bytes,
+            "errors": list(self.ledger.errors),
+        }

@@ -1,0 +1,99 @@
+"""Protocol v2: whole jobs instead of one reward at a time, with HTTP's own status codes."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from cosmos_rl_reward.front.answers import MAX_WAIT_S, look_all
+from cosmos_rl_reward.front.state import Front
+from cosmos_rl_reward.front.v1 import read_fields, wait_seconds
+from cosmos_rl_reward.payload.errors import Refused
+from cosmos_rl_reward.results import CANCELLED
+from cosmos_rl_reward.spool import JOB_ID
+
+router = APIRouter(prefix="/v2")
+_MAX_BATCH = 256
+
+
+def _preferred_wait(request: Request) -> float:
+    """Seconds of ``Prefer: wait=N``."""
+    found = re.search(r"\bwait=(\d{1,6})\b", request.headers.get("prefer", ""))
+    return min(MAX_WAIT_S, float(found[1])) if found else 0.0
+
+
+def _not_found(job_id: str) -> JSONResponse:
+    return JSONResponse({"error": f"no job {job_id}: never accepted here, or its results have expired"}, 404)
+
+
+async def _job(front: Front, job_id: str, wait_s: float) -> dict[str, Any] | None:
+    return await look_all(front.ledger, job_id, wait_s) if JOB_ID.fullmatch(job_id) else None
+
+
+@router.post("/jobs")
+async def submit(request: Request) -> Response:
+    """Take a job (the body of v1's enqueue): 202, or 200 when it ended within ``Prefer: wait=N``."""
+    front = Front.of(request)
+    ticket = await front.intake.receive(request, front.allow(request, "submit"))
+    state = await look_all(front.ledger, ticket.job.id, _preferred_wait(request))
+    done = state is not None and state["state"] != "queued"
+    return JSONResponse(state, 200 if done else 202, headers={"Location": f"/v2/jobs/{ticket.job.id}"})
+
+
+@router.post("/score")
+async def score(request: Request) -> Response:
+    """Take a job and answer with its end: 200, or 504 with the job's id when it takes longer than a minute."""
+    front = Front.of(request)
+    ticket = await front.intake.receive(request, front.allow(request, "submit"))
+    state = await look_all(front.ledger, ticket.job.id, MAX_WAIT_S)
+    return JSONResponse(state, 200 if state is not None and state["state"] != "queued" else 504)
+
+
+@router.get("/jobs/{job_id}")
+async def get(job_id: str, request: Request) -> Response:
+    """All rewards of a job; ``Prefer: wait=N`` waits for the end."""
+    front = Front.of(request)
+    front.allow(request, "read")
+    state = await _job(front, job_id, _preferred_wait(request))
+    return _not_found(job_id) if state is None else JSONResponse(state)
+
+
+@router.delete("/jobs/{job_id}")
+async def cancel(job_id: str, request: Request) -> Response:
+    """Cancel what has no result yet; results that are there stay."""
+    front = Front.of(request)
+    front.allow(request, "submit")
+    job = await asyncio.to_thread(front.ledger.spool.job, job_id)
+    if job is None:
+        return _not_found(job_id)
+    for reward in job.rewards:
+        await front.ledger.end(job_id, reward, CANCELLED, "cancelled by a client")
+    return JSONResponse(await _job(front, job_id, 0))
+
+
+@router.post("/jobs:batchGet")
+async def batch_get(request: Request) -> Response:
+    """States of many jobs: ``{"ids": [...], "wait": seconds}``. Jobs that are not known are null."""
+    front = Front.of(request)
+    front.allow(request, "read")
+    fields = await read_fields(request)
+    try:
+        ids = json.loads(fields.get("ids", "null"))
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or len(ids) > _MAX_BATCH or not all(isinstance(i, str) for i in ids):
+        raise Refused(f"ids: needed, a list of at most {_MAX_BATCH} job ids", 422)
+    wait_s = wait_seconds(fields.get("wait", "0"))
+    states = await asyncio.gather(*(_job(front, job_id, wait_s) for job_id in ids))
+    return JSONResponse({"jobs": dict(zip(ids, states, strict=True))})
+
+
+@router.get("/rewards")
+async def rewards(request: Request) -> Response:
+    """The rewards of this service."""
+    front = Front.of(request)
+    front.allow(request, "read")
+    return JSONResponse(front.describe())

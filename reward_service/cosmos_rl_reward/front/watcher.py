@@ -1,0 +1,175 @@
+"""Compares the front's view with the spool, the broker and the workers, so that nothing that gets lost stays lost."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cosmos_rl_reward.front.ledger import BROKER_S, Ledger, OpenJob
+from cosmos_rl_reward.results import EXPIRED, FAILED
+from cosmos_rl_reward.spool import Job
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE
+
+logger = logging.getLogger(__name__)
+_KNOWN_AFTER_S = 5.0  # an older job that the broker does not know is queued again
+_AT_ONCE = 500  # jobs per message to the broker
+
+
+class Watcher:
+    """``run`` it beside a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._epoch = ""
+        self._unwell: dict[tuple[str, str], float] = {}
+        self._left: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Follow events and the spool until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(_every(0.5, self.refresh))
+            group.create_task(_every(1.0, self.compare))
+            group.create_task(_every(2.5, self.requeue_unknown))
+            group.create_task(_every(30.0, self.adopt))
+            group.create_task(_every(60.0, self.sweep))
+
+    async def _follow(self) -> None:
+        ledger = self.ledger
+        async for event in ledger.board.events():
+            name = event.get("reward", DECODE_QUEUE)
+            # an event is word of a file: look, so that nobody is told of a result that is not there
+            if name != DECODE_QUEUE and ledger.spool.result_path(event["id"], name).exists():
+                await ledger.settled(event)
+
+    async def refresh(self) -> None:
+        """Ask how the workers are, and whether the broker still knows what it knew."""
+        ledger = self.ledger
+        async with asyncio.timeout(BROKER_S):
+            ledger.statuses = await ledger.board.statuses()
+            epoch = await ledger.board.epoch()
+        if epoch == self._epoch:
+            return
+        jobs = [entry.job for entry in ledger.open.values()]
+        if self._epoch:
+            logger.warning("the broker came back empty: %d jobs are queued again", len(jobs))
+            ledger.metrics.requeued.labels("broker").inc(len(jobs))
+        for i in range(0, len(jobs), _AT_ONCE):
+            await ledger.queue_jobs(jobs[i : i + _AT_ONCE])
+        self._epoch = epoch
+
+    async def compare(self) -> None:
+        """End what is over: results without word of them, jobs that expired or that nobody can score."""
+        ledger, now = self.ledger, time.time()
+        entries = list(ledger.open.values())
+        for event in await asyncio.to_thread(self._results_of, entries):
+            await ledger.settled(event)
+        self._note_states(now)
+        for entry in entries:
+            for reward in list(entry.missing):
+                if verdict := self._verdict(entry.job, reward, now):
+                    await ledger.end(entry.job.id, reward, *verdict)
+        self._measure(now)
+
+    def _results_of(self, entries: list[OpenJob]) -> list[dict[str, Any]]:
+        found = []
+        for entry in entries:
+            for reward in list(entry.missing):
+                data = self.ledger.spool.result(entry.job.id, reward)
+                if data is not None:
+                    result = json.loads(data)
+                    error = {"error": result["error"]} if "error" in result else {}
+                    found.append({"id": entry.job.id, "reward": reward, "state": result["state"], **error})
+        return found
+
+    def _note_states(self, now: float) -> None:
+        for reward in (*self.ledger.rewards, DECODE_QUEUE):
+            state, _ = self.ledger.state(reward)
+            for bad in ("failed", "absent"):
+                if bad == state:
+                    self._unwell.setdefault((reward, bad), now)
+                else:
+                    self._unwell.pop((reward, bad), None)
+
+    def _verdict(self, job: Job, reward: str, now: float) -> tuple[str, str] | None:
+        """Final state and reason for a job that will not be scored any more."""
+        config, age = self.ledger.config, now - job.accepted
+        if age > config.job_ttl_s:
+            return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
+        if reward not in self.ledger.rewards:
+            return (FAILED, f"reward {reward} is no longer enabled") if age > config.fail_after_s else None
+        if job.media == "latent" and self._undecoded_for(job, now) > config.no_worker_after_s:
+            return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
+        state, reason = self.ledger.state(reward)
+        since = max(self._unwell.get((reward, state), now), job.accepted)
+        limit = config.fail_after_s if state == "failed" else config.no_worker_after_s
+        if state in ("failed", "absent") and now - since > limit:
+            return FAILED, f"reward {reward} is not available: {reason}"
+        return None
+
+    def _undecoded_for(self, job: Job, now: float) -> float:
+        """Seconds for which the job's latents have waited without anybody there to decode them."""
+        absent = self._unwell.get((DECODE_QUEUE, "absent"))
+        if absent is None or self.ledger.spool.decoded(job.id) is not None:
+            return 0.0
+        return now - max(absent, job.accepted)
+
+    def _measure(self, now: float) -> None:
+        ledger, metrics = self.ledger, self.ledger.metrics
+        oldest: dict[str, float] = {}
+        for entry in ledger.open.values():
+            for reward in entry.missing:
+                oldest[reward] = min(oldest.get(reward, now), entry.job.accepted)
+        metrics.spool.set(ledger.bytes)
+        for reward in ledger.rewards:
+            metrics.depth.labels(reward).set(ledger.depth(reward))
+            metrics.age.labels(reward).set(now - oldest.get(reward, now))
+            mine = [status[reward] for status in ledger.statuses.values() if reward in status]
+            metrics.up.labels(reward).set(sum(status["replicas"] for status in mine))
+            metrics.restarts.labels(reward).set(sum(status["restarts"] for status in mine))
+            left = ledger.left[reward]
+            ledger.rates[reward] = 0.8 * ledger.rates.get(reward, 0.0) + 0.2 * (left - self._left.get(reward, left))
+            self._left[reward] = left
+
+    async def requeue_unknown(self) -> None:
+        """Queue jobs again that the broker ought to know and does not."""
+        ledger, old = self.ledger, time.time() - _KNOWN_AFTER_S
+        jobs = [entry.job for entry in ledger.open.values() if entry.job.accepted < old]
+        for i in range(0, len(jobs), _AT_ONCE):
+            part, lost = jobs[i : i + _AT_ONCE], set()
+            for name in (*ledger.rewards, DECODE_QUEUE):
+                if ids := [job.id for job in part if ledger.next_queue(job, name)]:
+                    async with asyncio.timeout(BROKER_S):
+                        lost.update(await ledger.queue.unknown(name, ids))
+            if again := [job for job in part if job.id in lost and job.id in ledger.open]:
+                ledger.metrics.requeued.labels("unknown").inc(len(again))
+                await ledger.queue_jobs(again)
+
+    async def adopt(self) -> None:
+        """Take over jobs in a shared spool whose front is gone."""
+        ledger, young = self.ledger, time.time() - 10
+        jobs = await asyncio.to_thread(lambda: [job for job in ledger.spool.open_jobs() if job.accepted < young])
+        for job in jobs:
+            if job.id not in ledger.open:
+                missing = await asyncio.to_thread(ledger.spool.missing_rewards, job)
+                if not missing:
+                    await asyncio.to_thread(ledger.spool.finish, job)
+                elif ledger.enter(job, set(missing)):
+                    await ledger.queue_jobs([job])
+
+    async def sweep(self) -> None:
+        """Forget results whose time is over."""
+        config = self.ledger.config
+        await asyncio.to_thread(self.ledger.spool.sweep, config.result_ttl_s, config.max_finished_jobs)
+
+
+async def _every(seconds: float, action: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await action()
+        except Exception as error:
+            away = isinstance(error, (OSError, TimeoutError, ConnectionError)) or "onnection" in type(error).__name__
+            logger.log(logging.DEBUG if away else logging.ERROR, "%s: %r", action.__name__, error)
+        await asyncio.sleep(seconds)

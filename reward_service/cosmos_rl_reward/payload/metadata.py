@@ -1,0 +1,80 @@
+"""The first line of a body: metadata as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from cosmos_rl_reward.payload.errors import Refused
+
+MAX_LINE = 1 << 20  # bytes
+MAX_REWARDS = 16
+# metadata that has one entry per sample; other lists are passed on as they are
+PER_ITEM = ("prompts", "video_infos", "geneval_tags", "geneval_includes")
+REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Decode and check the metadata line, without the rules that need the number of samples.
+
+    ``prompts`` becomes a list, ``media_type`` is lower-cased, ``video_fps`` is filled from its documented twin ``fps``.
+
+    Raises:
+        Refused: the message names the field.
+    """
+    try:
+        data = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise Refused("metadata: the first line is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        text = str(error) if isinstance(error, json.JSONDecodeError) else "invalid JSON"
+        raise Refused(f"metadata: the first line is not one JSON object: {text}") from error
+    if not isinstance(data, dict):
+        raise Refused("metadata: the first line must be a JSON object")
+    _check_rewards(data)
+    prompts = data.get("prompts")
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
+        raise Refused("metadata.prompts: needed, a list with one text per sample")
+    media = data.get("media_type")
+    if media is not None and not isinstance(media, str):
+        raise Refused("metadata.media_type: must be 'image', 'video' or 'latent'")
+    infos = data.get("video_infos")
+    if infos is not None:
+        if not isinstance(infos, list) or not all(isinstance(i, dict) for i in infos):
+            raise Refused("metadata.video_infos: must be a list of objects, one per sample")
+        data["video_infos"] = [{"video_fps": i["fps"], **i} if "fps" in i else i for i in infos]
+    return {**data, "prompts": prompts, **({"media_type": media.lower()} if media else {})}
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_rewards(data: dict[str, Any]) -> None:
+    rewards = data.get("reward_fn")
+    if not isinstance(rewards, dict) or not rewards:
+        raise Refused("metadata.reward_fn: needed, an object of reward name and weight")
+    if len(rewards) > MAX_REWARDS:
+        raise Refused(f"metadata.reward_fn: at most {MAX_REWARDS} rewards per job")
+    for name, weight in rewards.items():
+        if not REWARD_NAME.fullmatch(name):
+            raise Refused(f"metadata.reward_fn: {name[:70]!r} is not a reward name")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise Refused(f"metadata.reward_fn.{name}: the weight must be a finite number")
+
+
+def check_counts(data: dict[str, Any], count: int) -> None:
+    """Every per-sample list must have ``count`` entries.
+
+    Raises:
+        Refused: the message names the field and both numbers.
+    """
+    for name in PER_ITEM:
+        value = data.get(name)
+        if value is not None and (not isinstance(value, list) or len(value) != count):
+            have = len(value) if isinstance(value, list) else "no list"
+            raise Refused(f"metadata.{name}: has {have} entries, but the payload has {count} samples")

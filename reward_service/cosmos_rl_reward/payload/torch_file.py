@@ -1,0 +1,193 @@
+"""Files written by ``torch.save`` of one tensor, read without torch and without running a pickle.
+
+The pickle inside is interpreted here, and only the few instructions that describe one tensor are known. So nothing is
+imported, called or built, whatever the file says.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+from typing import Any, BinaryIO, cast
+
+from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef
+from cosmos_rl_reward.payload.errors import Refused
+
+_STORAGES = {
+    "DoubleStorage": "<f8",
+    "FloatStorage": "<f4",
+    "HalfStorage": "<f2",
+    "BFloat16Storage": BFLOAT16,
+    "LongStorage": "<i8",
+    "IntStorage": "<i4",
+    "ShortStorage": "<i2",
+    "CharStorage": "|i1",
+    "ByteStorage": "|u1",
+    "BoolStorage": "|b1",
+}
+_MAX_PICKLE = 1 << 16  # bytes; one tensor needs about 400
+_MAX_DIRECTORY = 1 << 16
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_ORDERED_DICT = ("collections", "OrderedDict")
+
+
+class _Window:
+    """A seekable view of a part of a file, so that zip offsets count from the payload's first byte."""
+
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, end - start, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, {0: 0, 1: self._at, 2: self._size}[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+
+def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
+    """Find the tensor in a ``torch.save`` file between ``start`` and ``end``.
+
+    Raises:
+        Refused: anything but one dense tensor of numbers in the zip format.
+    """
+    window = _Window(file, start, end)
+    _check_directory(window, end - start)
+    try:
+        with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
+            entries = {info.filename: info for info in archive.infolist()}
+            pickles = [name for name in entries if name.endswith("/data.pkl")]
+            if len(pickles) != 1:
+                raise Refused("payload: not a torch file (no data.pkl)")
+            if entries[pickles[0]].file_size > _MAX_PICKLE or entries[pickles[0]].compress_type:
+                raise Refused("payload: the torch file holds more than one tensor")
+            prefix = pickles[0][: -len("data.pkl")]
+            dtype, key, numel, offset, shape, strides = _tensor(archive.read(pickles[0]))
+            order = f"{prefix}byteorder"
+            if order in entries and archive.read(order) != b"little":
+                raise Refused("payload: torch files of big-endian machines are not read")
+            record = entries.get(f"{prefix}data/{key}")
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise Refused("payload: the torch file is damaged") from error
+    if record is None or record.compress_type:
+        raise Refused("payload: the torch file has no data for its tensor")
+    window.seek(record.header_offset)
+    local = window.read(30)
+    if len(local) < 30 or not local.startswith(b"PK\x03\x04"):
+        raise Refused("payload: the torch file is damaged")
+    name_length, extra_length = struct.unpack("<HH", local[26:30])
+    begin = record.header_offset + 30 + name_length + extra_length
+    ref = ArrayRef(dtype, shape, strides, 0)
+    if (offset * ref.itemsize) + ref.span > record.file_size or numel * ref.itemsize > record.file_size:
+        raise Refused("payload: the tensor is larger than its data in the torch file")
+    if begin + record.file_size > end - start:
+        raise Refused("payload: truncated torch file")
+    return ArrayRef(dtype, shape, strides, start + begin + offset * ref.itemsize)
+
+
+def _check_directory(window: _Window, size: int) -> None:
+    """Refuse a zip whose directory would cost much memory to read."""
+    window.seek(max(0, size - 22))
+    tail = window.read(22)
+    if len(tail) < 22 or not tail.startswith(b"PK\x05\x06"):
+        raise Refused("payload: neither a .npy nor a torch.save file")
+    directory = struct.unpack("<I", tail[12:16])[0]
+    window.seek(max(0, size - 42))
+    locator = window.read(20)
+    if locator.startswith(b"PK\x06\x07"):
+        window.seek(struct.unpack("<Q", locator[8:16])[0])
+        record = window.read(56)
+        if len(record) < 56 or not record.startswith(b"PK\x06\x06"):
+            raise Refused("payload: the torch file is damaged")
+        directory = max(struct.unpack("<Q", record[40:48])[0], 0 if directory == 0xFFFFFFFF else directory)
+    if directory > _MAX_DIRECTORY:
+        raise Refused("payload: the torch file holds more than one tensor")
+
+
+def _tensor(data: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:
+    """dtype, storage key, storage elements, offset, shape and strides (elements) of the pickled tensor."""
+    value = _interpret(data)
+    if not (isinstance(value, tuple) and value and value[0] == _REBUILD and len(value) == 2):
+        raise Refused("payload: the torch file does not hold one tensor")
+    arguments = value[1]
+    if not isinstance(arguments, tuple) or len(arguments) < 4:
+        raise Refused("payload: the torch file does not hold one tensor")
+    storage, offset, shape, strides = arguments[:4]
+    if not (isinstance(storage, dict) and isinstance(storage.get("pid"), tuple) and len(storage["pid"]) == 5):
+        raise Refused("payload: the tensor of the torch file has no storage")
+    _, kind, key, _, numel = storage["pid"]
+    dtype = _STORAGES.get(kind[1]) if isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "torch" else None
+    if dtype is None:
+        raise Refused("payload: the torch file holds a tensor of a type that is not read")
+    sizes = (offset, numel, *_ints(shape), *_ints(strides))
+    if len(shape) != len(strides) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**40 for n in sizes):
+        raise Refused("payload: the tensor of the torch file has an impossible shape")
+    if not isinstance(key, str):
+        raise Refused("payload: the tensor of the torch file has no storage")
+    return dtype, key, numel, offset, shape, strides
+
+
+def _ints(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):
+        raise Refused("payload: the tensor of the torch file has an impossible shape")
+    return value
+
+
+def _interpret(data: bytes) -> Any:
+    """Run the instructions on inert values: a global is a (module, name) pair, a call a (callee, arguments)."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    mark = object()
+    try:
+        for opcode, value, _ in pickletools.genops(data):
+            name, argument = opcode.name, cast(Any, value)
+            if name in ("PROTO", "FRAME"):
+                continue
+            if name == "STOP":
+                return stack.pop()
+            if name in ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"):
+                stack.append(argument)
+            elif name == "GLOBAL":
+                stack.append(tuple(argument.split(" ", 1)))
+            elif name == "STACK_GLOBAL":
+                attribute, module = stack.pop(), stack.pop()
+                stack.append((module, attribute))
+            elif name in ("NEWTRUE", "NEWFALSE", "NONE"):
+                stack.append({"NEWTRUE": True, "NEWFALSE": False, "NONE": None}[name])
+            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif name == "MARK":
+                stack.append(mark)
+            elif name == "EMPTY_TUPLE":
+                stack.append(())
+            elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+                count = int(name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            elif name == "TUPLE":
+                begin = len(stack) - 1 - stack[::-1].index(mark)
+                stack[begin:] = [tuple(stack[begin + 1 :])]
+            elif name == "BINPERSID":
+                stack.append({"pid": stack.pop()})
+            elif name == "REDUCE":
+                arguments, callee = stack.pop(), stack.pop()
+                if callee not in (_REBUILD, _ORDERED_DICT):
+                    raise Refused(f"payload: the torch file wants to call {callee!r:.80}; only a plain tensor is read")
+                stack.append((callee, arguments))
+            else:
+                raise Refused(f"payload: the torch file is more than one plain tensor ({name})")
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Refused("payload: the torch file is damaged") from error
+    raise Refused("payload: the torch file is damaged")

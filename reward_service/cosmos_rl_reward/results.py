@@ -1,0 +1,28 @@
+"""The result object of a job that gave no scores. Only the standard library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+FAILED, EXPIRED, CANCELLED, SUCCEEDED = "failed", "expired", "cancelled", "succeeded"
+
+
+def encode(result: dict[str, Any]) -> bytes:
+    """Compact JSON; raises ValueError for numbers that JSON does not have."""
+    return json.dumps(result, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+
+
+def without_scores(reward: str, state: str, error: str) -> bytes:
+    """The documented error envelope, with the job's final state."""
+    return encode(
+        {
+            "scores": None,
+            "error": error,
+            "input_info": {},
+            "duration": "0.00",
+            "decoded_duration": "N/A",
+            "type": reward,
+            "state": state,
+        }
+    )

@@ -1,0 +1,74 @@
+"""What the CLIP-like rewards share: pixels for a 224 x 224 encoder, and features of images and texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+
+
+def cropped(pictures: np.ndarray, size: int, *, nearest_offset: bool = False) -> np.ndarray:
+    """Shorter side to ``size`` (bicubic), centre crop.
+
+    Args:
+        pictures: uint8 ``[B, H, W, 3]``.
+        size: of the square result.
+        nearest_offset: round an odd crop offset (torchvision) instead of cutting it down (transformers).
+
+    Returns:
+        uint8 ``[B, size, size, 3]``.
+    """
+    height, width = pictures.shape[1:3]
+    short = min(height, width)
+    target = (size * height // short, size * width // short)
+    offset = [(round((n - size) / 2) if nearest_offset else (n - size) // 2) for n in target]
+    rows, columns = (slice(n, n + size) for n in offset)
+    return np.stack([_resized(picture, *target)[rows, columns] for picture in pictures])
+
+
+def padded(pictures: np.ndarray, size: int) -> np.ndarray:
+    """Longer side to ``size`` (bicubic), black borders on both ends of the shorter: uint8 ``[B, size, size, 3]``."""
+    height, width = pictures.shape[1:3]
+    scale = size / max(height, width)
+    target = (max(1, round(height * scale)), max(1, round(width * scale)))
+    top, left = (size - target[0]) // 2, (size - target[1]) // 2
+    canvas = np.zeros((len(pictures), size, size, 3), np.uint8)
+    for index, picture in enumerate(pictures):
+        canvas[index, top : top + target[0], left : left + target[1]] = _resized(picture, *target)
+    return canvas
+
+
+def normalised(pictures: np.ndarray) -> np.ndarray:
+    """uint8 ``[B, H, W, 3]`` -> float32 ``[B, 3, H, W]`` with CLIP's mean and standard deviation."""
+    return np.ascontiguousarray(((pictures.astype(np.float32) / 255 - MEAN) / STD).transpose(0, 3, 1, 2))
+
+
+def _resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
+    if picture.shape[:2] == (height, width):
+        return picture
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def image_features(model: Any, pixels: np.ndarray) -> Any:
+    """Features of a transformers CLIP model, each of norm 1: float32 ``[B, D]``."""
+    import torch
+
+    inputs = torch.from_numpy(pixels).to(model.device, model.dtype)
+    return _unit(model.get_image_features(pixel_values=inputs))
+
+
+def text_features(model: Any, tokenizer: Any, texts: list[str]) -> Any:
+    """Features of texts (at most the tokenizer's 77 tokens), each of norm 1: float32 ``[B, D]``."""
+    length = min(77, model.config.text_config.max_position_embeddings)
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(model.device)
+    return _unit(model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]))
+
+
+def _unit(features: Any) -> Any:
+    features = getattr(features, "pooler_output", features)  # an output object since transformers 5, before a tensor
+    features = features.float()
+    return features / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)

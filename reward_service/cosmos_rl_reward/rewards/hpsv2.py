@@ -1,0 +1,188 @@
+"""HPS v2.1: human preference for an image given its prompt, on CLIP ViT-H-14 (Wu et al. 2023)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
+from cosmos_rl_reward.handler.base import digest
+from cosmos_rl_reward.rewards import clip
+from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, fill, folder_of, load_state, need, torch_dtype
+
+_REPOSITORY, _FILE = "xswu/HPSv2", "HPS_v2.1_compressed.pt"
+_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+# open_clip's names -> transformers' names; the fused query-key-value weights are split apart from these
+_TOWERS = (("visual.", "vision_model."), ("", "text_model."))
+_BLOCK = (
+    (r"transformer\.resblocks\.(\d+)\.", r"encoder.layers.\1."),
+    (r"\.ln_1\.", ".layer_norm1."),
+    (r"\.ln_2\.", ".layer_norm2."),
+    (r"\.attn\.out_proj\.", ".self_attn.out_proj."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+)
+_SINGLE = {
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "logit_scale": "logit_scale",
+}
+
+
+def transformers_names(state: dict[str, Any]) -> dict[str, Any]:
+    """An open_clip state dict under transformers' names for the same model."""
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in _SINGLE:
+            renamed[_SINGLE[name]] = value
+        elif name in ("visual.proj", "text_projection"):  # used as x @ p, so a linear layer holds its transpose
+            renamed["visual_projection.weight" if "visual" in name else "text_projection.weight"] = value.T.contiguous()
+        elif "resblocks" in name:
+            renamed.update(_block(name, value))
+        elif not name.endswith("attn_mask"):
+            raise NotReady(f"HPS v2 weights: unknown entry {name}; this is another model's file")
+    return renamed
+
+
+def _block(name: str, value: Any) -> dict[str, Any]:
+    prefix, tower = next((p, t) for p, t in _TOWERS if name.startswith(p))
+    name = name[len(prefix) :]
+    for pattern, replacement in _BLOCK:
+        name = re.sub(pattern, replacement, name)
+    fused = re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", name)
+    if not fused:
+        return {tower + name: value}
+    parts = zip("qkv", value.chunk(3), strict=True)
+    return {f"{tower}{fused[1]}.self_attn.{part}_proj.{fused[2]}": piece.contiguous() for part, piece in parts}
+
+
+def clip_from_open_clip(state: dict[str, Any], heads: tuple[int, int], eos_token_id: int, source: Path) -> Any:
+    """A transformers CLIP model with an open_clip checkpoint's weights; sizes are read off the weights.
+
+    Args:
+        state: open_clip's state dict.
+        heads: attention heads of the image and the text tower (the weights do not tell).
+        eos_token_id: the token whose position gives a text's feature.
+        source: named in errors.
+    """
+    import torch
+    from transformers import CLIPConfig, CLIPModel
+
+    patches, image_width = state["visual.positional_embedding"].shape
+    patch = state["visual.conv1.weight"].shape[-1]
+    vocabulary, text_width = state["token_embedding.weight"].shape
+    blocks = {
+        name.rpartition("resblocks.")[0] + name.split("resblocks.")[1].split(".")[0]
+        for name in state
+        if "resblocks" in name
+    }
+    image_layers = sum(name.startswith("visual.") for name in blocks)
+    common = {"hidden_act": "gelu", "projection_dim": state["text_projection"].shape[1]}
+    config = CLIPConfig(
+        projection_dim=common["projection_dim"],
+        vision_config={
+            **common,
+            "hidden_size": image_width,
+            "intermediate_size": state["visual.transformer.resblocks.0.mlp.c_fc.weight"].shape[0],
+            "num_hidden_layers": image_layers,
+            "num_attention_heads": heads[0],
+            "patch_size": patch,
+            "image_size": round((patches - 1) ** 0.5) * patch,
+        },
+        text_config={
+            **common,
+            "hidden_size": text_width,
+            "intermediate_size": state["transformer.resblocks.0.mlp.c_fc.weight"].shape[0],
+            "num_hidden_layers": len(blocks) - image_layers,
+            "num_attention_heads": heads[1],
+            "vocab_size": vocabulary,
+            "max_position_embeddings": state["positional_embedding"].shape[0],
+            "eos_token_id": eos_token_id,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        },
+    )
+    with torch.device("meta"):
+        model = CLIPModel(config)
+    for tower in (model.vision_model, model.text_model):  # not part of a state dict, so they would stay on "meta"
+        count = tower.embeddings.position_embedding.num_embeddings
+        tower.embeddings.register_buffer("position_ids", torch.arange(count)[None], persistent=False)
+    return fill(model, transformers_names(state), source)
+
+
+@RewardRegistry.register()
+class HPSv2(BaseRewardHandler):
+    """Cosine of image and text features; usually 0.05 to 0.40.
+
+    The weights are ``model_path`` (a file), else ``<download_path>/hpsv2/ckpts/HPS_v2.1_compressed.pt``.
+
+    Options:
+        tokenizer: folder or hub name of CLIP ViT-H-14's tokenizer.
+    """
+
+    reward_name = "hpsv2"
+    media_types = ("image",)
+    mergeable = True
+    score_keys = ("hpsv2",)
+    OPTIONS: ClassVar[dict[str, Any]] = {"tokenizer": _TOKENIZER}
+    _heads = (16, 16)
+
+    def _file(self) -> Path:
+        if Path(self.model_path).is_file():
+            return Path(self.model_path)
+        return Path(self.download_path, "hpsv2", "ckpts", _FILE)
+
+    def fetch(self, offline: bool) -> str | None:
+        """See ``BaseRewardHandler.fetch``."""
+        need("transformers", "huggingface_hub")
+        self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
+        path = self._file()
+        if not path.is_file():
+            if offline:
+                raise NotReady(f"weights {path} are missing")
+            from huggingface_hub import hf_hub_download
+
+            try:
+                hf_hub_download(_REPOSITORY, _FILE, local_dir=path.parent)
+            except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
+                raise NotReady(f"weights {path} are missing, and {_REPOSITORY} cannot be read: {error}") from error
+        return f"hpsv2: {path}"
+
+    def set_up(self) -> None:
+        """Load model and tokenizer."""
+        self.fetch(offline=False)
+        from transformers import AutoTokenizer
+
+        path = self._file()
+        self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer_folder))
+        model = clip_from_open_clip(load_state(path), self._heads, self._tokenizer.eos_token_id, path)
+        self._model = model.to(self.device, torch_dtype(self.dtype, self.device))
+        self._digest = digest([path])
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        import torch
+
+        pictures = as_images(images)
+        prompts = prompts_of(metadata, len(pictures))
+        size = self._model.config.vision_config.image_size
+        with torch.inference_mode():
+            image = clip.image_features(self._model, clip.normalised(clip.padded(pictures, size)))
+            text = clip.text_features(self._model, self._tokenizer, prompts)
+        return {"scores": {"hpsv2": (image * text).sum(-1).tolist()}}
+
+    def provenance(self) -> dict[str, Any]:
+        """Adds the weights' digest."""
+        return {**super().provenance(), "model_digest": self._digest, "preprocessing": "pad-224-bicubic"}

@@ -1,0 +1,156 @@
+"""HPSv3: human preference for an image given its prompt, on Qwen2-VL (Ma et al. 2025)."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
+from cosmos_rl_reward.handler.base import digest
+from cosmos_rl_reward.rewards import special_tokens
+from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+from cosmos_rl_reward.rewards.video_frames import FACTOR
+from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, bfloat16_or_wider, folder_of, load_state, need
+
+_REPOSITORY, _FILE = "MizzenAI/HPSv3", "HPSv3.safetensors"
+_BASE = "Qwen/Qwen2-VL-7B-Instruct"
+_TOKEN = "<|Reward|>"
+_PIXELS = 256 * 28 * 28
+_TEXTS = ("INSTRUCTION", "prompt_with_special_token")
+
+
+@RewardRegistry.register()
+class HPSv3(BaseRewardHandler):
+    """The mean ``mu`` of the preference the model predicts; usually -5 to 13, so widen the client's clip of 5.
+
+    The weights are ``model_path`` (a file), else ``<download_path>/hpsv3/HPSv3.safetensors``. The question's text is
+    read from the package ``hpsv3``, which need not be importable.
+
+    Options:
+        engine: ``"transformers"`` runs the model here; ``"package"`` calls the package ``hpsv3``, whose pins need an
+            environment of their own.
+        base_model: folder or hub name of the Qwen2-VL-7B it was trained from (configuration and processor).
+        batch: pictures in one forward pass.
+    """
+
+    reward_name = "hpsv3"
+    media_types = ("image",)
+    mergeable = True
+    score_keys = ("hpsv3",)
+    OPTIONS: ClassVar[dict[str, Any]] = {"engine": "transformers", "base_model": _BASE, "batch": 4}
+
+    def _file(self) -> Path:
+        if Path(self.model_path).is_file():
+            return Path(self.model_path)
+        return Path(self.download_path, "hpsv3", _FILE)
+
+    def fetch(self, offline: bool) -> str | None:
+        """See ``BaseRewardHandler.fetch``."""
+        if self.options["engine"] not in ("transformers", "package"):
+            raise NotReady(f"options.engine: {self.options['engine']!r} is not 'transformers' or 'package'")
+        need("transformers", "huggingface_hub", "hpsv3")
+        path = self._file()
+        if not path.is_file():
+            if offline:
+                raise NotReady(f"weights {path} are missing")
+            from huggingface_hub import hf_hub_download
+
+            try:
+                hf_hub_download(_REPOSITORY, _FILE, local_dir=path.parent)
+            except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
+                raise NotReady(f"weights {path} are missing, and {_REPOSITORY} cannot be read: {error}") from error
+        if self.options["engine"] == "transformers":
+            self._base = folder_of(self.options["base_model"], TOKENIZER_FILES, offline=offline)
+        return f"hpsv3: {path}"
+
+    def set_up(self) -> None:
+        """Load the model, by either engine."""
+        self.fetch(offline=False)
+        path = self._file()
+        self._digest = digest([path])
+        if self.options["engine"] == "package":
+            self._package = _package_inferencer(path, self.device)
+            return
+        from transformers import AutoConfig, AutoProcessor
+
+        spec = find_spec("hpsv3")
+        places = spec.submodule_search_locations if spec else None
+        source = Path(next(iter(places or ["."])), "dataset", "data_collator_qwen.py")
+        instruction, ending = special_tokens.read_constants(source, *_TEXTS)
+        self._template = instruction + ending
+        self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
+        tokens = special_tokens.add_tokens(self._processor.tokenizer, [_TOKEN])
+        config = AutoConfig.from_pretrained(str(self._base))
+        backbone, head = special_tokens.build(config, load_state(path), "rm_head", bfloat16_or_wider(self.dtype), path)
+        self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        pictures = as_images(images)
+        prompts = prompts_of(metadata, len(pictures))
+        step = max(1, int(self.options["batch"]))
+        score = self._by_package if self.options["engine"] == "package" else self._by_transformers
+        values: list[float] = []
+        for start in range(0, len(pictures), step):
+            values += score(pictures[start : start + step], prompts[start : start + step])
+        return {"scores": {"hpsv3": values}}
+
+    def _by_package(self, pictures: np.ndarray, prompts: list[str]) -> list[float]:
+        import torch
+
+        # by keyword: the order of the two has changed between versions
+        with torch.inference_mode():
+            rewards = self._package.reward(prompts=prompts, image_paths=[Image.fromarray(p) for p in pictures])
+        return [float(row[0]) for row in rewards]
+
+    def _by_transformers(self, pictures: np.ndarray, prompts: list[str]) -> list[float]:
+        texts = []
+        for prompt in prompts:
+            content = [{"type": "image"}, {"type": "text", "text": self._template.replace("{text_prompt}", prompt)}]
+            message = [{"role": "user", "content": content}]
+            texts.append(self._processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        inputs = self._processor(
+            text=texts, images=[sized(p) for p in pictures], do_resize=False, padding=True, return_tensors="pt"
+        )
+        return self._model(inputs)[:, 0, 0].tolist()
+
+    def provenance(self) -> dict[str, Any]:
+        """Adds the weights' digest."""
+        return {
+            **super().provenance(),
+            "model_digest": self._digest,
+            "dtype": "float32" if self.dtype == "float32" else "bfloat16",
+        }
+
+
+def sized(picture: np.ndarray) -> Image.Image:
+    """A uint8 ``[H, W, 3]`` picture with 256 * 28 * 28 pixels, as far as sides that are multiples of 28 allow."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    height, width = smart_resize(*picture.shape[:2], factor=FACTOR, min_pixels=_PIXELS, max_pixels=_PIXELS)
+    return Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _package_inferencer(path: Path, device: str) -> Any:
+    """The package's own scorer.
+
+    Raises:
+        NotReady: it cannot be imported, or takes other keywords.
+    """
+    try:
+        from hpsv3 import HPSv3RewardInferencer  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise NotReady(f"package hpsv3 cannot be imported: {error}") from error
+    takes = inspect.signature(HPSv3RewardInferencer.reward).parameters
+    missing = [name for name in ("prompts", "image_paths") if name not in takes]
+    if missing:
+        raise NotReady(
+            f"package hpsv3: reward() takes {', '.join(list(takes)[1:])}, not {', '.join(missing)};"
+            " this service knows version 1.0.0"
+        )
+    return HPSv3RewardInferencer(checkpoint_path=str(path), device=device)

@@ -1,0 +1,210 @@
+"""Rewards without a model: they run anywhere, can be optimised in minutes on a CPU, and show reward hacking plainly."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
+from cosmos_rl_reward.rewards import measures
+from cosmos_rl_reward.rewards.pictures import SampleError, as_frames, as_images, as_videos, per_sample, score_samples
+
+
+class _Measured(BaseRewardHandler):
+    """Runs on numpy, merges with other requests, needs no prompt."""
+
+    array_type = "numpy"
+    mergeable = True
+    max_batch = 64
+
+
+@RewardRegistry.register()
+class JpegIncompressibility(_Measured):
+    """Size of the picture as JPEG, quality 95, in kB: high for fine texture and noise; of a video the mean."""
+
+    reward_name = "jpeg_incompressibility"
+    score_keys = ("jpeg_incompressibility",)
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        frames = as_frames(images)
+        sizes = [float(np.mean([measures.jpeg_kilobytes(frame) for frame in sample])) for sample in frames]
+        return {"scores": {self.reward_name: [self._score(size) for size in sizes]}}
+
+    def _score(self, kilobytes: float) -> float:
+        return kilobytes
+
+
+@RewardRegistry.register()
+class JpegCompressibility(JpegIncompressibility):
+    """Minus the size as JPEG, quality 95, in units of 500 kB: 0 is the (unreachable) best."""
+
+    reward_name = "jpeg_compressibility"
+    score_keys = ("jpeg_compressibility",)
+
+    def _score(self, kilobytes: float) -> float:
+        return -kilobytes / 500
+
+
+@RewardRegistry.register()
+class Sharpness(_Measured):
+    """``v / (v + half)`` with the variance v of the Laplacian: 0 flat, 0.5 at ``half``, towards 1 for fine texture."""
+
+    reward_name = "sharpness"
+    score_keys = ("sharpness", "laplacian_variance")
+    OPTIONS: ClassVar[dict[str, Any]] = {"half": 500.0}
+
+    def set_up(self) -> None:
+        """Check the option."""
+        _check_number(self, "half", above=0.0, most=float("inf"))
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        frames = as_frames(images)
+        half = float(self.options["half"])
+
+        def score(index: int) -> dict[str, float]:
+            if min(frames.shape[2:4]) < 3:
+                raise SampleError(f"{frames.shape[2]} x {frames.shape[3]} pixels; sharpness needs at least 3 x 3")
+            variance = float(np.mean([measures.laplacian_variance(frame) for frame in frames[index]]))
+            return {"sharpness": variance / (variance + half), "laplacian_variance": variance}
+
+        return score_samples(self.score_keys, len(frames), score)
+
+
+@RewardRegistry.register()
+class BrightnessTarget(_Measured):
+    """How close the mean brightness is to ``target``: 1 there, 0 at the far end of [0, 1]."""
+
+    reward_name = "brightness_target"
+    score_keys = ("brightness_target", "brightness")
+    OPTIONS: ClassVar[dict[str, Any]] = {"target": 0.7}
+
+    def set_up(self) -> None:
+        """Check the option."""
+        _check_number(self, "target", above=-1e-9, most=1.0)
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        values = [float(measures.luma(sample).mean()) for sample in as_frames(images)]
+        close = [measures.closeness(value, float(self.options["target"])) for value in values]
+        return {"scores": {"brightness_target": close, "brightness": values}}
+
+    def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
+        """A black and a white picture; where they rightly tie (target 0.5), a grey one instead of the white."""
+        light = 255 if self.options["target"] != 0.5 else 127
+        return [(np.full((1, 16, 16, 3), value, np.uint8), {"prompts": [""]}) for value in (0, light)]
+
+
+@RewardRegistry.register()
+class MotionSmoothness(_Measured):
+    """Evenness of a video's motion, in [0, 1].
+
+    A video that moves less than ``min_motion`` is marked down in proportion, so a frozen video scores 0, not 1.
+    """
+
+    reward_name = "motion_smoothness"
+    media_types = ("video",)
+    max_batch = 16
+    score_keys = ("motion_smoothness", "motion", "evenness")
+    OPTIONS: ClassVar[dict[str, Any]] = {"min_motion": 0.002}
+
+    def set_up(self) -> None:
+        """Check the option."""
+        _check_number(self, "min_motion", above=0.0, most=1.0)
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        videos = as_videos(images)
+
+        def score(index: int) -> dict[str, float]:
+            if videos.shape[2] < 3:
+                raise SampleError(f"{videos.shape[2]} frames; motion_smoothness needs at least 3")
+            moved, even = measures.motion(videos[index].transpose(1, 2, 3, 0))
+            enough = min(1.0, moved / float(self.options["min_motion"]))
+            return {"motion_smoothness": even * enough, "motion": moved, "evenness": even}
+
+        return score_samples(self.score_keys, len(videos), score)
+
+    def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
+        """A fade and a flicker between the same two levels."""
+        levels = np.linspace(40, 200, 8), np.where(np.arange(8) % 2, 200.0, 40.0)
+        videos = [np.broadcast_to(v[None, None, :, None, None], (1, 3, 8, 16, 16)) for v in levels]
+        return [(np.rint(v).astype(np.uint8), {"prompts": [""]}) for v in videos]
+
+
+@RewardRegistry.register()
+class SsimToReference(_Measured):
+    """Structural similarity to a reference picture of the same size.
+
+    ``metadata.references`` names one for each sample: a file in the option ``reference_dir``, or the picture itself as
+    ``data:image/png;base64,...``.
+    """
+
+    reward_name = "ssim_to_reference"
+    media_types = ("image",)
+    required_metadata = ("references",)
+    score_keys = ("ssim_to_reference",)
+    OPTIONS: ClassVar[dict[str, Any]] = {"reference_dir": ""}
+
+    def set_up(self) -> None:
+        """Check the folder."""
+        folder = self.options["reference_dir"]
+        if folder and not Path(folder).is_dir():
+            raise NotReady(f"reward_args.options.reference_dir: {folder} is not a folder")
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        pictures = as_images(images)
+        references = per_sample(metadata, "references", len(pictures))
+
+        def score(index: int) -> dict[str, float]:
+            picture, reference = pictures[index], self._reference(references[index])
+            if picture.shape != reference.shape:
+                raise SampleError(f"picture {_size(picture)} and reference {_size(reference)} differ in size")
+            if min(picture.shape[:2]) < 11:
+                raise SampleError(f"{_size(picture)} pixels; SSIM needs at least 11 x 11")
+            return {"ssim_to_reference": measures.ssim(picture, reference)}
+
+        return score_samples(self.score_keys, len(pictures), score)
+
+    def _reference(self, name: Any) -> np.ndarray:
+        """uint8 ``[H, W, 3]`` of a data URI, or of a file that lies in ``reference_dir``."""
+        if not isinstance(name, str):
+            raise SampleError("metadata.references: expected a file name or a data URI")
+        try:
+            if name.startswith("data:"):
+                source: Any = io.BytesIO(base64.b64decode(name.partition(",")[2], validate=True))
+            else:
+                folder = self.options["reference_dir"] and Path(self.options["reference_dir"]).resolve()
+                source = Path(folder, name).resolve()
+                if not folder or not source.is_relative_to(folder):
+                    raise SampleError(f"metadata.references: {name!r} is not in the service's reference_dir")
+            with Image.open(source) as image:
+                return np.asarray(image.convert("RGB"))
+        except (OSError, UnidentifiedImageError, binascii.Error, ValueError) as error:
+            raise SampleError(f"metadata.references: cannot read {name[:60]!r} ({type(error).__name__})") from error
+
+    def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
+        """A gradient against itself and a flat picture against the gradient."""
+        (flat, metadata), (gradient, _) = super().probes()
+        buffer = io.BytesIO()
+        Image.fromarray(gradient[0]).save(buffer, format="PNG")
+        uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        return [(picture, {**metadata, "references": [uri]}) for picture in (flat, gradient)]
+
+
+def _size(picture: np.ndarray) -> str:
+    return f"{picture.shape[0]} x {picture.shape[1]}"
+
+
+def _check_number(handler: BaseRewardHandler, option: str, *, above: float, most: float) -> None:
+    value = handler.options[option]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= most:
+        raise NotReady(f"reward_args.options.{option}: {value!r} is not a number in ({max(above, 0):g}, {most:g}]")

@@ -1,0 +1,147 @@
+"""What all rewards do with their input: check the layout, read the metadata, collect scores per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cosmos_rl_reward.handler import BadInput
+
+
+class SampleError(Exception):
+    """One sample cannot be scored; its score is ``None`` and the message goes to ``item_errors``."""
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """A numpy view or copy of a numpy array or of a tensor on any device."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if str(array.dtype) in ("torch.bfloat16", "torch.float16"):
+            array = array.float()
+        array = array.numpy()
+    return np.asarray(array)
+
+
+def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
+    """Pixels as uint8 0..255; floats in [0, 1] are scaled, so a float picture never turns black."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_ or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+        raise BadInput(f"{what}: dtype {array.dtype} is not a picture; send uint8 0..255 or floats in [0, 1]")
+    low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+    if not (np.isfinite(low) and np.isfinite(high)) or low < 0 or high > 255:
+        raise BadInput(f"{what}: values {low:.3g}..{high:.3g}; send uint8 0..255 or floats in [0, 1]")
+    if np.issubdtype(array.dtype, np.floating) and high <= 1.0:
+        array = array * 255.0
+    return np.rint(array).astype(np.uint8)
+
+
+def as_images(images: Any) -> np.ndarray:
+    """Images as uint8 ``[B, H, W, 3]``, from ``[B, H, W, 3]`` or ``[B, 3, H, W]`` (the former when both fit).
+
+    Raises:
+        BadInput: another rank, no axis of size 3, B = 0, or values that are no pixels.
+    """
+    array = to_numpy(images)
+    if array.ndim != 4 or 3 not in (array.shape[-1], array.shape[1]):
+        raise BadInput(f"images: shape {list(array.shape)}; expected [B, H, W, 3] or [B, 3, H, W]")
+    if array.shape[-1] != 3:
+        array = array.transpose(0, 2, 3, 1)
+    if 0 in array.shape:
+        raise BadInput(f"images: shape {list(array.shape)} holds no picture")
+    return np.ascontiguousarray(_as_uint8(array, "images"))
+
+
+def as_videos(videos: Any) -> np.ndarray:
+    """Videos as uint8 ``[B, 3, T, H, W]``.
+
+    Raises:
+        BadInput: another rank, not 3 channels on axis 1, an empty axis, or values that are no pixels.
+    """
+    array = to_numpy(videos)
+    if array.ndim != 5 or array.shape[1] != 3 or 0 in array.shape:
+        raise BadInput(f"videos: shape {list(array.shape)}; expected [B, 3, T, H, W]")
+    return _as_uint8(array, "videos")
+
+
+def as_frames(media: Any) -> np.ndarray:
+    """Images and videos alike as uint8 ``[B, T, H, W, 3]``; an image has T = 1."""
+    array = to_numpy(media)
+    if array.ndim == 5:
+        return as_videos(array).transpose(0, 2, 3, 4, 1)
+    return as_images(array)[:, None]
+
+
+def prompts_of(metadata: dict[str, Any], count: int) -> list[str]:
+    """The request's prompts, one for each of ``count`` samples; a bare string counts as one.
+
+    Raises:
+        BadInput: they are missing, of another length, or not strings.
+    """
+    prompts = metadata.get("prompts")
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, (list, tuple)) or not all(isinstance(p, str) for p in prompts):
+        raise BadInput("metadata.prompts: expected a list of strings, one per sample")
+    if len(prompts) != count:
+        raise BadInput(f"metadata.prompts: {len(prompts)} prompts for {count} samples")
+    return list(prompts)
+
+
+def per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
+    """A list of the metadata with one entry per sample.
+
+    Raises:
+        BadInput: it is missing or of another length.
+    """
+    values = metadata.get(key)
+    if not isinstance(values, (list, tuple)):
+        raise BadInput(f"metadata.{key}: expected a list with one entry per sample")
+    if len(values) != count:
+        raise BadInput(f"metadata.{key}: {len(values)} entries for {count} samples")
+    return list(values)
+
+
+def frame_rates(metadata: dict[str, Any], count: int) -> list[float | None]:
+    """Frames per second of each video from ``video_infos`` (``video_fps``, or ``fps``); None where it is not given."""
+    rates: list[float | None] = []
+    for info in per_sample(metadata, "video_infos", count):
+        fps = (info.get("video_fps", info.get("fps")) if isinstance(info, dict) else None) or 0
+        rates.append(float(fps) if isinstance(fps, (int, float)) and fps > 0 else None)
+    return rates
+
+
+def score_samples(keys: tuple[str, ...], count: int, score: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Score sample after sample; one that fails gets ``None`` under every key, and a message.
+
+    Args:
+        keys: keys of the result.
+        count: B.
+        score: index -> value of each key. ``SampleError`` says that this sample can never be scored; any other
+            exception is kept for this sample too, unless every sample failed so: then it is raised, because the fault
+            is ours and another try may help.
+
+    Returns:
+        ``{"scores": {key: list}, "item_errors": {index: message}}``.
+    """
+    values: dict[str, list[Any]] = {key: [None] * count for key in keys}
+    errors: dict[int, str] = {}
+    unexpected: list[Exception] = []
+    for index in range(count):
+        try:
+            row = score(index)
+        except SampleError as error:
+            errors[index] = str(error)
+        except BadInput:
+            raise
+        except Exception as error:
+            errors[index] = f"{type(error).__name__}: {error}"
+            unexpected.append(error)
+        else:
+            for key in keys:
+                values[key][index] = row[key]
+    if count and len(unexpected) == count:
+        raise unexpected[0]
+    return {"scores": values, "item_errors": errors}

@@ -1,0 +1,100 @@
+"""UnifiedReward: a vision-language model behind an OpenAI-compatible server rates a picture and its caption."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
+from cosmos_rl_reward.handler.base import digest
+from cosmos_rl_reward.rewards.chat_endpoint import ChatEndpoint, picture_part
+from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
+
+_TEMPLATE = Path(__file__).parent / "unified_reward.txt"
+
+
+@RewardRegistry.register()
+class UnifiedReward(BaseRewardHandler):
+    """The number the model ends its answer with, divided by ``divisor``: 0.2 to 1 with the defaults.
+
+    An answer without such a number is an error of that sample, not a 0.
+
+    Options:
+        model: name of the model on the server.
+        template: text file with the question, ``{prompt}`` where the caption goes; empty = the one that comes along,
+            which is not the wording the model was trained with: take its own for comparable numbers.
+        pattern: regular expression whose first group is the number; its last match counts.
+        divisor: scale of the number.
+        size: pictures are scaled to size x size; 0 = sent as they are.
+        max_tokens, timeout_s, retries, concurrency: of the requests.
+    """
+
+    reward_name = "unified_reward"
+    array_type = "numpy"
+    media_types = ("image",)
+    mergeable = True
+    max_batch = 32
+    score_keys = ("unified_reward",)
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        "model": "UnifiedReward-7b-v1.5",
+        "template": "",
+        "pattern": r"Final Score:\s*([1-5](?:\.\d+)?)",
+        "divisor": 5.0,
+        "size": 512,
+        "max_tokens": 1024,
+        "timeout_s": 60.0,
+        "retries": 3,
+        "concurrency": 8,
+    }
+
+    def set_up(self) -> None:
+        """Read the template and see that the server has the model."""
+        if not self.endpoint_url:
+            raise NotReady("reward_args.endpoint_url: unified_reward needs the address of an OpenAI-compatible server")
+        path = Path(self.options["template"] or _TEMPLATE)
+        if not path.is_file():
+            raise NotReady(f"reward_args.options.template: no file {path}")
+        self._template = path.read_text()
+        if "{prompt}" not in self._template:
+            raise NotReady(f"reward_args.options.template: {path} has no {{prompt}}")
+        try:
+            self._pattern = re.compile(self.options["pattern"])
+        except re.error as error:
+            raise NotReady(f"reward_args.options.pattern: {error}") from error
+        if self._pattern.groups < 1:
+            raise NotReady("reward_args.options.pattern: needs a group around the number")
+        self._digest = digest([path])
+        self._endpoint = ChatEndpoint(
+            self.endpoint_url,
+            self.endpoint_api_key,
+            self.options["model"],
+            timeout_s=float(self.options["timeout_s"]),
+            retries=int(self.options["retries"]),
+            concurrency=int(self.options["concurrency"]),
+        )
+        self._endpoint.check()
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See ``BaseRewardHandler.calculate_reward``."""
+        pictures = as_images(images)
+        prompts = prompts_of(metadata, len(pictures))
+        pairs = zip(pictures, prompts, strict=True)
+        answers = self._endpoint.all_at_once([lambda p=p, t=t: self._rating(p, t) for p, t in pairs])
+        return score_samples(self.score_keys, len(pictures), lambda k: {"unified_reward": answers[k].result()})
+
+    def _rating(self, picture: np.ndarray, prompt: str) -> float:
+        question = {"type": "text", "text": self._template.replace("{prompt}", prompt)}
+        content = [picture_part(picture, int(self.options["size"])), question]
+        text = self._endpoint.ask(content, temperature=0, max_tokens=int(self.options["max_tokens"]))
+        found = list(self._pattern.finditer(text))
+        try:
+            return float(found[-1][1]) / float(self.options["divisor"])
+        except (IndexError, ValueError, TypeError):
+            raise SampleError(f"the model's answer holds no score: {text[-80:]!r}") from None
+
+    def provenance(self) -> dict[str, Any]:
+        """Adds server and template; never the key."""
+        return {**super().provenance(), "endpoint": self.endpoint_url, "template_digest": self._digest}

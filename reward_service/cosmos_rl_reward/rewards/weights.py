@@ -1,0 +1,118 @@
+"""Where weights come from: a local folder or the hub, read without running code from the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_reward.handler import NotReady
+
+TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+
+
+def need(*packages: str) -> None:
+    """Check that packages are installed, without importing them.
+
+    Raises:
+        NotReady: names those that are missing.
+    """
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise NotReady(
+            f"not installed in this reward's environment: {', '.join(missing)}; run cosmos-rl-reward-prepare"
+        )
+
+
+def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, published: str = "") -> Path:
+    """A local folder as it is, else the hub repository of that name (downloaded into the hub's cache when missing).
+
+    Args:
+        name: a folder, or ``owner/name`` on the hub.
+        patterns: files wanted from the hub.
+        offline: use the cache only.
+        published: hub name of what an absolute path should hold: it is downloaded there when the folder is missing.
+
+    Raises:
+        NotReady: neither a folder nor to be had from the hub.
+    """
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    need("huggingface_hub")
+    import huggingface_hub
+
+    place: dict[str, Any] = {"local_files_only": offline}
+    if published and Path(name).expanduser().is_absolute():
+        if offline:
+            raise NotReady(f"weights: no folder {name}")
+        name, place = published, {"local_dir": Path(name).expanduser()}
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), **place))
+    except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotReady(f"weights {name!r}: not a local folder, and not to be had from the hub ({reason})") from error
+
+
+def file_of(folder: str | Path, names: Iterable[str]) -> Path:
+    """The first of ``names`` that exists in a folder.
+
+    Raises:
+        NotReady: none does.
+    """
+    names = list(names)
+    for name in names:
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    raise NotReady(f"weights: none of {', '.join(names)} in {folder}; run cosmos-rl-reward-prepare, or copy it there")
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Tensors of a ``.safetensors`` or torch file, on the CPU; the latter through torch's tensors-only reader.
+
+    Files that wrap the weights as ``state_dict`` or ``model`` are unwrapped.
+    """
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    import torch
+
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("state_dict", "model"):
+        if isinstance(state.get(key), dict):
+            state = state[key]
+    return state
+
+
+def fill(model: Any, state: dict[str, Any], source: Path) -> Any:
+    """Put weights into a model made on the meta device; in evaluation mode.
+
+    Raises:
+        NotReady: the file does not hold exactly this model's weights.
+    """
+    result = model.load_state_dict(state, strict=False, assign=True)
+    if result.missing_keys or result.unexpected_keys:
+        raise NotReady(
+            f"weights {source}: {len(result.missing_keys)} missing {result.missing_keys[:3]},"
+            f" {len(result.unexpected_keys)} unexpected {result.unexpected_keys[:3]}; this is another model's file"
+        )
+    return model.eval()
+
+
+def torch_dtype(name: str, device: str) -> Any:
+    """The torch dtype of a configured name. float16 becomes float32 on a CPU: exact, and faster there."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise NotReady(f"reward_args.dtype: {name!r} is not float16, bfloat16 or float32")
+    return torch.float32 if device.startswith("cpu") and dtype == torch.float16 else dtype
+
+
+def bfloat16_or_wider(name: str) -> Any:
+    """float32 when that is configured, else bfloat16: for models that were trained so and overflow in float16."""
+    import torch
+
+    return torch.float32 if name == "float32" else torch.bfloat16

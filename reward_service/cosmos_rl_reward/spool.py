@@ -1,0 +1,284 @@
+"""Jobs and results as files: the truth of the service. The broker only says who works on what.
+
+One job is one file: a header of 4096 bytes (JSON), then the request's body exactly as it came. A job is accepted when
+its file has its name and is on the disk; it is finished when each of its rewards has a result file; then the body is
+cut off and the header stays until the results expire. A result is created with ``link``, so the first writer wins.
+
+Only the standard library: workers in other environments read jobs through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from cosmos_rl_reward.payload.arrays import ArrayRef
+
+HEADER_BYTES = 4096
+JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the header of a job file says.
+
+    Attributes:
+        id: a UUID, the name of the file.
+        accepted: unix time, seconds.
+        rewards: those that will be scored; ``dropped``: those with weight <= 0.
+        sha256: of the body.
+        line_end: offset of the newline after the metadata.
+        media: ``image``, ``video`` or ``latent``.
+        array: where the samples are in the file.
+        size: bytes of the whole file.
+    """
+
+    id: str
+    accepted: float
+    rewards: tuple[str, ...]
+    dropped: tuple[str, ...]
+    sha256: str
+    line_end: int
+    media: str
+    array: ArrayRef
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Samples in the job."""
+        return self.array.shape[0]
+
+
+def pack_header(job: Job) -> bytes:
+    data = json.dumps(asdict(job), separators=(",", ":")).encode()
+    if len(data) >= HEADER_BYTES:
+        raise ValueError(f"the header of job {job.id} has {len(data)} bytes")
+    return data.ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def unpack(data: bytes) -> Job:
+    """Read a header; raises ValueError when it is not one."""
+    try:
+        fields = json.loads(data)
+        array = fields.pop("array")
+        ref = ArrayRef(array["dtype"], tuple(array["shape"]), tuple(array["strides"]), array["offset"])
+        fields["rewards"], fields["dropped"] = tuple(fields["rewards"]), tuple(fields["dropped"])
+        return Job(**fields, array=ref)
+    except (TypeError, KeyError) as error:
+        raise ValueError("not the header of a job") from error
+
+
+class Upload:
+    """A body on its way in. Used by one request; ``discard`` is safe at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / uuid.uuid4().hex
+        self.file: BinaryIO = open(self.path, "w+b")  # noqa: SIM115 - lives as long as the request
+        self.file.seek(HEADER_BYTES)
+        self.size = HEADER_BYTES
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Append a piece of the body."""
+        self.file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the body so far."""
+        return self._hash.hexdigest()
+
+    def seal(self, job: Job) -> None:
+        """Write the header and flush everything to the disk."""
+        self.file.seek(0)
+        self.file.write(pack_header(job))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def discard(self) -> None:
+        """Remove the temporary name; an accepted job keeps its own."""
+        self.file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+class Spool:
+    """A folder of jobs and results, on a local disk or one that several machines share."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        self.incoming = self.root / "incoming"
+        for name in ("incoming", "jobs", "results", "decoded"):
+            (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._shards: dict[str, Path] = {}
+
+    def _shard(self, kind: str, job_id: str) -> Path:
+        name = f"{kind}/{job_id[:2]}"
+        folder = self._shards.get(name)
+        if folder is None:
+            folder = self._shards[name] = self.root / name
+            folder.mkdir(exist_ok=True, mode=0o700)
+        return folder
+
+    def job_path(self, job_id: str) -> Path:
+        """File of a job."""
+        return self._shard("jobs", job_id) / f"{job_id}.job"
+
+    def decoded_path(self, job_id: str) -> Path:
+        """File of a job's decoded latents (header and uint8 video)."""
+        return self._shard("decoded", job_id) / f"{job_id}.job"
+
+    def result_path(self, job_id: str, reward: str) -> Path:
+        """File of one reward's result."""
+        return self._shard("results", job_id) / f"{job_id}.{reward}.json"
+
+    def upload(self) -> Upload:
+        """Begin to receive a body."""
+        return Upload(self.incoming)
+
+    def accept(self, upload: Upload, job: Job) -> Job | None:
+        """Give a sealed upload its name. Returns None, or the job that already has this id."""
+        path = self.job_path(job.id)
+        try:
+            os.link(upload.path, path)
+        except FileExistsError:
+            return self.job(job.id)
+        _fsync_dir(path.parent)
+        return None
+
+    def job(self, job_id: str) -> Job | None:
+        """Header of a job, finished or not; None when it is not known (any more)."""
+        return _read_header(self.job_path(job_id)) if JOB_ID.fullmatch(job_id) else None
+
+    def decoded(self, job_id: str) -> Job | None:
+        """Header of a job's decoded latents, when they are there."""
+        return _read_header(self.decoded_path(job_id))
+
+    def result(self, job_id: str, reward: str) -> bytes | None:
+        """A result as it was written, or None."""
+        try:
+            return self.result_path(job_id, reward).read_bytes()
+        except (FileNotFoundError, ValueError):  # ValueError: a NUL in the name
+            return None
+
+    def write_result(self, job_id: str, reward: str, data: bytes) -> bool:
+        """Publish a result. The first writer wins: False when there was one, which stays untouched."""
+        return self.write_results([(job_id, reward, data)]) == 1
+
+    def write_results(self, results: list[tuple[str, str, bytes]]) -> int:
+        """``write_result`` for several; returns how many were the first."""
+        written = [
+            self.result_path(job_id, reward).parent
+            for job_id, reward, data in results
+            if self._link(job_id, reward, data)
+        ]
+        for folder in set(written):
+            _fsync_dir(folder)
+        return len(written)
+
+    def _link(self, job_id: str, reward: str, data: bytes) -> bool:
+        path = self.result_path(job_id, reward)
+        aside = self.incoming / uuid.uuid4().hex
+        try:
+            with open(aside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(aside, path)
+        except FileExistsError:
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside)
+        return True
+
+    def missing_rewards(self, job: Job) -> list[str]:
+        """Rewards of the job without a result."""
+        return [reward for reward in job.rewards if not self.result_path(job.id, reward).exists()]
+
+    def finish(self, job: Job) -> None:
+        """Cut the body off and drop decoded latents: every reward has its result."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.job_path(job.id), HEADER_BYTES)
+        if job.media == "latent":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.decoded_path(job.id))
+
+    def open_jobs(self) -> Iterator[Job]:
+        """All jobs that still have their body, in no order."""
+        for entry in self._entries("jobs"):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat().st_size > HEADER_BYTES:
+                    job = _read_header(Path(entry.path))
+                    if job is not None:
+                        yield job
+
+    def used_bytes(self) -> int:
+        """Bytes of all job files and decoded latents."""
+        total = 0
+        for kind in ("jobs", "decoded"):
+            for entry in self._entries(kind):
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat().st_size
+        return total
+
+    def sweep(self, ttl_s: float, keep: int) -> int:
+        """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; uploads that
+        nobody finished go after an hour. Returns how many jobs went."""
+        now = time.time()
+        for entry in os.scandir(self.incoming):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat().st_mtime < now - 3600:
+                    os.unlink(entry.path)
+        finished: list[tuple[float, str]] = []
+        for entry in self._entries("jobs"):
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                if status.st_size == HEADER_BYTES:
+                    finished.append((status.st_mtime, entry.path))
+        finished.sort(reverse=True)
+        gone = [path for i, (mtime, path) in enumerate(finished) if i >= keep or mtime < now - ttl_s]
+        for path in gone:
+            job = _read_header(Path(path))
+            for result in [self.result_path(job.id, reward) for reward in job.rewards] if job else []:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(result)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        return len(gone)
+
+    def _entries(self, kind: str) -> Iterator[os.DirEntry[str]]:
+        for shard in os.scandir(self.root / kind):
+            if shard.is_dir():
+                yield from (entry for entry in os.scandir(shard.path) if entry.name.endswith(".job"))
+
+    def free_bytes(self) -> int:
+        """Free space of the disk."""
+        return shutil.disk_usage(self.root).free
+
+
+def _read_header(path: Path) -> Job | None:
+    try:
+        with open(path, "rb") as file:
+            return unpack(file.read(HEADER_BYTES))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

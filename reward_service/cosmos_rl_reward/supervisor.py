@@ -1,0 +1,198 @@
+"""The process behind ``cosmos-rl-reward``: starts broker, workers and front, restarts what dies, ends all of them."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cosmos_rl_reward.broker.embedded import die_with_parent, private_folder, server_command, wait_for_socket
+from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.front.auth import Auth
+from cosmos_rl_reward.spool import Spool
+
+logger = logging.getLogger(__name__)
+BROKER_VARIABLE = "COSMOS_RL_REWARD_INTERNAL_BROKER"
+_BACK_OFF_S = (0.1, 0.3, 1.0, 2.0, 5.0)
+_MAX_SOCKET = 100  # characters; a unix socket's path has room for 107
+
+
+@dataclass
+class Child:
+    """One process to keep alive. ``text`` is written to its standard input."""
+
+    name: str
+    command: list[str]
+    text: bytes = b""
+    fds: tuple[int, ...] = ()
+    before: Callable[[], None] | None = None
+    process: asyncio.subprocess.Process | None = None
+    wanted: bool = True
+
+    async def keep(self) -> int:
+        """Run it, and again whenever it dies, until ``end``. Returns 2 when it says that its settings are wrong."""
+        failures = 0
+        while self.wanted:
+            if self.before is not None:
+                self.before()
+            began = asyncio.get_running_loop().time()
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=self.fds,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            with contextlib.suppress(ConnectionError):
+                await self.process.communicate(self.text)
+            code = await self.process.wait()
+            if not self.wanted:
+                return 0
+            if code == 2:
+                return 2
+            failures = failures + 1 if asyncio.get_running_loop().time() - began < 10 else 0
+            logger.error("%s ended with code %s, starting it again", self.name, code)
+            await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
+        return 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal if it runs."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def end(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL when it takes longer."""
+        self.wanted = False
+        if self.process is None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%s did not end within %g s and is killed", self.name, timeout_s)
+            self.signal(signal.SIGKILL)
+            await self.process.wait()
+
+
+def bind(config: ServiceConfig) -> socket.socket:
+    """The listening socket; a new front takes it over, so no connection is refused while one is replaced.
+
+    Raises:
+        UserError: the address is not ours or the port is taken.
+    """
+    host = "127.0.0.1" if config.host == "localhost" else config.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, config.port))
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{config.port}: {error.strerror}; set host and port") from error
+    listener.listen(1024)
+    return listener
+
+
+def lock(folder: Path) -> IO[str]:
+    """Own the state folder as long as the returned file is open.
+
+    Raises:
+        UserError: another service has it, or it cannot be written.
+    """
+    try:
+        private_folder(folder)
+        file = open(folder / "lock", "a+")  # noqa: SIM115 - open as long as the service runs
+    except OSError as error:
+        raise UserError(f"state_dir {folder}: {error.strerror}; set state_dir to a folder of your own") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(f"state_dir {folder} is in use by another service; stop it, or set another state_dir") from None
+    return file
+
+
+def role_command(role: str, *arguments: str) -> list[str]:
+    """Command line of one of our own processes; its configuration comes through standard input."""
+    return [sys.executable, "-P", "-m", "cosmos_rl_reward.roles", role, *arguments]
+
+
+class Service:
+    """Everything that one ``cosmos-rl-reward`` runs."""
+
+    def __init__(self, config: ServiceConfig, workers: bool = True) -> None:
+        Auth(config)  # wrong tokens are found here, not in a child
+        self.config = config
+        self._lock = lock(config.state)
+        Spool(config.spool_dir)
+        self._listener = bind(config)
+        self._run = private_folder(config.state / "run")
+        if len(str(self._run)) > _MAX_SOCKET - len("/broker.sock"):
+            self._run = Path(tempfile.mkdtemp(prefix="cosmos-rl-reward-"))
+        self._socket = self._run / "broker.sock"
+        self._broker_url = config.external_broker or f"unix://{self._socket}"
+        text = config.model_dump_json().encode()
+        fd = self._listener.fileno()
+        self.front = Child("front", role_command("front", str(fd)), text, (fd,))
+        self.workers = Child("workers", role_command("workers"), text)
+        self.broker = Child("broker", [], before=lambda: self._socket.unlink(missing_ok=True))
+        self._children = [self.front, *([self.workers] if workers else [])]
+        if not config.external_broker:
+            self.broker.command = server_command(self._socket, self._run)
+            self._children.insert(0, self.broker)
+
+    async def run(self) -> int:
+        """Run until SIGTERM or SIGINT (a second one does not wait for jobs). Returns the exit code."""
+        os.environ[BROKER_VARIABLE] = self._broker_url
+        stop, now = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (now if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        keeping: list[asyncio.Task[int]] = []
+        code = 0
+        try:
+            for child in self._children:
+                keeping.append(asyncio.create_task(child.keep()))
+                if child is self.broker:
+                    await wait_for_socket(self._socket, 10)
+            host, port = self._listener.getsockname()[:2]
+            logger.info("listening on http%s://%s:%d", "s" if self.config.tls_cert else "", host, port)
+            stopping = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+            code = max((task.result() for task in done & set(keeping)), default=0)
+        finally:
+            await self._end(now)
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+        return code
+
+    async def _end(self, now: asyncio.Event) -> None:
+        """Front first refuses new jobs, workers finish, then the front ends, then the broker."""
+        logger.info("stopping: running jobs get %g s", self.config.drain_s)
+        self.front.signal(signal.SIGUSR1)
+        draining = asyncio.create_task(self.workers.end(self.config.drain_s + 5))
+        hurry = asyncio.create_task(now.wait())
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        self.workers.signal(signal.SIGKILL if now.is_set() else 0)
+        await draining
+        hurry.cancel()
+        await self.front.end(8)
+        await self.broker.end(3)
+        self._listener.close()
+        shutil.rmtree(self._run, ignore_errors=True)
+        self._lock.close()
+        logger.info("stopped")

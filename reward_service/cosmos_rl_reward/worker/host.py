@@ -1,0 +1,174 @@
+"""The host process: takes jobs from the broker and has them scored by the replicas it runs."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from cosmos_rl_reward.broker.board import Board
+from cosmos_rl_reward.broker.queue import Control, StreaqQueue
+from cosmos_rl_reward.config import DecodeArgs, RewardArgs, ServiceConfig
+from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.spool import Spool
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE, Pool, PoolSpec
+
+logger = logging.getLogger(__name__)
+
+
+def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
+    """How to run one configured reward."""
+    kwargs = {
+        name: getattr(args, name)
+        for name in ("model_path", "device", "dtype", "download_path", "endpoint_url", "endpoint_api_key", "options")
+    }
+    if args.endpoint_api_key_env:
+        kwargs["endpoint_api_key"] = os.environ.get(args.endpoint_api_key_env, "")
+    message = {
+        "op": "score",
+        "name": args.reward_type,
+        "reward_class": args.reward_class,
+        "function": args.function,
+        "self_test": args.self_test,
+        "kwargs": kwargs,
+    }
+    return PoolSpec(
+        name=args.reward_type,
+        message=message,
+        venv_python=args.venv_python,
+        environment=args.environment,
+        replicas=args.replicas,
+        max_batch=args.max_batch,
+        max_wait_s=args.max_wait_ms / 1000,
+        deadline_s=args.deadline_s,
+        start_timeout_s=args.start_timeout_s,
+        max_attempts=max_attempts,
+    )
+
+
+def decode_spec(args: DecodeArgs, max_attempts: int) -> PoolSpec:
+    """How to run the latent decoder."""
+    kwargs = {name: getattr(args, name) for name in ("model_path", "wan2pt2_model_path", "dtype", "device")}
+    return PoolSpec(
+        name=DECODE_QUEUE,
+        message={"op": "decode", "kwargs": kwargs},
+        venv_python=args.venv_python,
+        environment=args.environment,
+        replicas=args.replicas,
+        max_batch=1,
+        max_wait_s=0,
+        deadline_s=args.deadline_s,
+        start_timeout_s=args.start_timeout_s,
+        max_attempts=max_attempts,
+        lazy=True,
+    )
+
+
+class Host:
+    """Pools of this machine and their consumers."""
+
+    def __init__(self, config: ServiceConfig, broker_url: str, only: list[str]) -> None:
+        chosen = [args for args in config.enabled if not only or args.reward_type in only]
+        if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
+            raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
+        self.config, self.broker_url = config, broker_url
+        self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self.spool = Spool(config.spool_dir)
+        self._specs = [reward_spec(args, config.max_attempts) for args in chosen]
+        if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
+            self._specs.append(decode_spec(config.decode_args, config.max_attempts))
+        self._names = {*(args.reward_type for args in config.enabled), DECODE_QUEUE}
+        self._controls: dict[str, Control] = {}
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; then finish what runs within ``drain_s`` and hand the rest back."""
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with Board(self.broker_url) as board, StreaqQueue(self.broker_url, self._names) as queue:
+
+            async def requeue(name: str, job_id: str) -> None:
+                await queue.put(name, [job_id])
+
+            news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+            pools = [Pool(spec, self.spool, news.put, requeue) for spec in self._specs]
+            workers = [asyncio.create_task(pool.serve()) for pool in pools]
+            consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
+            telling = asyncio.create_task(self._tell(board, pools))
+            posting = asyncio.create_task(_post(board, news))
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                tasks = {stopping, telling, posting, *workers, *consumers}
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stopping}:
+                    task.result()  # nothing but the signal ends them: show what did
+            finally:
+                await self._drain(consumers)
+                await _end([telling, posting, stopping, *workers])
+
+    async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
+        for control in self._controls.values():
+            control.stop.set()
+        await asyncio.wait(consumers, timeout=self.config.drain_s)
+        for control in self._controls.values():
+            control.end()
+        await asyncio.wait(consumers, timeout=2)
+        await _end(consumers)
+
+    async def _consume(self, queue: StreaqQueue, pool: Pool, stop: asyncio.Event) -> None:
+        """Take jobs while the pool can score them."""
+        while not stop.is_set():
+            if not await _either(pool.available, stop):
+                return
+            control = self._controls[pool.spec.name] = Control()
+            taking = asyncio.create_task(queue.consume(pool.spec.name, pool.run, pool.concurrency, control))
+            while not taking.done() and pool.available.is_set():
+                await asyncio.wait({taking}, timeout=0.5)
+            control.end()
+            await taking
+
+    async def _tell(self, board: Board, pools: list[Pool]) -> None:
+        """Put the pools' health on the board; wake the decoder when a reward wants it."""
+        last: dict[str, Any] = {}
+        beat = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            status = {pool.spec.name: pool.status() for pool in pools}
+            if status != last or loop.time() - beat > 1:
+                with contextlib.suppress(Exception):  # the broker is away: it will be told when it is back
+                    await board.set_status(self.name, status)
+                    last, beat = status, loop.time()
+            if any(pool.health.about.get("needs_latent_decoder") for pool in pools):
+                for pool in pools:
+                    if pool.spec.lazy and pool.health.state == "idle":
+                        pool.wanted.set()
+            await asyncio.sleep(0.1)
+
+
+async def _post(board: Board, news: asyncio.Queue[dict[str, Any]]) -> None:
+    """Publish events, those that came together in one message."""
+    while True:
+        events = [await news.get()]
+        while not news.empty():
+            events.append(news.get_nowait())
+        with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
+            await board.publish(events)
+
+
+async def _either(event: asyncio.Event, stop: asyncio.Event) -> bool:
+    """Wait for either event; True when it was the first."""
+    waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(stop.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return not stop.is_set()
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""From what a handler returned to results that can be trusted: lengths right, numbers finite, nothing invented."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cosmos_rl_reward.handler import BaseRewardHandler
+
+
+class BadOutput(Exception):
+    """The handler returned something that is not a result. Trying again would not help."""
+
+
+def check(returned: Any, count: int) -> tuple[dict[str, Any], dict[int, str]]:
+    """Plain lists of the scores, and the errors per sample.
+
+    A number that is not finite becomes None with an error.
+
+    Raises:
+        BadOutput: wrong type or length. The message says which key.
+    """
+    if not isinstance(returned, dict):
+        raise BadOutput(f"calculate_reward returned {type(returned).__name__}, not a dictionary")
+    if returned.get("scores") is None:
+        raise BadOutput(str(returned.get("error") or "calculate_reward returned no scores"))
+    if not isinstance(returned["scores"], dict) or not returned["scores"]:
+        raise BadOutput("calculate_reward returned no table of scores")
+    given = returned.get("item_errors") or {}
+    errors = {int(i): str(e) for i, e in (given.items() if isinstance(given, dict) else enumerate(given)) if e}
+    if any(not 0 <= i < count for i in errors):
+        raise BadOutput(f"item_errors names a sample outside 0..{count - 1}")
+    scores = {str(key): _column(str(key), value, count, errors) for key, value in returned["scores"].items()}
+    return scores, errors
+
+
+def _column(key: str, value: Any, count: int, errors: dict[int, str]) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _column(f"{key}.{k}", v, count, errors) for k, v in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise BadOutput(f"scores.{key} is {type(value).__name__}, not a list with one entry per sample")
+    if len(value) != count:
+        raise BadOutput(f"scores.{key} has {len(value)} entries for {count} samples")
+    return [_entry(key, i, v, errors) for i, v in enumerate(value)]
+
+
+def _entry(key: str, index: int, value: Any, errors: dict[int, str]) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is None:
+        errors.setdefault(index, f"{key}: no score")
+    elif isinstance(value, float) and not math.isfinite(value):
+        errors.setdefault(index, f"{key}: the score is {value}")
+        return None
+    elif not isinstance(value, (bool, int, float, str)):
+        raise BadOutput(f"scores.{key}[{index}] is {type(value).__name__}, not a number")
+    return value
+
+
+def part(value: Any, begin: int, end: int) -> Any:
+    """Rows ``begin:end`` of a column or of a table of columns."""
+    return {k: part(v, begin, end) for k, v in value.items()} if isinstance(value, dict) else value[begin:end]
+
+
+def self_test(handler: BaseRewardHandler, score: Any) -> str:
+    """Score the handler's probes with ``score(images, metadata)``; returns a warning, or an empty string.
+
+    Raises:
+        BadOutput: a probe has no finite score.
+    """
+    seen = []
+    for number, (images, metadata) in enumerate(handler.probes()):
+        scores, errors = check(score(images, metadata), len(images))
+        if errors:
+            raise BadOutput(f"self-test: probe {number} has no score: {errors[min(errors)]}")
+        seen.append(scores)
+    if len(seen) > 1 and all(scores == seen[0] for scores in seen):
+        return f"self-test: both probes got the same scores ({seen[0]}); is the model loaded?"
+    return ""

@@ -1,0 +1,156 @@
+"""One scorer process, seen from the host: started, asked, given a deadline, killed."""
+
+import asyncio
+import collections
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_reward.worker.wire import HEAD, pack
+
+logger = logging.getLogger(__name__)
+_SCORER = Path(__file__).with_name("scorer.py")
+_SECRETS = ("COSMOS_RL_REWARD_TOKENS", "COSMOS_RL_REWARD_BROKER_URL", "REDIS_TOKEN")
+_MAX_REPLY = 64 << 20  # bytes
+
+
+class Failed(Exception):
+    """The scorer cannot start; the message is the reason."""
+
+
+class Died(Exception):
+    """The scorer ended, or was killed, while it had jobs."""
+
+
+def interpreter(venv_python: str) -> str:
+    """``python`` is the service's own interpreter; anything else is taken as it is."""
+    return sys.executable if venv_python == "python" else str(Path(venv_python).expanduser())
+
+
+class Replica:
+    """A scorer process. ``start`` once, then ``score`` any number of times, then ``kill``."""
+
+    def __init__(self, name: str, venv_python: str, environment: dict[str, str]) -> None:
+        self.name = name
+        self.python = interpreter(venv_python)
+        self._environment = environment
+        self._log: collections.deque[str] = collections.deque(maxlen=20)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._logging: asyncio.Task[None] | None = None
+
+    async def start(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Start the process and load the reward; returns what the reward says of itself.
+
+        Raises:
+            Failed: with the reason.
+        """
+        ours, theirs = socket.socketpair()
+        environment = {k: v for k, v in os.environ.items() if k not in _SECRETS} | {"PYTHONUNBUFFERED": "1"}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(self.python, str(_SCORER), str(theirs.fileno()), str(os.getpid())),
+                env={**environment, **self._environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the supervisor only, and what the reward starts dies with it
+            )
+        except OSError as error:
+            ours.close()
+            raise Failed(f"interpreter {self.python} cannot be started: {error.strerror}") from error
+        finally:
+            theirs.close()
+        self._logging = asyncio.create_task(self._keep_log(self._process))
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            answer = await self._ask(message, timeout_s)
+        except TimeoutError:
+            await self.kill()
+            raise Failed(f"not loaded after {timeout_s:g} s (start_timeout_s)") from None
+        except Died as error:
+            raise Failed(f"{error} while loading") from None
+        if not answer["ready"]:
+            await self.kill()
+            raise Failed(answer["reason"])
+        return answer["about"]
+
+    async def score(self, jobs: list[dict[str, str]], deadline_s: float) -> list[dict[str, Any]]:
+        """Replies for ``jobs``, in their order.
+
+        Raises:
+            Died: the process ended or passed the deadline; it is gone in both cases.
+        """
+        try:
+            return (await self._ask({"jobs": jobs}, deadline_s))["replies"]
+        except TimeoutError:
+            await self.kill()
+            raise Died(f"no answer within {deadline_s:g} s (deadline_s)") from None
+
+    async def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self._reader is not None
+        assert self._writer is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(pack(message))
+                await self._writer.drain()
+                length = HEAD.unpack(await self._reader.readexactly(HEAD.size))[0]
+                if length > _MAX_REPLY:
+                    raise OSError("the reply is too long")
+                return json.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise Died(await self.obituary()) from None
+
+    async def ended(self) -> None:
+        """Wait until the process is gone."""
+        assert self._process is not None
+        await self._process.wait()
+
+    async def obituary(self) -> str:
+        """How the process ended; it is gone afterwards."""
+        await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
+        assert self._process is not None
+        code = self._process.returncode or 0
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        last = " | ".join(list(self._log)[-3:])
+        return f"the worker process ended {how}" + (f"; its last lines: {last}" if last else "")
+
+    async def kill(self, patience_s: float = 0.0) -> None:
+        """End the process and whatever it started; it may end by itself within ``patience_s``."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            if self._writer is not None:
+                self._writer.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        if self._logging is not None:
+            await asyncio.wait({self._logging}, timeout=1)
+
+    async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await _line(process.stdout):
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._log.append(text[:500])
+                logger.info("[%s] %s", self.name, text[:2000])
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.readline()
+    except ValueError:  # a line longer than the buffer; the rest comes next
+        return await stream.read(1 << 16)

@@ -1,0 +1,250 @@
+"""A reward replica: loads one reward and scores what the host sends. Run by path, by the reward's own interpreter.
+
+Needs Python >= 3.10 and numpy there; nothing of the service has to be installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def bootstrap() -> None:
+    """Make ``cosmos_rl_reward`` importable from the folder this file lies in, and nothing else of that environment."""
+    package = Path(__file__).resolve().parent.parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != package / "worker"]
+    spec = importlib.util.spec_from_file_location(
+        "cosmos_rl_reward", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{package} is not the package")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cosmos_rl_reward"] = module
+    spec.loader.exec_module(module)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the host dies (Linux), also when it died before this call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Scorer:
+    """One handler and the calls to it."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        from cosmos_rl_reward.worker.discover import find_handler
+
+        self.name: str = start["name"]
+        self.fetched: str | None = None
+        kind = find_handler(self.name, start["reward_class"], start["function"])
+        self.torch: Any = None
+        device = start["kwargs"]["device"]
+        if kind.array_type == "torch":
+            self.torch = _import_torch(self.name)
+            if device == "auto":
+                device = "cuda" if self.torch.cuda.is_available() else "cpu"
+        self.handler = kind(**{**start["kwargs"], "device": "cpu" if device == "auto" else device})
+        if start["op"] == "fetch":
+            self.fetched = self.handler.fetch(start["offline"])
+            return
+        self.handler.set_up()
+        self.warning = self._self_test() if start["self_test"] else ""
+        self.provenance = _plain(self.handler.provenance())
+
+    def about(self) -> dict[str, Any]:
+        """What the front has to know of this reward."""
+        return {
+            "media_types": list(self.handler.media_types),
+            "mergeable": self.handler.mergeable,
+            "max_batch": self.handler.max_batch,
+            "required_metadata": list(self.handler.required_metadata),
+            "score_keys": list(self.handler.score_keys),
+            "needs_latent_decoder": self.handler.NEEDS_LATENT_DECODER,
+            "provenance": self.provenance,
+            "warning": self.warning,
+            "python": sys.executable,
+        }
+
+    def _call(self, images: Any, metadata: dict[str, Any]) -> Any:
+        if self.torch is None:
+            return self.handler.calculate_reward(images, metadata)
+        tensor = self.torch.from_numpy(images).to(self.handler.device)
+        return self.handler.calculate_reward(tensor, metadata)
+
+    def _self_test(self) -> str:
+        from cosmos_rl_reward.worker.inputs import describe
+        from cosmos_rl_reward.worker.outcome import self_test
+
+        def score(images: Any, metadata: dict[str, Any]) -> Any:
+            media = "image" if images.ndim == 4 else "video"
+            info = {"uuid": "self-test", "media_type": media, "input_info": describe(images)}
+            return self._call(images, {"decode_duration": "0.00", "decoded_info": {}, **metadata, **info})
+
+        return self_test(self.handler, score)
+
+    def score(self, requests: list[dict[str, str]]) -> list[dict[str, Any]]:
+        """Score jobs given as ``{"id", "path", "decoded"}``; one reply each, in the same order."""
+        from cosmos_rl_reward.worker.inputs import Input, batches, read_input
+
+        replies: dict[str, dict[str, Any]] = {}
+        inputs: list[Input] = []
+        for request in requests:
+            try:
+                inputs.append(read_input(**request))
+            except Exception as error:
+                replies[request["id"]] = _failure(request["id"], error)
+        for batch in batches(inputs, self.handler.required_metadata):
+            try:
+                answers = self._score_batch(batch)
+            except Exception as error:
+                if len(batch) == 1:
+                    answers = [_failure(batch[0].id, error)]
+                else:  # find out whose fault it is
+                    answers = [answer for one in batch for answer in self._score_alone(one)]
+            replies.update({answer["id"]: answer for answer in answers})
+        return [replies[request["id"]] for request in requests]
+
+    def _score_alone(self, one: Any) -> list[dict[str, Any]]:
+        try:
+            return self._score_batch([one])
+        except Exception as error:
+            return [_failure(one.id, error)]
+
+    def _score_batch(self, batch: list[Any]) -> list[dict[str, Any]]:
+        from cosmos_rl_reward.results import SUCCEEDED, encode
+        from cosmos_rl_reward.worker.inputs import merge
+        from cosmos_rl_reward.worker.outcome import check, part
+
+        images, metadata = merge(batch, self.handler.required_metadata)
+        began = time.perf_counter()
+        returned = self._call(images, metadata)
+        duration = time.perf_counter() - began
+        scores, errors = check(returned, len(images))
+        answers, at = [], 0
+        for one in batch:
+            end = at + len(one.images)
+            mine = {str(i - at): e for i, e in sorted(errors.items()) if at <= i < end}
+            extra = {k: v for k, v in returned.items() if k in ("duration", "input_info")} if len(batch) == 1 else {}
+            result = {
+                "scores": part(scores, at, end),
+                "input_info": one.info,
+                "duration": f"{duration:.2f}",
+                "decoded_duration": one.metadata["decode_duration"],
+                **_plain(extra),
+                "type": self.name,
+                "state": SUCCEEDED,
+                **({"item_errors": mine} if mine else {}),
+                "provenance": self.provenance,
+            }
+            body = encode(result).decode()
+            answers.append({"id": one.id, "body": body, "failed": len(mine), "batch": len(images), "s": duration})
+            at = end
+        return answers
+
+
+class Decoding:
+    """The VAE instead of a reward: writes decoded videos beside the jobs."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        from cosmos_rl_reward.decode import LatentDecoder
+
+        self.decoder = LatentDecoder(**start["kwargs"])
+        self.decoder.set_up()
+
+    def about(self) -> dict[str, Any]:
+        """What the host has to know."""
+        return {"mergeable": False, "max_batch": 1, "warning": "", "python": sys.executable}
+
+    def score(self, requests: list[dict[str, str]]) -> list[dict[str, Any]]:
+        """Decode jobs; one reply each."""
+        replies = []
+        for request in requests:
+            try:
+                began = time.perf_counter()
+                self.decoder.decode(Path(request["path"]), Path(request["decoded"]))
+                seconds = time.perf_counter() - began
+                replies.append({"id": request["id"], "body": "", "failed": 0, "batch": 1, "s": seconds})
+            except Exception as error:
+                replies.append(_failure(request["id"], error))
+        return replies
+
+
+def _import_torch(name: str) -> Any:
+    from cosmos_rl_reward.handler import NotReady
+
+    try:
+        import torch
+    except ImportError as error:
+        raise NotReady(f"{name} needs torch, which {sys.executable} does not have: {error}") from error
+    return torch
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _failure(job_id: str, error: Exception) -> dict[str, Any]:
+    """A reply for a job that has no result; ``again`` says whether another try could help."""
+    from cosmos_rl_reward.handler import BadInput
+    from cosmos_rl_reward.payload.errors import Refused
+    from cosmos_rl_reward.worker.outcome import BadOutput
+
+    final = isinstance(error, (BadInput, BadOutput, Refused))
+    if not final:
+        traceback.print_exception(error)
+    text = str(error) if final else f"{type(error).__name__}: {error}"
+    return {"id": job_id, "error": text or type(error).__name__, "again": not final}
+
+
+def serve(channel: socket.socket, log: Any) -> None:
+    """Start the reward, then answer the host until it goes away."""
+    from cosmos_rl_reward.worker.wire import pack, receive
+
+    start = receive(channel)
+    if start is None:
+        return
+    try:
+        from cosmos_rl_reward.handler import NotReady
+    except ImportError as error:
+        reason = f"every reward's environment needs numpy (Python >= 3.10): {error}"
+        channel.sendall(pack({"ready": False, "reason": reason}))
+        return
+    try:
+        worker: Any = (Decoding if start["op"] == "decode" else Scorer)(start)
+    except BaseException as error:
+        if not isinstance(error, NotReady):
+            traceback.print_exception(error)
+        reason = str(error) if isinstance(error, NotReady) else f"{type(error).__name__}: {error}"
+        channel.sendall(pack({"ready": False, "reason": reason}))
+        return
+    about = {"fetched": worker.fetched} if start["op"] == "fetch" else worker.about()
+    channel.sendall(pack({"ready": True, "about": about}))
+    while (message := receive(channel)) is not None:
+        replies = worker.score(message["jobs"])
+        log.flush()
+        channel.sendall(pack({"replies": replies}))
+
+
+def main() -> None:
+    """Entry point: ``scorer.py <socket fd> <parent pid>``."""
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which drains
+    bootstrap()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        serve(channel, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

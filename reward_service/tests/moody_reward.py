@@ -1,0 +1,77 @@
+"""A third-party reward that does what its first prompt says; lives outside the package."""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from cosmos_rl_reward.handler import BadInput, BaseRewardHandler, NotReady, RewardRegistry
+
+
+@RewardRegistry.register()
+class Moody(BaseRewardHandler):
+    """Scores the mean of each picture, unless the prompt wants something else."""
+
+    reward_name = "moody"
+    array_type = "numpy"
+    mergeable = True
+    max_batch = 8
+    score_keys = ("mean",)
+    OPTIONS = {"start": "well", "flag": ""}
+
+    def set_up(self):
+        start = self.options["start"]
+        if start == "not ready":
+            raise NotReady("weights missing: put them into /nowhere")
+        if start == "import error":
+            raise ImportError("cannot import name 'helper'")
+        if start == "slow":
+            time.sleep(2)
+        if start == "until flag" and not os.path.exists(self.options["flag"]):
+            raise NotReady(f"waits for {self.options['flag']}")
+
+    def calculate_reward(self, images, metadata):
+        mean = images.reshape(len(images), -1).mean(1)
+        for prompt in metadata["prompts"]:
+            word, _, rest = prompt.partition(" ")
+            if word == "die":
+                print("dying as told", flush=True)
+                os.kill(os.getpid(), 9)
+            if word == "exit":
+                sys.exit(3)
+            if word == "sleep":
+                time.sleep(float(rest))
+            if word == "raise":
+                raise RuntimeError(rest)
+            if word == "bad":
+                raise BadInput("metadata.prompts: bad")
+            if word == "nan":
+                mean = np.where(np.arange(len(mean)) == 0, np.nan, mean)
+            if word == "short":
+                return {"scores": {"mean": mean[:-1]}}
+            if word == "nothing":
+                return None
+            if word == "envelope":
+                return {"scores": None, "error": "as told"}
+            if word == "diefirst" and not os.path.exists(rest):
+                open(rest, "w").close()
+                os.kill(os.getpid(), 9)
+        return {"scores": {"mean": mean, "pid": [os.getpid()] * len(mean)}}
+
+    def probes(self):
+        return [(np.full((1, 8, 8, 3), v, np.uint8), {"prompts": ["probe"]}) for v in (0, 200)]
+
+
+class Constant(Moody):
+    """Scores everything the same."""
+
+    reward_name = "constant"
+
+    def calculate_reward(self, images, metadata):
+        return {"scores": {"mean": [0.0] * len(images)}}
+
+
+def brightness(images, metadata):
+    """A function reward."""
+    return images.reshape(len(images), -1).mean(1)

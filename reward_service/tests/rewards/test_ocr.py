@@ -1,0 +1,180 @@
+"""Reading text: targets, engine answers, the formula in both normalisations, and the real recogniser."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from cosmos_rl_reward.handler import BadInput, NotReady
+from cosmos_rl_reward.rewards.ocr import OcrReward
+from cosmos_rl_reward.rewards.ocr_scoring import diagnostics, first_quoted, ocr_score, quoted_text, recognised_lines
+
+BOX = [[0, 0], [1, 0], [1, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target"),
+    [
+        ('sign "Hello"', "Hello"),
+        ("sign “Hello World”", "Hello World"),
+        ("sign \u2018Don\u2019t stop\u2019 now", "Don\u2019t stop"),
+        ("a man's sign 'Don't stop' here", "Don't stop"),
+        ('shop "A" beside "B C"', "A B C"),
+        ("it's \"Joe's bar\"", "Joe's bar"),
+        ("Schild „Guten Tag“", "Guten Tag"),
+        ("a dog's bone", None),
+        ('sign "Hello', None),
+        ('sign ""', None),
+    ],
+)
+def test_what_the_prompt_asks_for(prompt, target):
+    assert quoted_text(prompt) == target
+
+
+def test_upstream_takes_the_first_ascii_span_only():
+    assert first_quoted('a "B" and "C"') == "B"
+    assert first_quoted("a 'B'") is None
+
+
+@pytest.mark.parametrize("empty", [None, [], [None], [[]], (None, [0.1]), SimpleNamespace(txts=None, scores=None)])
+def test_no_text_in_every_form(empty):
+    assert recognised_lines(empty) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        SimpleNamespace(txts=("Hi", "you"), scores=(0.9, 0.2)),
+        ([[BOX, "Hi", 0.9], [BOX, "you", "0.2"]], [0.1]),
+        [[[BOX, ("Hi", 0.9)], [BOX, ("you", 0.2)]]],
+        [[BOX, ("Hi", 0.9)], None, [BOX, ("you", 0.2)]],
+    ],
+)
+def test_lines_of_every_engine_version(answer):
+    assert recognised_lines(answer) == [("Hi", 0.9), ("you", 0.2)]
+
+
+def test_an_unknown_answer_is_not_an_empty_picture():
+    with pytest.raises(TypeError, match="unknown shape"):
+        recognised_lines([{"rec_texts": ["Hello"]}])
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "score", "upstream"),
+    [
+        ("Hello", "he LLo", 1.0, 1.0),
+        ("Hello", "xxhelloxx", 1.0, 1.0),
+        ("Hello", "", 0.0, 0.0),
+        ("Hello", "helo", 0.8, 0.8),
+        ("Hello", "a completely different text", 0.0, 0.0),  # the distance is capped: never negative
+        ("Hello World", "", 0.0, 1 - 10 / 11),
+        ("Hello World", "hello", 0.5, 1 - 5 / 11),
+    ],
+)
+def test_the_formula(target, text, score, upstream):
+    assert ocr_score(target, text) == pytest.approx(score)
+    assert ocr_score(target, text, upstream=True) == pytest.approx(upstream)
+
+
+def test_diagnostics_by_hand():
+    # "ab" against "abb": distance 1 of 3; shared characters 2 of 3
+    assert diagnostics("A b", "abb") == {
+        "edit_similarity": pytest.approx(2 / 3),
+        "exact_match": 0.0,
+        "substring_match": 1.0,
+        "char_iou": pytest.approx(2 / 3),
+    }
+
+
+def with_engine(engine, **options):
+    reward = OcrReward(options=options)
+    reward._engines = {False: engine}
+    return reward
+
+
+def test_fake_engine_answers_become_scores():
+    answers = [None, [], [None], [[]], [[[BOX, ("HEL", 0.1)], [BOX, ("l o", 0.99)]]]]
+    reward = with_engine(lambda picture: answers[picture[0, 0, 0]])
+    pictures = np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    result = reward.calculate_reward(pictures, {"prompts": ['sign "Hello"'] * 5})
+    assert result["scores"]["ocr_reward"] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert result["scores"]["ocr_text"] == ["", "", "", "", "HELl o"]
+    assert not result["item_errors"]
+    doubted = with_engine(lambda picture: answers[4], min_confidence=0.5)
+    assert doubted.calculate_reward(pictures[:1], {"prompts": ['sign "Hello"']})["scores"]["ocr_reward"] == [0.4]
+
+
+def test_the_engine_gets_bgr():
+    seen = []
+    picture = np.zeros((1, 2, 2, 3), np.uint8)
+    picture[..., 0] = 200  # red
+    with_engine(lambda p: seen.append(p) or []).calculate_reward(picture, {"prompts": ['"a"']})
+    assert seen[0][0, 0].tolist() == [0, 0, 200]
+
+
+def test_failures_are_never_numbers():
+    def engine(picture):
+        if picture[0, 0, 0] == 1:
+            raise RuntimeError("session lost")
+        return []
+
+    pictures = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    result = with_engine(engine).calculate_reward(pictures, {"prompts": ['"a"', '"a"', "no quotes"]})
+    assert result["scores"]["ocr_reward"] == [0.0, None, None]
+    assert result["item_errors"] == {1: "RuntimeError: session lost", 2: "no quoted text in the prompt 'no quotes'"}
+    with pytest.raises(RuntimeError, match="session lost"):
+        with_engine(engine).calculate_reward(pictures[1:2], {"prompts": ['"a"']})
+
+
+def test_a_wrong_normalisation_is_named():
+    with pytest.raises(NotReady, match=r"options\.normalisation"):
+        OcrReward(options={"normalisation": "none"}).set_up()
+
+
+@pytest.fixture(scope="module")
+def reward():
+    handler = OcrReward(options={"threads": 1})
+    handler.set_up()
+    return handler
+
+
+def picture_of(text, size=(512, 256), blur=0.0):
+    image = Image.new("RGB", size, "white")
+    ImageDraw.Draw(image).multiline_text((40, 60), text, fill="black", font=ImageFont.load_default(size=48))
+    return np.asarray(image.filter(ImageFilter.GaussianBlur(blur)))
+
+
+@pytest.mark.parametrize("text", ["GRAND OPENING", "Hello World", "SALE 50%", "Cafe 1987"])
+def test_the_recogniser_reads(reward, text):
+    result = reward.calculate_reward(picture_of(text)[None], {"prompts": [f'a poster "{text}"']})["scores"]
+    assert result["ocr_reward"] == [1.0]
+    assert result["substring_match"] == [1.0]
+
+
+def test_lines_are_read_in_order_and_blur_costs_the_score(reward):
+    pictures = np.stack([picture_of("OPEN\nALL DAY"), picture_of("OPEN ALL DAY", blur=12), picture_of("CLOSED")])
+    result = reward.calculate_reward(pictures, {"prompts": ['"open" and "all day"'] * 3})["scores"]["ocr_reward"]
+    assert result[0] == 1.0
+    assert result[1] == 0.0
+    assert 0.0 <= result[2] < 0.5
+
+
+def test_the_upstream_floor(reward):
+    upstream = OcrReward(options={"normalisation": "upstream"})
+    upstream._engines = reward._engines
+    blank = np.full((1, 64, 64, 3), 255, np.uint8)
+    result = upstream.calculate_reward(blank, {"prompts": ['a sign "Hello World"']})
+    assert result["scores"]["ocr_reward"] == [pytest.approx(0.0909, abs=1e-4)]
+
+
+def test_provenance_names_engine_and_weights(reward):
+    record = reward.provenance()
+    assert record["engine"].startswith("rapidocr 3.")
+    assert record["model_digest"].startswith("sha256:")
+    assert record["normalisation"] == "floor0"
+
+
+def test_a_gpu_that_is_not_there_is_the_requests_fault(reward):
+    with pytest.raises(BadInput, match="onnxruntime-gpu"):
+        reward.calculate_reward(picture_of("A")[None], {"prompts": ['"A"'], "ocr_use_gpu": True})

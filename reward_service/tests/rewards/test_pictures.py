@@ -1,0 +1,99 @@
+"""Layouts, ranges and prompts that are read right or refused with a reason."""
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_rl_reward.handler import BadInput
+from cosmos_rl_reward.rewards.pictures import (
+    SampleError,
+    as_frames,
+    as_images,
+    as_videos,
+    frame_rates,
+    prompts_of,
+    score_samples,
+)
+
+PICTURES = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PICTURES,
+        PICTURES.transpose(0, 3, 1, 2),
+        torch.from_numpy(PICTURES),
+        torch.from_numpy(PICTURES).permute(0, 3, 1, 2),
+        PICTURES / 255,
+        torch.from_numpy(PICTURES) / 255,
+        PICTURES.astype(np.float32),
+        PICTURES.astype(np.int64),
+    ],
+)
+def test_one_picture_in_every_layout_and_range(given):
+    found = as_images(given)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, PICTURES)
+
+
+def test_an_ambiguous_shape_is_read_as_documented():
+    cube = np.arange(27, dtype=np.uint8).reshape(1, 3, 3, 3)
+    np.testing.assert_array_equal(as_images(cube), cube)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (PICTURES[0], "shape"),
+        (PICTURES[..., :2], "shape"),
+        (PICTURES[:0], "no picture"),
+        (PICTURES / 127.5 - 1, "values -1"),
+        (PICTURES.astype(np.int32) + 100, "values 1"),
+        (np.where(PICTURES > 128, np.nan, 0.5), "values nan"),
+        (PICTURES > 9, "dtype bool"),
+    ],
+)
+def test_what_is_no_picture_is_refused(given, reason):
+    with pytest.raises(BadInput, match=reason):
+        as_images(given)
+
+
+def test_videos_and_frames():
+    video = np.stack([PICTURES] * 2).transpose(0, 4, 1, 2, 3)  # [2, 3, 2, 5, 7]
+    np.testing.assert_array_equal(as_videos(video), video)
+    np.testing.assert_array_equal(as_frames(video)[1], PICTURES)
+    np.testing.assert_array_equal(as_frames(PICTURES)[:, 0], PICTURES)
+    with pytest.raises(BadInput, match=r"\[B, 3, T, H, W\]"):
+        as_videos(video.transpose(0, 2, 1, 3, 4))
+
+
+def test_prompts_and_frame_rates():
+    assert prompts_of({"prompts": "one"}, 1) == ["one"]
+    for wrong, reason in [
+        ({}, "list of strings"),
+        ({"prompts": ["a"]}, "1 prompts for 2"),
+        ({"prompts": [1, 2]}, "strings"),
+    ]:
+        with pytest.raises(BadInput, match=reason):
+            prompts_of(wrong, 2)
+    infos = [{"video_fps": 16}, {"fps": 8.0}, {}, {"video_fps": 0}, None]
+    assert frame_rates({"video_infos": infos}, 5) == [16.0, 8.0, None, None, None]
+
+
+def test_one_failing_sample_costs_one_score():
+    def score(index):
+        if index == 1:
+            raise SampleError("no target")
+        if index == 2:
+            raise ZeroDivisionError("broken")
+        return {"a": index}
+
+    result = score_samples(("a",), 4, score)
+    assert result["scores"] == {"a": [0, None, None, 3]}
+    assert result["item_errors"] == {1: "no target", 2: "ZeroDivisionError: broken"}
+
+
+def test_a_fault_of_every_sample_is_raised_so_that_it_is_tried_again():
+    with pytest.raises(ZeroDivisionError):
+        score_samples(("a",), 2, lambda index: {"a": 1 / 0})

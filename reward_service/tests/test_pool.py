@@ -1,0 +1,149 @@
+"""Merging of jobs, checking of what handlers return, and a pool with a real worker process."""
+
+import asyncio
+import errno
+import io
+import json
+import time
+
+import numpy as np
+import pytest
+
+from cosmos_rl_reward.config import RewardArgs
+from cosmos_rl_reward.payload.media import read_payload
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
+from cosmos_rl_reward.worker.host import reward_spec
+from cosmos_rl_reward.worker.inputs import Input, batches, merge, read_input
+from cosmos_rl_reward.worker.outcome import BadOutput, check
+from cosmos_rl_reward.worker.pool import Pool
+from tests.service import body, picture
+
+
+def spooled(spool, content, job_id):
+    """Put a body into the spool as the front does."""
+    upload = spool.upload()
+    upload.write(content)
+    end = content.index(b"\n")
+    media = read_payload(io.BytesIO(bytes(HEADER_BYTES) + content), HEADER_BYTES + end + 1, upload.size, "image")
+    job = Job(job_id, time.time(), ("mock",), (), upload.sha256, HEADER_BYTES + end, "image", media.array, upload.size)
+    upload.seal(job)
+    assert spool.accept(upload, job) is None
+    upload.discard()
+    return job
+
+
+def ident(number):
+    return f"00000000-0000-0000-0000-{number:012d}"
+
+
+def inputs(tmp_path, *contents):
+    spool = Spool(tmp_path)
+    jobs = [spooled(spool, content, ident(i)) for i, content in enumerate(contents)]
+    return [read_input(job.id, str(spool.job_path(job.id)), "") for job in jobs]
+
+
+def test_only_what_belongs_together_is_merged(tmp_path):
+    found = inputs(
+        tmp_path,
+        body(picture(1), "mock"),
+        body(picture(2, 2), "mock", reward_fn={"mock": 3, "other": 1}),
+        body(picture(3, 1, 16), "mock"),
+        body(picture(4), "mock", ocr_use_gpu=True),
+        body(picture(5), "mock", references=["r5"]),
+        body(picture(6), "mock", references=["r6"]),
+        body(picture(7), "mock", note=["x"]),
+        body(picture(8), "mock", geneval_tags=["counting"]),
+    )
+    groups = batches(found, ("references",))
+    assert [[int(one.id[-2:]) for one in group] for group in groups] == [[0, 1], [2], [3], [4, 5], [6], [7]]
+    images, metadata = merge(groups[0], ())
+    assert images[:, 0, 0, 0].tolist() == [1, 2, 2]
+    assert metadata["prompts"] == ["a", "a", "a"]
+    assert metadata["input_info"]["shape"] == [3, 8, 8, 3]
+    _, metadata = merge(groups[3], ("references",))
+    assert metadata["references"] == ["r5", "r6"]
+
+
+def test_a_job_alone_keeps_what_it_came_with(tmp_path):
+    (one,) = inputs(tmp_path, body(picture(9), "mock", prompts=["p"], extra={"deep": [1]}))
+    images, metadata = merge([one], ())
+    assert images is one.images
+    assert isinstance(one, Input)
+    assert metadata["extra"] == {"deep": [1]}
+    assert metadata["uuid"] == ident(0)
+    assert metadata["media_type"] == "image"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], "not a dictionary"),
+        ({}, "no scores"),
+        ({"scores": {}}, "no table of scores"),
+        ({"scores": {"a": 1.0}}, "scores.a is float, not a list"),
+        ({"scores": {"a": [1.0]}}, "scores.a has 1 entries for 2 samples"),
+        ({"scores": {"a": {"b": [1.0, 2.0, 3.0]}}}, "scores.a.b has 3 entries"),
+        ({"scores": {"a": [[1.0], [2.0]]}}, "scores.a[0] is list, not a number"),
+        ({"scores": {"a": [1, 2]}, "item_errors": {5: "x"}}, "item_errors names a sample outside 0..1"),
+        ({"scores": None, "error": "because"}, "because"),
+    ],
+)
+def test_bad_output_is_named(returned, words):
+    with pytest.raises(BadOutput) as refused:
+        check(returned, 2)
+    assert words in str(refused.value)
+
+
+def test_good_output_becomes_plain_numbers():
+    returned = {
+        "scores": {
+            "array": np.array([1, 2], np.float32),
+            "mixed": [np.float64(0.5), None],
+            "words": ["Good", "Bad"],
+            "table": {"x": [1, float("inf")]},
+        },
+        "item_errors": ["", "no text"],
+    }
+    scores, errors = check(returned, 2)
+    assert json.loads(json.dumps(scores, allow_nan=False)) == {
+        "array": [1.0, 2.0],
+        "mixed": [0.5, None],
+        "words": ["Good", "Bad"],
+        "table": {"x": [1, None]},
+    }
+    assert errors == {1: "no text"}
+
+
+@pytest.mark.process
+def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
+    """The disk is full when a result is to be written; the job is not scored again and not lost."""
+    spool, told, full = Spool(tmp_path), [], [2]
+    job = spooled(spool, body(picture(51), "mock"), ident(1))
+    write = Spool.write_results
+
+    def write_results(self, results):
+        if full[0]:
+            full[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, results)
+
+    async def announce(event):
+        told.append(event)
+
+    async def test():
+        monkeypatch.setattr(Spool, "write_results", write_results)
+        pool = Pool(reward_spec(RewardArgs(reward_type="mock", device="cpu"), 3), spool, announce, announce)
+        serving = asyncio.create_task(pool.serve())
+        await asyncio.wait_for(asyncio.gather(pool.run(job.id, 1), pool.run(job.id, 2)), 60)  # handed out twice
+        await asyncio.wait_for(pool.run(job.id, 3), 60)  # and once more, after its end
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(test())
+    result = json.loads(spool.result(job.id, "mock"))
+    assert (result["scores"], full) == ({"mock": [0.2]}, [0])
+    assert [event["state"] for event in told] == ["succeeded"]
+    assert [j.id for j in spool.open_jobs()] == [job.id]  # the front, which knows all its rewards, cuts it off
+    spool.finish(job)
+    assert list(spool.open_jobs()) == []
+    assert spool.job(job.id) == job

@@ -1,0 +1,103 @@
+"""A DiffusionNFT run that was stopped, killed or resumed anywhere is the undisturbed run, bit for bit."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.nft_runs import DEADLINE_S, Job, forked, nft_toml, nft_train, prompt_file, run_forked
+from tests.test_resume import assert_same_state, drop_steps_after, saved_state
+
+WATCHED = (
+    "--train.ema_enable=true",
+    "--train.train_policy.watch.enable=true",
+    "--train.train_policy.watch.freq=2",
+    "--train.train_policy.watch.samples=4",
+    "--train.train_policy.watch.action=warn",
+    "--validation.enable=true",
+    "--validation.freq=3",
+    '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]',
+)
+SEVERAL = ("--train.train_policy.batch_size_per_optimize=4", "--train.train_policy.mini_batch=2")
+JOBS = {
+    "lora": (True, ("--policy.lora.lora_dropout=0.3", "--policy.diffusers.weight_copy_decay_type=2", *SEVERAL)),
+    "copies": (False, ("--policy.diffusers.weight_copy_decay_type=1", "--train.ema_enable=false")),
+    "hard copies, several steps": (False, ("--policy.diffusers.weight_copy_decay_type=0", *SEVERAL)),
+}
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what a clock says."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
+
+
+def kept(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((layout.policy_dir(run / "checkpoints", step) / layout.TRAINER_STATE).read_text())
+
+
+def options_of(folder: Path) -> tuple[str, ...]:
+    prompts = prompt_file(folder, ("a hat", "a lost hat"), "val.txt")
+    return (*WATCHED, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=4")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3: Path, name: str) -> None:
+    lora, given = JOBS[name]
+    config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
+    run = nft_train(config, *options)
+    state, lines, progress = saved_state(run, 4), told(run), kept(run, 4)
+    assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "watch"}
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for step in (3, 2, 1):
+        drop_steps_after(run, step)
+        nft_train(config, *options, resume=(run, step))
+        assert_same_state(saved_state(run, 4), state)
+        assert kept(run, 4) == progress
+        assert told(run) == lines
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["lora", "hard copies, several steps"])
+def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
+    tmp_path: Path, tiny_sd3: Path, name: str
+) -> None:
+    ranks = 1 if name == "lora" else 2
+    lora, given = JOBS[name]
+    given = tuple(option.replace("optimize=4", f"optimize={4 // ranks}") for option in given)
+    total = 8
+    options = (*options_of(tmp_path), *given, f"--train.max_num_steps={total}", "--train.ckpt.save_freq=3")
+    config = nft_toml(tmp_path, tiny_sd3, lora=lora)
+    calm, killed = Job(config, tmp_path / "calm", options), tmp_path / "killed"
+    run_forked([calm], ranks, tmp_path)
+    chance = random.Random(len(name))
+    for wanted in (2, 4, 7):  # off the cadence: 2 is before the first save
+        newest = max(layout.whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
+        processes = forked([Job(config, killed, options, newest)], ranks, tmp_path)
+        _wait_for_step(killed, wanted, processes)
+        time.sleep(chance.uniform(0.0, 0.3))
+        for process in processes:
+            process.kill()
+            process.join(DEADLINE_S)
+    newest = max(layout.whole_steps(killed / "checkpoints"), default=0)
+    assert 0 < newest < total
+    run_forked([Job(config, killed, options, newest)], ranks, tmp_path)
+
+    assert_same_state(saved_state(killed, total), saved_state(calm.folder, total))
+    assert kept(killed, total) == kept(calm.folder, total)
+    assert told(killed) == told(calm.folder)
+    assert [line["step"] for line in told(killed)] == list(range(1, total + 1))
+
+
+def _wait_for_step(folder: Path, step: int, processes: list[Any]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    file = folder / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert all(process.is_alive() for process in processes), "the run ended before the moment of the kill"
+        assert time.monotonic() < end, "the moment of the kill never came"
+        time.sleep(0.002)

@@ -1,0 +1,88 @@
+"""Memory that runs out is told with the place, an estimate by part, and what to change."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.errors import OutOfMemory
+from cosmos_rl.launcher import out_of_memory, worker_entry
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer import loop
+from cosmos_rl.policy.trainer.diffusers_trainer import sft_trainer
+from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
+
+VALIDATION = '[validation]\nenable = true\nfreq = 1\nbatch_size = 2\ndataset.local_dir = "{}"'
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "phase", "remedy"),
+    [
+        (sft_trainer, "build_optimizer", "loading", "train.train_policy.mini_batch = 1, now 2"),
+        (DiffuserModel, "encode_visuals", "encoding", 'train.param_dtype = "bfloat16"'),
+        (DiffuserModel, "training_sft_step", "training", 'train.optm_name = "AdamW8bit"'),
+        (sft_trainer.SFTTrainer, "held_out_loss", "validating", "validation.batch_size = 1, now 2"),
+        (loop, "collect", "saving", 'train.ckpt.save_mode = "sync"'),
+    ],
+)
+def test_the_message_says_where_how_much_and_what_to_change(
+    write_toml: Callable[..., Path],
+    picture_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: Any,
+    name: str,
+    phase: str,
+    remedy: str,
+) -> None:
+    def run_out(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(place, name, run_out)
+    config = write_toml(VALIDATION.format(picture_folder))
+    monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(config), "--train.device=cpu"])
+    with pytest.raises(SystemExit) as end:
+        worker_entry.main(dataset=training_pairs, val_dataset=validation_data)
+    assert end.value.code == 1
+    trace, _, message = capsys.readouterr().err.partition("error: ")
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried" in trace
+    assert f"in {run_out.__name__}" in trace
+    assert message.startswith(f"out of memory on the CPU while {phase}\nestimate for each rank:\n  trained weights")
+    assert "in all, while: forward and backward" in message
+    assert remedy in message.partition("what needs less memory")[2]
+
+
+def test_what_is_set_already_is_not_advised(write_toml: Callable[..., Path]) -> None:
+    options = ["--train.train_policy.mini_batch=1", "--train.param_dtype=bfloat16", "--train.optm_name=AdamW8bit"]
+    text = out_of_memory.told(load_config(write_toml(), options), "training", on_cpu=False)
+    for word in (
+        "mini_batch",
+        "param_dtype",
+        "[policy.lora]",
+        "gradient_checkpointing",
+        "8bit",
+        "ema_enable",
+        "offload",
+    ):
+        assert word not in text
+    assert "out of memory on a GPU while training" in text
+    assert "enable_dataset_cache = true" in text
+    assert "more GPUs: policy.parallelism.dp_shard_size, now 1" in text
+
+
+def test_the_inner_phase_counts_and_other_errors_pass() -> None:
+    def nested(error: Exception) -> None:
+        with memory_phase("training"), memory_phase("encoding"):
+            raise error
+
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        with pytest.raises(OutOfMemory) as caught:
+            nested(error)
+        assert caught.value.phase == "encoding"
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        nested(RuntimeError("shape mismatch"))

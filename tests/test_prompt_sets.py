@@ -1,0 +1,259 @@
+"""Prompt sets: files, names, downloads, and what a record of a prompt is."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.data import prompt_sets
+from cosmos_rl.data.prompt_sets import KNOWN, prompts_of
+from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, read_prompts
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+
+KEY = "train.train_policy.dataset"
+GENEVAL = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the named sets; the default one is elsewhere and empty, and nothing can be fetched."""
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(prompt_sets, "_DEFAULT_CACHE", str(tmp_path / "default"))
+    for known in KNOWN.values():
+        for split in known.urls:
+            monkeypatch.setitem(known.urls, split, f"http://127.0.0.1:9/{split}")  # nobody listens there
+    return tmp_path / "cache" / "diffusion_nft"
+
+
+def put(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def texts(usual: str = "train", /, **table: object) -> list[str]:
+    return [record.prompt for record in prompts_of(DatasetConfig.model_validate(table), KEY, split=usual)]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
+    rows = [GENEVAL, {"prompt": "b", "metadata": {"level": 2}}, {"prompt": "c"}]
+    expected = [
+        PromptRecord("a photo of two cups", {"tag": "counting", "include": GENEVAL["include"]}),
+        PromptRecord("b", {"level": 2}),
+        PromptRecord("c", {}),
+    ]
+    lines = put(tmp_path / "x.jsonl", "\n".join(json.dumps(row) for row in rows[:2]) + f"\n\n{json.dumps(rows[2])}\n")
+    assert read_prompts(lines) == expected
+    assert read_prompts(put(tmp_path / "x.json", json.dumps(rows))) == expected
+    assert read_prompts(put(tmp_path / "x.txt", '\ufeffa sign "Hi"\r\n\n  b \n \n')) == [
+        PromptRecord('a sign "Hi"'),
+        PromptRecord("b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"prompt": "a"}\n\n{"prompt"\n', r"x.jsonl, line 3: is not valid JSON"),
+        ("x.jsonl", '{"prompt": "a"}\n{"text": "b"}\n[1]\n', 'no text under "prompt" in line 2, line 3; expected a l'),
+        ("x.jsonl", '{"prompt": " "}', 'no text under "prompt" in line 1;'),
+        ("x.json", '{"prompt": "a"}', "holds no list of prompts"),
+        ("x.json", json.dumps([{}] * 13), "in row 0, .* row 9 and 3 more; expected"),
+        ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
+        ("x.csv", "a", "is no file of prompts; known endings: .txt, .jsonl, .json"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_prompts(put(tmp_path / name, text))
+
+
+def test_a_file_of_bytes_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(UserError, match="x.txt: cannot be read .*utf-8"):
+        read_prompts(tmp_path / "x.txt")
+
+
+def test_elements_of_own_data_sets() -> None:
+    record = PromptRecord("a", {"x": 1})
+    assert as_prompt_record(record, 0) is record
+    assert as_prompt_record("a", 0) == PromptRecord("a")
+    assert as_prompt_record({"prompt": "a", "metadata": {"x": 1}}, 0) == record
+    assert as_prompt_record({"prompt": "a", "x": 1}, 0) == record
+    assert as_prompt_record({"prompt": "a", "metadata": 3}, 0).metadata == {"metadata": 3}
+    for raw, found in [({"text": "a"}, r"found \['text'\]"), (3, "found int"), ({"prompt": 3}, "found")]:
+        with pytest.raises(UserError, match=rf"element 5: need a text or a mapping .*{found}"):
+            as_prompt_record(raw, 5)
+
+
+def test_a_folder_of_ones_own_has_a_file_for_each_split(tmp_path: Path) -> None:
+    put(tmp_path / "train.txt", "a")
+    put(tmp_path / "test_metadata.jsonl", '{"prompt": "b"}')
+    assert texts(local_dir=str(tmp_path)) == ["a"]
+    assert texts(local_dir=str(tmp_path), split="test") == ["b"]
+    assert texts(local_dir=str(tmp_path), split=["test", "train"]) == ["b"]
+    assert texts(local_dir=str(tmp_path / "train.txt"), split="whatever") == ["a"]
+    with pytest.raises(
+        UserError, match=r'dataset.local_dir = ".*": no prompts there for the split "x"; expected x.txt'
+    ):
+        texts(local_dir=str(tmp_path), split="x")
+    with pytest.raises(UserError, match=r"dataset.local_dir = .*none does not exist"):
+        texts(local_dir=str(tmp_path / "none"))
+
+
+# ---- named sets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("pickscore", "{}.txt"),
+        ("ocr", "{}.txt"),
+        ("geneval", "{}_metadata.jsonl"),
+        ("dance_grpo_t2v", "{}.txt"),
+    ],
+)
+def test_a_named_set_is_read_from_the_documented_place(cache: Path, name: str, file: str) -> None:
+    for split in ("train", "test", "mine"):
+        row = json.dumps({**GENEVAL, "prompt": split}) if name == "geneval" else split
+        put(cache / name / file.format(split), f"{row}\n")
+    assert texts(name=name) == ["train"]
+    assert texts(name=name, split=["test", "train"]) == ["test"]
+    assert texts(name=name, split="mine") == ["mine"]
+    assert texts("test", name=name) == ["test"]
+
+
+def test_the_default_cache_is_looked_at_too(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "default" / "diffusion_nft" / "ocr" / "train.txt", "from there")
+    assert texts(name="ocr") == ["from there"]
+    put(cache / "ocr" / "train.txt", "from here")
+    assert texts(name="ocr") == ["from here"]
+    monkeypatch.delenv("COSMOS_CACHE_DIR")
+    assert texts(name="ocr") == ["from there"]
+
+
+def test_unknown_names_and_splits_are_named_with_what_there_is(cache: Path) -> None:
+    with pytest.raises(UserError, match=r'dataset.name: found "pick_score"; allowed: .*; did you mean pickscore\?'):
+        texts(name="pick_score")
+    with pytest.raises(
+        UserError, match=r"dataset.name: missing; allowed: one of pickscore, ocr, geneval, dance_grpo_t2v"
+    ):
+        texts()
+    with pytest.raises(UserError, match='dataset.split: found "tarin"; allowed: one of train, test'):
+        texts(name="ocr", split="tarin")
+
+
+def test_without_a_network_the_place_of_the_file_is_told(cache: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        texts(name="geneval", split="test")
+    message = str(caught.value)
+    assert f"{cache}/geneval/test_metadata.jsonl is not there, and http://127.0.0.1:9/test cannot be fetched" in message
+    assert "copy the file to that place" in message
+    assert not list(cache.rglob("*.jsonl"))
+
+
+class Publisher:
+    """Serves one file; counts how often."""
+
+    def __init__(self) -> None:
+        self.content, self.status, self.asked, self.length = b"a\nb\n", 200, 0, 0
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                owner.asked += 1
+                self.send_response(owner.status)
+                self.send_header("Content-Length", str(owner.length or len(owner.content)))
+                self.end_headers()
+                self.wfile.write(owner.content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Silent."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=lambda: self.server.serve_forever(0.05), daemon=True).start()
+
+
+@pytest.fixture
+def publisher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    made = Publisher()
+    url = f"http://127.0.0.1:{made.server.server_port}/x"
+    for name in ("ocr", "geneval"):
+        monkeypatch.setitem(KNOWN[name].urls, "train", url)
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_a_set_is_fetched_once_and_kept(cache: Path, publisher: Publisher) -> None:
+    assert texts(name="ocr") == texts(name="ocr") == ["a", "b"]
+    assert publisher.asked == 1
+    assert (cache / "ocr" / "train.txt").read_bytes() == b"a\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ocr", {"status": 404}, "cannot be fetched .*404"),
+        ("ocr", {"length": 10}, "cannot be fetched"),  # the connection ends too early
+        ("ocr", {"content": b"\xff\xfe"}, "cannot be fetched"),
+        ("geneval", {"content": b"<html>please log in</html>"}, "line 1: is not valid JSON"),
+    ],
+)
+def test_what_is_not_whole_or_not_readable_is_not_kept(
+    cache: Path, publisher: Publisher, name: str, change: dict[str, object], message: str
+) -> None:
+    vars(publisher).update(change)
+    with pytest.raises(UserError, match=message):
+        texts(name=name)
+    assert [path.name for path in (cache / name).iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_of_several_readers_one_fetches(cache: Path, publisher: Publisher) -> None:
+    """The lock is that of an open file, so threads stand for processes."""
+    barrier = threading.Barrier(3)
+
+    def read(_: int) -> list[str]:
+        barrier.wait(60)
+        return texts(name="ocr")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(read, range(3))) == [["a", "b"]] * 3
+    assert publisher.asked == 1
+
+
+def test_a_stuck_process_does_not_hold_up_the_others_for_ever(
+    cache: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_sets, "_WAIT_S", 0.3)
+    with (
+        prompt_sets._alone(cache / "ocr" / "train.txt"),
+        pytest.raises(UserError, match=r"another process has been fetching it for 0.3 s"),
+    ):
+        texts(name="ocr")
+
+
+# ---- the script ----------------------------------------------------------------------------------------------------
+
+
+def test_the_bundled_script_reads_both_tables(cache: Path) -> None:
+    put(cache / "ocr" / "train.txt", "a")
+    put(cache / "ocr" / "test.txt", "b")
+    tables = {
+        "train": {"train_policy": {"type": "grpo", "dataset": {"name": "ocr"}}},
+        "validation": {"dataset": {"name": "ocr"}},
+    }
+    config = Config.from_dict(tables)
+    assert training_prompts(config) == [PromptRecord("a")]
+    assert validation_prompts(config) is None
+    tables["validation"]["enable"] = True
+    assert validation_prompts(Config.from_dict(tables)) == [PromptRecord("b")]

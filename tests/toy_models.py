@@ -1,0 +1,144 @@
+"""Small velocity models with known answers: a mixture of Gaussians in the plane, and pictures of coloured squares.
+
+Both are ``VelocityModel``s, so the shipped sampler, trainer and loop drive them as they drive a pipeline.
+"""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.loaders import PeftAdapterMixin
+from torch import Tensor, nn
+
+from cosmos_rl.policy.config import LoraConfig
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.lora import add_adapters, initialise
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+
+TEXT = "encoder_hidden_states"
+
+
+class ToyModel(VelocityModel):
+    """A network ``(latents, sigma, labels) -> velocity`` whose prompts are names of labels.
+
+    ``units`` counts the network's work by itself, through hooks on the module: a row is one unit forwards, and two more
+    when a gradient comes back through it.
+    """
+
+    def __init__(
+        self, network: nn.Module, labels: Sequence[str], shape: tuple[int, ...], lora: LoraConfig | None = None
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.scheduler = SimpleNamespace()
+        self.lora_config = lora
+        self.transformer: Any = network
+        self._labels = {name: i for i, name in enumerate(labels)}
+        self._shape = shape
+        self.units = 0
+        if lora is not None:
+            add_adapters(network, lora)
+            initialise(network, lora, seed=0)
+        network.register_forward_hook(self._count)
+
+    def _count(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        rows = len(output)
+        self.units += rows
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: self._count_backward(rows))
+
+    def _count_backward(self, rows: int) -> None:
+        self.units += 2 * rows
+
+    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+        """Labels int64 ``[N]``; one above the last stands for the empty prompt."""
+        labels = torch.tensor([self._labels.get(prompt, len(self._labels)) for prompt in prompts])
+        twin = None if negative is None else {TEXT: torch.full_like(labels, len(self._labels))}
+        return Cond(text={TEXT: labels}, negative=twin)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self._shape
+
+    def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
+        return self.transformer(latents, timestep, cond.text[TEXT])
+
+    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
+        return sigma
+
+    def sampling_scheduler(self) -> None:
+        return None
+
+    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Tensor:
+        return torch.linspace(1.0, 0.0, num_steps + 1)
+
+
+# ---- the plane -----------------------------------------------------------------------------------------------------
+
+
+class Mixture:
+    """``K`` Gaussians of one deviation; everything about them is a closed form."""
+
+    def __init__(self, means: Tensor, std: float) -> None:
+        """``means``: ``[K, 2]``, all of weight ``1 / K``."""
+        self.means, self.std = means, std
+
+    def posterior(self, noised: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the clean sample given ``noised`` ``[B, 2]`` at ``sigma`` ``[B]``: weights ``[B, K]``, means ``[B, K, 2]``
+        and variance ``[B]``, a mixture again."""
+        t = sigma.to(noised)[:, None]
+        variance = (1 - t) ** 2 * self.std**2 + t**2
+        gap = noised[:, None] - (1 - t)[..., None] * self.means.to(noised)
+        weights = torch.softmax(-(gap**2).sum(-1) / (2 * variance), dim=1)
+        means = self.means.to(noised) + ((1 - t) * self.std**2 / variance)[..., None] * gap
+        return weights, means, (self.std**2 * t**2 / variance)[:, 0]
+
+    def velocity(self, noised: Tensor, sigma: Tensor) -> Tensor:
+        """``E[noise - clean | noised]``, ``[B, 2]``."""
+        t = sigma.to(noised)[:, None]
+        variance = (1 - t) ** 2 * self.std**2 + t**2
+        gap = noised[:, None] - (1 - t)[..., None] * self.means.to(noised)
+        weights, means, _ = self.posterior(noised, sigma)
+        noise = (weights[..., None] * gap).sum(1) * t / variance
+        return noise - (weights[..., None] * means).sum(1)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """``[count, 2]``."""
+        which = torch.randint(len(self.means), (count,), generator=generator)
+        return self.means[which] + self.std * torch.randn(count, 2, generator=generator)
+
+
+FOUR_MODES = Mixture(math.sqrt(2.0) * torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]), 0.5)
+"""Radius 2, deviation 0.5."""
+
+
+class PlaneNetwork(nn.Module, PeftAdapterMixin):
+    """The mixture's exact velocity plus a residual that is 0 at the start."""
+
+    def __init__(self, mixture: Mixture, hidden: int = 64) -> None:
+        super().__init__()
+        self._mixture = mixture
+        layers = [nn.Linear(2 + 5, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2)]
+        self.residual = nn.Sequential(*layers)
+        nn.init.zeros_(self.residual[-1].weight)
+        nn.init.zeros_(self.residual[-1].bias)
+
+    def forward(self, latents: Tensor, sigma: Tensor, _labels: Tensor) -> Tensor:
+        latents = latents.to(self.residual[0].weight)  # a float64 network works in float64
+        t = sigma.to(latents)[:, None]
+        turns = [f(k * math.pi * t) for k in (1, 2) for f in (torch.sin, torch.cos)]
+        return self._mixture.velocity(latents, sigma) + self.residual(torch.cat([latents, t, *turns], dim=1))
+
+
+class PlaneModel(ToyModel):
+    """Points of the plane; the media are the latents themselves, float32 ``[N, 2]``."""
+
+    def __init__(self, mixture: Mixture = FOUR_MODES, lora: LoraConfig | None = None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__(PlaneNetwork(mixture), ["a point"], (2,), lora)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents.float()
+
+    def to_media(self, visuals: Tensor) -> Tensor:
+        return visuals.to("cpu", torch.float32)

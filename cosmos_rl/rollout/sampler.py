@@ -78,6 +78,7 @@ class RolloutSampler:
         self._spec = spec
         self._conditions = conditions
         self._seed = seed
+        self._takes_keep_trajectory = "keep_trajectory" in inspect.signature(model.pipeline_with_logprob).parameters
 
     def sample(self, slots: Sequence[Slot], purpose: str, step: int) -> Rollouts:
         """Sample all ``slots`` in one go; noise is keyed by (seed, purpose, step, sample id).
@@ -101,7 +102,7 @@ class RolloutSampler:
             **_text(cond.text, ""),
             **_text(cond.negative or {}, "negative_"),
         }
-        if "keep_trajectory" in inspect.signature(model.pipeline_with_logprob).parameters:
+        if self._takes_keep_trajectory:
             keywords["keep_trajectory"] = False
         with torch.no_grad():
             visuals, states, _ = model.pipeline_with_logprob(**keywords)

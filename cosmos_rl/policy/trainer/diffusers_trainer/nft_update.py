@@ -1,7 +1,7 @@
 """The gradient of DiffusionNFT for one optimiser step (arXiv 2509.16117, algorithm 1, lines 8 to 12)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class TermSums:
     count: float = 0.0
 
     def add(self, terms: NftTerms, weight_B: Tensor, kl_B: Tensor | None, old_kl_B: Tensor | None) -> None:
-        """One micro-batch."""
+        """Rows of one optimiser step; nothing has a gradient."""
         values = {
             "policy_loss": terms.policy_B,
             "unweighted_policy_loss": terms.unweighted_B,
@@ -97,9 +97,9 @@ class TermSums:
             "old_deviation": terms.old_deviation_B,
         }
         if kl_B is not None and old_kl_B is not None:
-            values |= {"kl_loss": kl_B.detach(), "old_kl": old_kl_B}
+            values |= {"kl_loss": kl_B, "old_kl": old_kl_B}
         for name, value_B in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float((value_B * weight_B.to(value_B)).sum())
+            self.sums[name] = self.sums.get(name, 0.0) + float((value_B.double() * weight_B.double()).sum())
         counted = weight_B > 0
         tops = {"x0_norm_max": terms.x0_norm_max_B, "old_deviation_max": terms.old_deviation_max_B}
         tops |= {name: values[name] for name in ("policy_loss", "unweighted_policy_loss", "kl_loss") if name in values}
@@ -133,7 +133,8 @@ class _Micro:
     clean: Tensor
     noised: Tensor
     sigma: Tensor
-    cond: Cond
+    places: Tensor
+    """Of the rows' conditions; these are larger than all else, so they are gathered for each pass."""
     optimality: Tensor
     weight: Tensor
     old: Tensor | None = None
@@ -171,14 +172,16 @@ class NftUpdate:
             old_is_current: the old policy's velocity is the trained one's, so it is not run.
             kl_beta: weight of the distance to the reference; 0 does not run it.
         """
-        terms, done = TermSums(), 0
+        told: list[_Told] = []
         micros = [slice(i, i + self._micro_batch) for i in range(0, len(rows.prompts), self._micro_batch)]
         for block in self._blocks(micros, rows):
-            drawn = [self._drawn(rows, which, cond.rows(row_cond[which]), noise_key) for which in block]
-            for micro in self._with_targets(drawn, old=not old_is_current, reference=kl_beta > 0.0):
-                done += 1
-                self._model.synchronise_gradients(done == len(micros))
-                self._backward(micro, total_weight, kl_beta, terms)
+            drawn = [self._drawn(rows, which, row_cond[which], noise_key) for which in block]
+            for micro in self._with_targets(drawn, cond, old=not old_is_current, reference=kl_beta > 0.0):
+                self._model.synchronise_gradients(len(told) + 1 == len(micros))
+                told.append(self._backward(micro, cond.rows(micro.places), total_weight, kl_beta))
+        terms = TermSums()
+        if told:
+            terms.add(*_joined(told))  # all at once: to read a number is to wait for the device
         return terms
 
     def _blocks(self, micros: Sequence[slice], rows: Rows) -> Iterator[Sequence[slice]]:
@@ -188,30 +191,30 @@ class NftUpdate:
         for first in range(0, len(micros), size):
             yield micros[first : first + size]
 
-    def _drawn(self, rows: Rows, which: slice, cond: Cond, key: tuple[int, str, int]) -> _Micro:
+    def _drawn(self, rows: Rows, which: slice, places: Tensor, key: tuple[int, str, int]) -> _Micro:
         device = self._model.device
         seed, purpose, step = key
         clean = rows.latents[which].to(device)
         noise = randomness.normal(clean.shape[1:], seed, purpose, step, rows.noise_ids[which]).to(device)
         sigma = rows.sigma[which].to(device)
         optimality, weight = rows.optimality[which].to(device), rows.weight[which].to(device)
-        return _Micro(clean, mix(clean, noise, sigma), sigma, cond, optimality, weight)
+        return _Micro(clean, mix(clean, noise, sigma), sigma, places, optimality, weight)
 
     @torch.no_grad()
-    def _with_targets(self, micros: Sequence[_Micro], *, old: bool, reference: bool) -> list[_Micro]:
+    def _with_targets(self, micros: Sequence[_Micro], cond: Cond, *, old: bool, reference: bool) -> list[_Micro]:
         """The same micro-batches with the velocities of the frozen policies that are wanted."""
         model, found = self._model, list(micros)
         for wanted, name in ((old, "old"), (reference, "reference")):
             if not wanted:
                 continue
             with self._policies.using("old" if name == "old" else "reference"), model.evaluating():
-                velocities = [model.velocity(m.noised, m.sigma, m.cond) for m in micros]
+                velocities = [model.velocity(m.noised, m.sigma, cond.rows(m.places)) for m in micros]
             found = [replace(m, **{name: v}) for m, v in zip(found, velocities, strict=True)]
         return found
 
-    def _backward(self, micro: _Micro, total_weight: float, kl_beta: float, terms: TermSums) -> None:
+    def _backward(self, micro: _Micro, cond: Cond, total_weight: float, kl_beta: float) -> "_Told":
         settings = self._settings
-        velocity = self._model.velocity(micro.noised, micro.sigma, micro.cond)
+        velocity = self._model.velocity(micro.noised, micro.sigma, cond)
         self._model.evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
         old = velocity.detach() if micro.old is None else micro.old
         found = nft_loss(
@@ -223,14 +226,29 @@ class NftUpdate:
             micro.optimality,
             beta=settings.beta,
             scale=settings.advantage_high,
-            element_mask=micro.cond.element_mask,
+            element_mask=cond.element_mask,
             adaptive_weight=settings.adaptive_weight,
             weight_B=micro.weight,
         )
         loss, kl_B, old_kl_B = found.loss_sum, None, None
         if micro.reference is not None:
-            kl_B = velocity_kl(velocity, micro.reference, micro.cond.element_mask)
-            old_kl_B = velocity_kl(old, micro.reference, micro.cond.element_mask)
+            kl_B = velocity_kl(velocity, micro.reference, cond.element_mask)
+            old_kl_B = velocity_kl(old, micro.reference, cond.element_mask)
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
         (loss / total_weight).backward()
-        terms.add(found, micro.weight, kl_B, old_kl_B)
+        found = replace(found, loss_sum=found.loss_sum.detach())
+        return found, micro.weight, None if kl_B is None else kl_B.detach(), old_kl_B
+
+
+_Told = tuple[NftTerms, Tensor, Tensor | None, Tensor | None]
+"""What `TermSums.add` takes."""
+
+
+def _joined(parts: Sequence[_Told]) -> _Told:
+    """The rows of several micro-batches as those of one."""
+    terms, weights, kls, old_kls = zip(*parts, strict=True)
+    names = [entry.name for entry in fields(NftTerms)]
+    whole = {name: torch.cat([getattr(t, name) for t in terms]) for name in names if name.endswith("_B")}
+    whole |= {name: torch.stack([getattr(t, name) for t in terms]).sum() for name in names if name not in whole}
+    kl_B, old_kl_B = (None if part[0] is None else torch.cat(part) for part in (kls, old_kls))
+    return NftTerms(**whole), torch.cat(weights), kl_B, old_kl_B

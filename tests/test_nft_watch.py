@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from cosmos_rl.checkpoint import layout
-from cosmos_rl.errors import TrainingStoppedError
+from cosmos_rl.errors import TrainingStoppedError, UserError
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import Watch
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_rewards import smooth
@@ -176,3 +178,30 @@ def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
         ratio[beta] = lines[-1]["watch/loss_ratio"]
         assert ("train/data_loss_avg" in lines[0]) == (beta > 0)
     assert ratio[5.0] < min(ratio[0.0], 1.0) - 1e-3
+
+
+def test_micro_batches_of_real_samples_change_nothing(
+    tmp_path: Path, tiny_sd3: Path, picture_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f'--train.train_policy.data_term={{beta = 5.0, local_dir = "{picture_folder}", batch_size = 6}}'
+    sizes: list[int] = []
+    step = SD3Model.training_sft_step
+
+    def counted(self: SD3Model, clean: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(len(clean))
+        return step(self, clean, *args, **kwargs)
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", counted)
+    found = []
+    for size in (8, 4):
+        options = (data, f"--train.train_policy.mini_batch={size}", "--train.max_num_steps=1")
+        (line,) = read_metrics(nft_train(nft_toml(tmp_path, tiny_sd3), *options) / "metrics.jsonl")
+        found.append([line["train/data_loss_avg"], line["train/grad_norm"]])
+    assert sizes == [6, 4, 2]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_more_real_samples_than_there_are_is_refused(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
+    data = f'--train.train_policy.data_term={{beta = 1.0, local_dir = "{picture_folder}", batch_size = 13}}'
+    with pytest.raises(UserError, match="data_term.batch_size: found 13; allowed: at most the 12 pairs in"):
+        nft_train(nft_toml(tmp_path, tiny_sd3), data, "--train.max_num_steps=1")

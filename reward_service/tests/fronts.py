@@ -32,7 +32,7 @@ class MemoryQueue:
         return [job_id for job_id in job_ids if job_id not in self.jobs.get(queue, [])]
 
     async def consume(self, queue: str, run: Any, concurrency: int, control: Any) -> None:
-        raise NotImplementedError
+        raise AssertionError("a front never takes jobs")
 
 
 class MemoryBoard:

@@ -24,7 +24,7 @@ class ValidationConfig(Table):
     freq: PositiveInt = 20
     """Steps between two validations; the last step is always validated."""
     batch_size: PositiveInt | None = None
-    """Samples per forward pass; unset: as in training."""
+    """Samples per forward pass (reinforcement learning: prompts); unset: as in training."""
     n_generation: PositiveInt = 1
     """Pictures per validation prompt."""
     dataset: ValidationDatasetConfig = ValidationDatasetConfig()

@@ -79,6 +79,8 @@ def load_state(path: Path) -> dict[str, Any]:
         return load_file(path)
     import torch
 
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):  # its reader could be made to run code
+        raise NotReady(f"weights: {path} is a torch file: read with torch 2.6 or newer, or convert it to safetensors")
     state = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
         if isinstance(state.get(key), dict):

@@ -1,6 +1,6 @@
 """From a configuration to a DiffusionNFT task: pipeline, prompts, rewards, held-out and real samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 
-DataLoss = Callable[[int, int], Tensor]
+DataLoss = Callable[[int, int], Iterator[Tensor]]
 
 
 def build_nft(
@@ -91,7 +91,8 @@ def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> Held
 def _data_loss(
     config: Config, job: GrpoPolicyConfig, context: Context, model: DiffuserModel, encoding: Encoding
 ) -> DataLoss | None:
-    """(training step, number of the optimiser step in it) -> this rank's share of the mean loss of real samples."""
+    """(training step, number of the optimiser step in it) -> this rank's shares of the mean loss of real samples, one
+    for each micro-batch."""
     term = job.data_term
     if term.beta == 0.0:
         return None
@@ -101,21 +102,27 @@ def _data_loss(
             f"{context.dp_size} data parallel ranks"
         )
     pairs = LocalPairs(term.local_dir, *config.policy.diffusers.inference_size)
-    batch = min(term.batch_size, len(pairs))
-    stream = MapStream(len(pairs), batch, job.dataloader_seed)
+    if len(pairs) < term.batch_size:
+        raise UserError(
+            f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: at most the {len(pairs)} "
+            f"pairs in {term.local_dir}"
+        )
+    stream = MapStream(len(pairs), term.batch_size, job.dataloader_seed)
     noising = Noising(model, encoding, config)
     skipped = Skipped(len(pairs), job.max_skipped_frac)
     local = (config.train.global_batch_size or config.train.train_batch_per_replica) // context.dp_size
     per_step = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
 
-    def loss(step: int, number: int) -> Tensor:
+    def losses(step: int, number: int) -> Iterator[Tensor]:
         place = step * per_step + number
         batches = load_batches(
             pairs, stream, place, place + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
         )
         own = next(batches)
         ids = [position.sample_id for position in own.positions]
-        loss_sum, _ = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout).loss(model)
-        return loss_sum / batch
+        whole = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout)
+        for first in range(0, len(ids), job.mini_batch):
+            loss_sum, _ = whole.rows(slice(first, first + job.mini_batch)).loss(model)
+            yield loss_sum / term.batch_size
 
-    return loss
+    return losses

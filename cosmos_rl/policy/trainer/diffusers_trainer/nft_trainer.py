@@ -3,7 +3,7 @@ score the samples, turn scores into r in [0, 1], and regress the trained velocit
 from what bad ones say. See docs/algorithms/nft.md."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -54,7 +54,7 @@ class NFTTrainer:
         val_prompts: Sequence[PromptRecord] = (),
         val_rewards: Rewards | None = None,
         held_out: HeldOut | None = None,
-        data_loss: Callable[[int, int], Tensor] | None = None,
+        data_loss: Callable[[int, int], Iterator[Tensor]] | None = None,
         export: Callable[[], Callable[[Path], None]] | None = None,
     ) -> None:
         """Everything that a step needs, already loaded.
@@ -66,7 +66,7 @@ class NFTTrainer:
             conditions: prompts -> conditions of ``model``.
             val_prompts, val_rewards: of validation.
             held_out: samples for the watch; None: samples of the model at the start.
-            data_loss: (step, number of the optimiser step) -> this rank's share of the mean loss of real samples.
+            data_loss: (step, number of the optimiser step) -> this rank's shares of the mean loss of real samples.
             export: copies the weights as they are now; its result writes them into a step's folder. None: no export.
 
         Raises:
@@ -435,9 +435,11 @@ class NFTTrainer:
         if self._data_loss is None or beta == 0.0:
             return None
         self.model.synchronise_gradients(False)
-        loss = self._data_loss(step, number)
-        (beta * loss).backward()
-        return float(loss.detach())
+        total = 0.0
+        for loss in self._data_loss(step, number):
+            (beta * loss).backward()
+            total += float(loss.detach())
+        return total
 
     # ---- what is told ------------------------------------------------------------------------------------------
 

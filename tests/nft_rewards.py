@@ -61,3 +61,13 @@ def slow(to_be_evaluated: Picture) -> float:
     Path(os.environ["TEST_CALLED"]).touch()
     time.sleep(0.01)
     return smooth(to_be_evaluated)
+
+
+def constant(to_be_evaluated: Picture) -> float:
+    """The same for all."""
+    return 0.25
+
+
+def seldom(to_be_evaluated: Picture) -> float:
+    """0 for all but black pictures."""
+    return float(not to_be_evaluated.any())

@@ -17,7 +17,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
 from cosmos_rl.launcher.prepare import refuse_unbuilt
-from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from cosmos_rl.policy.config.ranks import resized
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
@@ -36,9 +36,10 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     config = load_config(config_file, overrides, sized=lambda config: resized(config, 1))
     refuse_unbuilt(config)
     device = pick_device(config.train.device)
+    rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
     try:
         model: DiffuserModel = _loaded(config, device)
-        data = _pairs(config)
+        data = None if rl else _pairs(config)
     except UserError as error:
         yield Finding(FAIL, "model and data", str(error))
         return
@@ -52,6 +53,13 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     yield finite
     if finite.mark == FAIL:
         return
+    if data is None:
+        yield from _examined_rl(config, model)
+    else:
+        yield from _examined_sft(config, model, data)
+
+
+def _examined_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
     yield _reconstruction(model, items[0], latents[:1])
@@ -61,6 +69,18 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     yield from step
     if all(finding.mark != FAIL for finding in step):
         yield _export(model, config, items[0].prompt, latents)
+
+
+def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
+    from cosmos_rl.launcher.rl_examination import examine_rl  # it needs parts of this file
+
+    shape = model.latent_shape(*config.policy.diffusers.inference_size)
+    latents = randomness.normal(shape, config.train.seed, "doctor/latents", 0, [0]).to(model.device)
+    yield from _fresh_adapter(model, latents, model.encode_prompts(["a photo"]))
+    findings = list(examine_rl(config, model))
+    yield from findings
+    if any(finding.subject == "backward" and finding.mark == OK for finding in findings):
+        yield _export(model, config, "a photo", latents)
 
 
 def _loaded(config: Config, device: torch.device) -> Any:
@@ -129,7 +149,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
             plain = model.velocity(latents, sigma, cond)
         finally:
             model.transformer.enable_adapters()
-    change = _distance(adapted, plain)
+    change = distance(adapted, plain)
     mark = OK if change <= 1e-5 else FAIL
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
 
@@ -165,6 +185,11 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
     if not math.isfinite(value):
         return
     loss.backward()
+    yield from gradients(model)
+
+
+def gradients(model: DiffuserModel) -> Iterator[Finding]:
+    """Whether the trained weights have gradients, of which norm."""
     grads = {name: p.grad for name, p in model.trainable().items()}
     without = [name for name, grad in grads.items() if grad is None]
     norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
@@ -196,10 +221,10 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
             return Finding(WARN, "export", f"not tried: too little room in {place}", "set TMPDIR to a larger disk")
         prepare_export(model)(Path(place) / "step_0")
         theirs = _plain_latents(model, Path(place) / "step_0", config, prompt, noise)
-    distance, change = _distance(theirs, ours), _distance(before, ours)
+    apart, change = distance(theirs, ours), distance(before, ours)
     exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
-    same = distance <= min(1e-3, change / 2) if exact else distance <= 5e-2
-    text = f"plain diffusers differs by {distance:.1e} after {_STEPS} steps; one training step made {change:.1e}"
+    same = apart <= min(1e-3, change / 2) if exact else apart <= 5e-2
+    text = f"plain diffusers differs by {apart:.1e} after {_STEPS} steps; one training step made {change:.1e}"
     return Finding(OK if same else FAIL, "export", text)
 
 
@@ -242,7 +267,7 @@ def _plain_latents(model: DiffuserModel, folder: Path, config: Config, prompt: s
     return result.images.float().cpu()
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def distance(one: Tensor, other: Tensor) -> float:
     """Root mean square of the difference over that of `other`; not a number counts as infinitely far."""
     ratio = float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
     return ratio if math.isfinite(ratio) else math.inf

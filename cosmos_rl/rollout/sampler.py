@@ -86,6 +86,15 @@ class RolloutSampler:
         Raises:
             ValueError: the model's sampler gives other shapes than asked for.
         """
+        visuals, states = self._sampled(slots, purpose, step, keep=False)
+        return Rollouts(tuple(slots), states[-1].to("cpu", torch.float32), self._model.to_media(visuals))
+
+    def trajectory(self, slots: Sequence[Slot], purpose: str, step: int) -> list[Tensor]:
+        """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
+        return self._sampled(slots, purpose, step, keep=True)[1]
+
+    def _sampled(self, slots: Sequence[Slot], purpose: str, step: int, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
+        """Media and states; with ``keep`` false the model may leave out all states but the last."""
         spec, model = self._spec, self._model
         cond = self._conditions([slot.prompt for slot in slots])
         keywords: dict[str, Any] = {
@@ -103,7 +112,7 @@ class RolloutSampler:
             **_text(cond.negative or {}, "negative_"),
         }
         if self._takes_keep_trajectory:
-            keywords["keep_trajectory"] = False
+            keywords["keep_trajectory"] = keep
         with torch.no_grad():
             visuals, states, _ = model.pipeline_with_logprob(**keywords)
         if len(visuals) != len(slots) or len(states[-1]) != len(slots):
@@ -111,7 +120,7 @@ class RolloutSampler:
                 f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "
                 f"for {len(slots)} prompts"
             )
-        return Rollouts(tuple(slots), states[-1].to("cpu", torch.float32), model.to_media(visuals))
+        return visuals, states
 
 
 def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

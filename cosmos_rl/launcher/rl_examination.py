@@ -1,0 +1,246 @@
+"""Does a reinforcement-learning configuration do what a run relies on: sample, agree with training, score, learn."""
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.prompt_sets import prompts_of
+from cosmos_rl.diffusion.kernels import clean_prediction, kernel_named
+from cosmos_rl.distributed import randomness
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.examination import distance, gradients
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows
+from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity
+
+_PROMPTS, _GROUP = 2, 3
+_PURPOSE = "doctor/rollout"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the examination goes on with."""
+
+    made: Rollouts
+    conditions: PromptConditions
+
+
+def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
+    """Prompts, rollout, rewards and one gradient; gradients are left in the model for the export."""
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    try:
+        prompts = prompts_of(job.dataset, "train.train_policy.dataset", split="train")[:_PROMPTS]
+    except UserError as error:
+        yield Finding(FAIL, "prompts", str(error))
+        return
+    yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
+    slots = [
+        Slot(i * _GROUP + k, i, record.prompt, record.metadata)
+        for i, record in enumerate(prompts)
+        for k in range(_GROUP)
+    ]
+    negative = "" if config.policy.diffusers.sample.guidance_scale > 1 else None
+    conditions = PromptConditions(lambda texts: model.encode_prompts(texts, negative))
+    spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
+    policies = model.policies(keep_old=False, keep_reference=False)
+    with policies.using("old"), model.evaluating():
+        made = RolloutSampler(model, spec, conditions, seed).sample(slots, _PURPOSE, 0)
+    yield (rollout := _rollout(made))
+    if rollout.mark == FAIL:
+        return
+    yield _agreement(config, model, spec, slots)
+    yield _old_policy(model, made, conditions)
+    yield from _rewards(config, made)
+    yield from _learning(config, job, model, Sampled(made, conditions))
+
+
+# ---- rollout -----------------------------------------------------------------------------------------------------
+
+
+def _rollout(made: Rollouts) -> Finding:
+    if not bool(made.latents.isfinite().all()):
+        return Finding(FAIL, "rollout", "samples hold NaN or infinity", "a lower noise_level, or another solver")
+    spread = diversity(made.media, [slot.group for slot in made.slots])
+    text = f"{len(made.slots)} samples; those of one prompt differ by {spread:.2g} of the range of a pixel"
+    if spread > 0:
+        return Finding(OK, "rollout", text)
+    return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can tell them apart")
+
+
+def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, slots: Sequence[Slot]) -> Finding:
+    """The velocities that the sampler followed, read off its states, against those that training computes there."""
+    solver = "euler" if spec.solver == "dance" else spec.solver
+    quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
+    conditions = PromptConditions(model.encode_prompts)
+    few = [slots[0], slots[-1]]
+    levels = model.sampling_levels(spec.num_steps)
+    with model.evaluating(), torch.no_grad():
+        states = RolloutSampler(model, quiet, conditions, config.train.seed).trajectory(few, _PURPOSE, 0)
+        if len(states) != len(levels):
+            return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
+        cond = conditions([slot.prompt for slot in few])
+        sigmas = [float(level) for level in levels]
+        followed = _followed(states, sigmas, solver)
+        apart = [
+            distance(velocity, model.velocity(state, level.expand(len(few)).to(state.device), cond))
+            for velocity, state, level in zip(followed, states, levels, strict=False)
+        ]
+    worst = max(range(len(apart)), key=apart.__getitem__)
+    exact = config.train.param_dtype == "float32"
+    text = f"velocities differ by {apart[worst]:.1e} (relative), most at noise level {sigmas[worst]:.3g}"
+    if apart[worst] <= (1e-3 if exact else 5e-2):
+        return Finding(OK, "rollout = training", text)
+    mend = "pipeline_with_logprob must call the transformer as training does: same input, timestep and noise levels"
+    return Finding(FAIL, "rollout = training", text, mend)
+
+
+def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
+    """``v`` of each step ``z' = a z + g v + h d_prev``."""
+    kernel, found, history = kernel_named(solver, noise_level=0.0, deterministic=True), [], None
+    for index, (state, following) in enumerate(pairwise(states)):
+        step = kernel.transition(index, sigmas)
+        assert step is not None, "every solver of the configuration tells its coefficients"
+        rest = following - step.a * state - (0.0 if history is None else step.h * history)
+        found.append(rest / step.g)
+        history = clean_prediction(state, found[-1], sigmas[index])
+    return found
+
+
+def _old_policy(model: DiffuserModel, made: Rollouts, conditions: PromptConditions) -> Finding:
+    """The ratio of the policies is 1 before anything is learnt."""
+    policies = model.policies(keep_old=True, keep_reference=False)
+    latents = made.latents.to(model.device)
+    sigma, cond = torch.full((len(latents),), 0.5, device=model.device), conditions([s.prompt for s in made.slots])
+    found = {}
+    with torch.no_grad(), model.evaluating():
+        for name in ("default", "old"):
+            with policies.using(name):
+                found[name] = model.velocity(latents, sigma, cond)
+    apart = distance(found["old"], found["default"])
+    text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
+    return Finding(OK if apart == 0 else FAIL, "old policy", text)
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+
+def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
+    """Every reward gives numbers, and different ones for different pictures."""
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    if job.bypass_reward:
+        yield Finding(INFO, "rewards", "all 0, as train.train_policy.bypass_reward asks for")
+        return
+    if not job.use_remote_reward and not job.local_reward.reward_fns:
+        yield Finding(WARN, "rewards", "none in the configuration; those that a script gives are not tried")
+        return
+    try:
+        rewards = make_rewards(config, None, validation=False)
+    except UserError as error:
+        yield Finding(FAIL, "rewards", str(error))
+        return
+    try:
+        prompts, metadata = [s.prompt for s in made.slots], [s.metadata for s in made.slots]
+        count, probes = len(made.slots), _probes(made.media)
+        ids = [slot.sample_id for slot in made.slots]
+        table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids), job)
+        pictures = len(probes)
+        request = ScoringRequest(probes, prompts[:1] * pictures, metadata[:1] * pictures, list(range(pictures)))
+        probed = _scored(rewards, request, job)
+    except (UserError, TimeoutError) as error:
+        yield Finding(FAIL, "rewards", str(error))
+        return
+    finally:
+        rewards.close()
+    for name in rewards.names:
+        yield _reward(name, table, probed.scores[name])
+    total = table.total_N[~table.missing_N]
+    if len(total) == count and any(map(_varied, table.scores.values())) and not _varied(total):
+        text = f"{float(total[0]):.4g} for every sample: weights or clips take away all difference"
+        yield Finding(FAIL, "reward in all", text, "look at clip_min, clip_max, reward_clip_min and reward_clip_max")
+
+
+def _scored(rewards: Rewards, request: ScoringRequest, job: GrpoPolicyConfig) -> RewardTable:
+    seconds = len(request.prompts) * job.local_reward.timeout_s + 2 * job.remote_reward.timeout_s
+    future = rewards.submit(request)
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no scores after {seconds:g} s")
+    return future.result()
+
+
+def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
+    scores, subject = table.scores[name], f"reward {name}"
+    valid = scores[scores.isfinite()]
+    missing = len(scores) - len(valid)
+    if len(valid) == 0:
+        why = next(iter(table.reasons.values()), "no reason was given")
+        return Finding(FAIL, subject, f"no score for any of {missing} samples: {why}")
+    text = f"{float(valid.min()):.4g} ... {float(valid.max()):.4g} on {len(valid)} samples"
+    if missing:
+        why = next(iter(table.reasons.values()), "")
+        return Finding(WARN, subject, f"{text}; missing for {missing}: {why}")
+    if _varied(valid):
+        return Finding(OK, subject, text)
+    if not _varied(probed[probed.isfinite()]):
+        text = f"always {float(valid[0]):.4g}, also for plain and noisy pictures: it tells nothing"
+        return Finding(FAIL, subject, text)
+    return Finding(WARN, subject, f"{float(valid[0]):.4g} for all samples; other pictures get other scores")
+
+
+def _varied(values: Tensor) -> bool:
+    return len(values) > 1 and float(values.max() - values.min()) > 1e-9 * max(1.0, float(values.abs().max()))
+
+
+def _probes(media: Tensor) -> Tensor:
+    """Black, white, half and half, and noise, each like one of the samples."""
+    shape = media.shape[1:]
+    half = torch.zeros(shape, dtype=torch.uint8)
+    half[..., : shape[-2] // 2, :] = 255
+    noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.stack([torch.zeros_like(half), torch.full_like(half, 255), half, noise])
+
+
+# ---- learning ----------------------------------------------------------------------------------------------------
+
+
+def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampled: Sampled) -> Iterator[Finding]:
+    """The gradient of one micro-batch in which samples are good and bad in turns."""
+    policies = model.policies(keep_old=True, keep_reference=job.kl_beta > 0)
+    made, count = sampled.made, min(job.mini_batch, len(sampled.made.slots))
+    levels = model.sampling_levels(config.policy.diffusers.sample.num_steps)[:-1]
+    prompts = [slot.prompt for slot in made.slots[:count]]
+    rows = Rows(
+        latents=made.latents[:count],
+        prompts=prompts,
+        sigma=levels[torch.arange(count) % len(levels)],
+        optimality=torch.arange(count).remainder(2).float(),
+        weight=torch.ones(count),
+        noise_ids=list(range(count)),
+    )
+    places = sampled.conditions.places(prompts)
+    settings = NftSettings(config.policy.diffusers.nft_beta, job.kl_beta, job.advantage_high)
+    model.transformer.train()
+    terms = NftUpdate(model, policies, settings, count).accumulate(
+        rows,
+        sampled.conditions.all(),
+        row_cond=places,
+        total_weight=float(count),
+        noise_key=(randomness.key(config.train.seed, "doctor"), "doctor/noise", 0),
+        old_is_current=False,
+        kl_beta=job.kl_beta,
+    )
+    value = terms.sums["policy_loss"] / count
+    yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {count} samples")
+    if math.isfinite(value):
+        yield from gradients(model)

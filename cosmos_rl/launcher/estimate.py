@@ -284,7 +284,7 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
     kind, settings = _kind(pipeline, "transformer"), pipeline.configs["transformer"]
     if kind != "SD3Transformer2DModel":
         raise Unknown(f"{kind} is not known here")
-    stride = _vae_stride(pipeline) * int(settings["patch_size"])
+    stride = vae_stride(pipeline) * int(settings["patch_size"])
     height, width = config.policy.diffusers.inference_size
     return (height // stride) * (width // stride) + 77 + config.policy.diffusers.max_prompt_length
 
@@ -329,7 +329,7 @@ def _vae_channels(pipeline: PipelineFiles) -> list[int]:
     return [int(channels) for channels in pipeline.configs["vae"]["block_out_channels"]]
 
 
-def _vae_stride(pipeline: PipelineFiles) -> int:
+def vae_stride(pipeline: PipelineFiles) -> int:
     """Pixels of a latent's edge."""
     return 2 ** (len(_vae_channels(pipeline)) - 1)
 

@@ -122,7 +122,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     run_dir = os.environ.get("COSMOS_RUN_DIR")
     if run_dir:
         run = RunFolder(Path(run_dir))
-        yield _named(load_config(path), run), run
+        yield named(load_config(path), run), run
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own
         raise UserError("several ranks are started with `cosmos-rl --nproc-per-node N --config X.toml SCRIPT`")
@@ -132,7 +132,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     check_environment(config, pairs=False)
     config = with_absolute_paths(config)
     with prepared_run(config, sys.argv) as run:
-        yield _named(config, run), run
+        yield named(config, run), run
 
 
 def _one_rank(config: Config) -> Config:
@@ -146,7 +146,7 @@ def _one_rank(config: Config) -> Config:
     return resized(config, 1)
 
 
-def _named(config: Config, run: RunFolder) -> Config:
+def named(config: Config, run: RunFolder) -> Config:
     """Loggers and trackers name the run by its start time, also when the configuration left it open."""
     train = config.train.model_copy(update={"timestamp": run.name})
     return config.model_copy(update={"train": train})

@@ -1,7 +1,7 @@
 """The configuration of a run: schema, loading, overrides and checks. Imports no torch."""
 
 from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, notes, world_size
-from cosmos_rl.policy.config.load import dump_toml, load_config, read_toml
+from cosmos_rl.policy.config.load import checked_config, dump_toml, load_config, read_toml
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
     LoraConfig,
@@ -51,6 +51,7 @@ __all__ = [
     "ValidationConfig",
     "ValidationDatasetConfig",
     "WatchConfig",
+    "checked_config",
     "cross_check",
     "data_ranks",
     "dump_toml",

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -25,16 +25,8 @@ def load_config(
     """
     tree = read_toml(path)
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
-    config, invalid = validated(Config, tree)
-    problems += invalid
-    if config is not None:
-        try:
-            config = sized(config)
-        except UserError as error:
-            problems.append(Problem("", str(error)))
-        # A rule that involves a rejected value would complain about the default in its place.
-        wrong = [problem.key for problem in problems]
-        problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
+    config, invalid = _checked(tree, problems, sized)
+    problems = [*problems, *invalid]
     if problems or config is None:
         given = [override.lstrip("-") for override in overrides]
         lines = [_of_override(str(problem), given) for problem in problems]
@@ -44,6 +36,35 @@ def load_config(
         toml = _text_of(path)
         raise ConfigError([line or _with_line(str(problem), toml) for line, problem in shown_at], " and ".join(places))
     return config
+
+
+def checked_config(tree: Mapping[str, object], source: str) -> Config:
+    """The configuration of tables as a TOML file would hold them; `source` names them in messages.
+
+    Raises:
+        ConfigError: names every mistake.
+    """
+    config, problems = _checked(tree, [], lambda config: config)
+    if problems or config is None:
+        raise ConfigError(problems, source)
+    return config
+
+
+def _checked(
+    tree: Mapping[str, object], known: Sequence[Problem], sized: Callable[[Config], Config]
+) -> tuple[Config | None, list[Problem]]:
+    """The configuration, and all that is wrong with its values and between them beside what is `known`."""
+    config, problems = validated(Config, tree)
+    if config is None:
+        return None, problems
+    try:
+        config = sized(config)
+    except UserError as error:
+        problems.append(Problem("", str(error)))
+    # A rule that involves a rejected value would complain about the default in its place.
+    wrong = [problem.key for problem in [*known, *problems]]
+    problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
+    return config, problems
 
 
 def read_toml(path: str | Path) -> dict[str, object]:

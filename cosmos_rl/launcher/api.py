@@ -1,0 +1,277 @@
+"""Training from Python: `cosmos_rl.sft(...)` and `cosmos_rl.nft(...)`, in this process, on one rank."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.checkpoint.layout import committed_steps, step_dir
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.prompt_sets import prompts_of
+from cosmos_rl.errors import OutOfMemory, UserError
+from cosmos_rl.launcher import out_of_memory
+from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.estimate import vae_stride
+from cosmos_rl.launcher.machine import gpus
+from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline
+from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
+from cosmos_rl.launcher.resume import resume_from
+from cosmos_rl.launcher.signals import StopRequest, listening
+from cosmos_rl.launcher.worker_entry import named
+from cosmos_rl.policy.config import Config, PolicyConfig, checked_config
+from cosmos_rl.reward import RewardFns
+from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tracking.metrics import read_metrics
+
+_MOST_PIXELS = 512
+"""Edge of the pictures where nothing is asked for; a smaller model's own."""
+_MICRO_BATCH = 8
+Overrides = Mapping[str, object]
+"""Dotted key of the configuration -> value; None: as if the key were not there."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a training run left."""
+
+    folder: Path
+    """Its folder: `config.toml`, `metrics.jsonl`, `media/`, `report.html`, checkpoints and exports."""
+    stopped: bool
+    """Ctrl-C or SIGTERM ended it early; it is saved, and `resume=True` goes on."""
+    base: str
+    """The pipeline that was trained."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary for each step, as in `metrics.jsonl`."""
+        return read_metrics(RunFolder(self.folder).metrics)
+
+    @property
+    def result(self) -> Path:
+        """The newest export: a whole pipeline, or a folder that holds `lora`.
+
+        Raises:
+            UserError: nothing was exported, as the run was stopped before.
+        """
+        exports = RunFolder(self.folder).safetensors
+        steps = committed_steps(exports)
+        if not steps:
+            raise UserError(f"{self.folder}: no export yet; go on with resume=True")
+        return step_dir(exports, steps[-1])
+
+    def pipeline(self, **keywords: Any) -> Any:
+        """The result as a plain diffusers pipeline; `keywords` go to `DiffusionPipeline.from_pretrained`."""
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+        adapter = self.result / "lora"
+        if not adapter.is_dir():
+            return DiffusionPipeline.from_pretrained(self.result, **keywords)
+        pipe: Any = DiffusionPipeline.from_pretrained(self.base, **keywords)
+        pipe.load_lora_weights(str(adapter), weight_name="model.safetensors", adapter_name="default")
+        return pipe
+
+
+def sft(
+    pipeline: str | Path,
+    data_folder: str | Path,
+    *,
+    output_dir: str | Path = "outputs/sft",
+    steps: int = 100,
+    batch_size: int = 4,
+    learning_rate: float = 1e-4,
+    lora: bool = True,
+    size: int | tuple[int, int] | None = None,
+    resume: bool = False,
+    overrides: Overrides | None = None,
+) -> FinishedRun:
+    """Fine-tune a pipeline on a folder of captioned pictures.
+
+    Args:
+        pipeline: folder or hub name of a diffusers pipeline.
+        data_folder: pairs `x.json` (`{"prompt": "..."}`) and `x.jpg`, `.jpeg`, `.png` or `.webp`.
+        output_dir: collects the runs.
+        steps: optimiser steps.
+        batch_size: pictures in each.
+        learning_rate: of all trained weights.
+        lora: train an adapter; False: all weights of the transformer.
+        size: height and width in pixels; None: the model's own, at most 512.
+        resume: continue the newest run of `output_dir`.
+        overrides: any other keys of the configuration.
+
+    Raises:
+        UserError: the configuration, the data, the machine or its memory does not allow it; the message says what to
+            change.
+    """
+    job = {"type": "sft", "mini_batch": _divisor(batch_size), "dataset": {"local_dir": str(data_folder)}}
+    tree = _tree(pipeline, output_dir, steps, batch_size, learning_rate, size, resume)
+    tree["train"]["train_policy"] = job
+    if lora:
+        tree["policy"]["lora"] = {"r": 16, "lora_alpha": 16.0}
+    config = checked_config(_overridden(tree, overrides), "cosmos_rl.sft")
+    return _run(config, "sft", pairs=True, dataset=_pairs, val_dataset=_val_pairs)
+
+
+def nft(
+    pipeline: str | Path,
+    prompts: Sequence[Any] | str | Path,
+    reward: RewardFns | Callable[..., Any],
+    *,
+    output_dir: str | Path = "outputs/nft",
+    steps: int = 100,
+    prompts_per_step: int = 4,
+    samples_per_prompt: int = 8,
+    learning_rate: float = 3e-4,
+    lora: bool = True,
+    size: int | tuple[int, int] | None = None,
+    resume: bool = False,
+    overrides: Overrides | None = None,
+) -> FinishedRun:
+    """Reinforcement learning with DiffusionNFT: samples of the prompts get better by the reward.
+
+    Args:
+        pipeline: folder or hub name of a diffusers pipeline.
+        prompts: texts, mappings with `prompt`, or a file of prompts (`.txt`, `.jsonl`, `.json`).
+        reward: a function of a picture uint8 `[H, W, 3]` that gives a number, several, pairs with their weights, or
+            either of them by name (see the page on rewards).
+        output_dir: collects the runs.
+        steps: training steps.
+        prompts_per_step, samples_per_prompt: their product is the number of samples of a step.
+        learning_rate: of all trained weights.
+        lora: train an adapter; False: all weights of the transformer.
+        size: height and width in pixels; None: the model's own, at most 512.
+        resume: continue the newest run of `output_dir`.
+        overrides: any other keys of the configuration.
+
+    Raises:
+        UserError: the configuration, a reward, the machine or its memory does not allow it; the message says what to
+            change.
+        TrainingStoppedError: the watch stopped the run, which is saved.
+    """
+    if not prompts:
+        raise UserError("prompts: none given; a list of texts, or the name of a file of them")
+    samples = prompts_per_step * samples_per_prompt
+    from_file = isinstance(prompts, str | Path)
+    tree = _tree(pipeline, output_dir, steps, samples, learning_rate, size, resume)
+    sample = {"num_steps": 10, "guidance_scale": 1.0, "solver": "dpm2", "deterministic_sampling": True}
+    tree["mode"] = "colocated"
+    tree["policy"]["diffusers"] |= {"weight_copy_decay_type": 1, "timesteps_fraction": 0.99, "sample": sample}
+    tree["rollout"] = {"n_generation": samples_per_prompt}
+    tree["train"]["train_policy"] = {
+        "type": "grpo",
+        "trainer_type": "diffusion_nft",
+        "uncentralized_training": True,
+        "mini_batch": _divisor(samples),
+        "kl_beta": 1e-4,
+        "dataset": {"local_dir": str(prompts) if from_file else ""},
+        "watch": {"samples": 16},
+    }
+    if lora:
+        names = {"lora_names": ["default", "old"], "init_lora_weights": "gaussian"}
+        tree["policy"]["lora"] = {"r": 32, "lora_alpha": 64.0, **names}
+    config = checked_config(_overridden(tree, overrides), "cosmos_rl.nft")
+    rewards = [reward] if callable(reward) else reward
+    dataset = _prompts if from_file else list(prompts)
+    return _run(config, "nft", pairs=False, dataset=dataset, val_dataset=_val_prompts, reward_fns=rewards)
+
+
+# ---- the configuration -------------------------------------------------------------------------------------------
+
+
+def _tree(
+    pipeline: str | Path,
+    output_dir: str | Path,
+    steps: int,
+    samples: int,
+    learning_rate: float,
+    size: int | tuple[int, int] | None,
+    resume: bool,
+) -> dict[str, Any]:
+    """The tables that both jobs have in common."""
+    height, width = size if isinstance(size, tuple) else (size or _own_size(str(pipeline)),) * 2
+    return {
+        "policy": {
+            "model_name_or_path": str(pipeline),
+            "is_diffusers": True,
+            "diffusers": {"inference_size": [height, width], "max_prompt_length": 128},
+        },
+        "train": {
+            "output_dir": str(output_dir),
+            "resume": resume,
+            "epoch": 1_000_000,
+            "max_num_steps": steps,
+            "train_batch_per_replica": samples,
+            "param_dtype": "bfloat16" if gpus() else "float32",
+            "optm_lr": learning_rate,
+            "optm_warmup_steps": 0,
+        },
+    }
+
+
+def _own_size(pipeline: str) -> int:
+    """Edge in pixels of the pictures that the model was made for, at most 512; 512 where that is not known."""
+    try:
+        files = read_pipeline(PolicyConfig(model_name_or_path=pipeline, is_diffusers=True))
+        return min(int(files.configs["transformer"]["sample_size"]) * vae_stride(files), _MOST_PIXELS)
+    except (Unknown, KeyError, TypeError, ValueError):
+        return _MOST_PIXELS
+
+
+def _divisor(samples: int) -> int:
+    """The largest micro-batch of at most 8 that divides the samples of a step."""
+    return next(size for size in range(min(samples, _MICRO_BATCH), 0, -1) if samples % size == 0) if samples > 0 else 1
+
+
+def _overridden(tree: dict[str, Any], overrides: Overrides | None) -> dict[str, Any]:
+    for key, value in (overrides or {}).items():
+        *tables, leaf = key.split(".")
+        place: Any = tree
+        for name in tables:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise UserError(f"overrides: {key}: {name} is no table")
+        if value is None:
+            place.pop(leaf, None)
+        else:
+            place[leaf] = str(value) if isinstance(value, Path) else value
+    return tree
+
+
+# ---- the run -----------------------------------------------------------------------------------------------------
+
+
+def _run(config: Config, name: str, *, pairs: bool, **given: Any) -> FinishedRun:
+    """Train in this process as `worker_entry.main` would."""
+    refuse_unbuilt(config)
+    check_environment(config, pairs=pairs)
+    config = with_absolute_paths(config)
+    os.environ.setdefault("COSMOS_ROLE", "Controller")
+    stop, on_main = StopRequest(), threading.current_thread() is threading.main_thread()
+    with listening(stop) if on_main else contextlib.nullcontext(), prepared_run(config, [f"cosmos_rl.{name}"]) as run:
+        from cosmos_rl.policy.trainer import run as run_trainer  # imports torch: seconds
+
+        try:
+            code = run_trainer(named(config, run), run, resume_from=resume_from(config, run, 0), stop=stop, **given)
+        except OutOfMemory as error:
+            on_cpu = config.train.device == "cpu" or gpus() == 0
+            raise UserError(out_of_memory.told(config, error.phase, on_cpu=on_cpu)) from error
+    return FinishedRun(run.root, code != 0, config.policy.model_name_or_path)
+
+
+def _pairs(config: Config) -> LocalPairs:
+    return LocalPairs(config.train.train_policy.dataset.local_dir, *config.policy.diffusers.inference_size)
+
+
+def _val_pairs(config: Config) -> LocalPairs | None:
+    folder = config.validation.dataset.local_dir
+    return LocalPairs(folder, *config.policy.diffusers.inference_size) if config.validation.enable and folder else None
+
+
+def _prompts(config: Config) -> Sequence[Any]:
+    return prompts_of(config.train.train_policy.dataset, "train.train_policy.dataset", split="train")
+
+
+def _val_prompts(config: Config) -> Sequence[Any]:
+    return prompts_of(config.validation.dataset, "validation.dataset", split="test")

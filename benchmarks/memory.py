@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -25,7 +26,7 @@ def write_pipeline(folder: Path) -> int:
         pipe = StableDiffusion3Pipeline.from_pretrained(folder)
         config = {**pipe.transformer.config, "num_layers": LAYERS, "num_attention_heads": WIDTH // 64}
         config |= {"attention_head_dim": 64, "caption_projection_dim": WIDTH}
-        large = SD3Transformer2DModel.from_config(config)
+        large: Any = SD3Transformer2DModel.from_config(config)
         large.save_pretrained(folder / "transformer")
     return sum(param.numel() for param in large.parameters())
 
@@ -53,14 +54,14 @@ def job(folder: Path, resume: str) -> None:
         trainer = SFTTrainer(config, context, dataset=LocalPairs(folder / "data", 32, 32))
         optimizer = trainer.optimizer.torch_optimizer
         if resume == "resume":
-            restore(policy_dir(folder / "c", 1), trainer.params, optimizer, None)
+            restore(policy_dir(folder / "c", 1), trainer.params, optimizer, {})
         else:
             trainer.start(0)
             trainer.train_step(0)
             manager = CheckpointManager(
                 folder / "c", folder / "e", background=False, max_keep=1, is_main=context.is_main
             )
-            manager.save(SaveJob(1, collect(trainer.params, optimizer, None), {}, None))
+            manager.save(SaveJob(1, collect(trainer.params, optimizer, {}), {}, None))
             manager.close()
         peak = memory("VmHWM")
         print(json.dumps({"grown": peak - before}))

@@ -1,22 +1,28 @@
-"""Runs every benchmark and prints one table (`make bench`)."""
+"""Runs the benchmarks, or those that are named, and prints one table (`make bench ARGS="rollout memory"`)."""
 
+import importlib
 import logging
+import sys
 
 import torch
 
-from benchmarks import async_saves, memory, nft_update, reward_overlap, rollout, sft_step, start_up
+from cosmos_rl.utils.logging import logger
+
+PARTS = ("start_up", "sft_step", "rollout", "nft_update", "reward_overlap", "async_saves", "memory", "nft_tasks")
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     """Measure and print."""
-    logging.getLogger("cosmos").setLevel(logging.WARNING)
+    unknown = sorted(set(names) - set(PARTS))
+    if unknown:
+        sys.exit(f"no benchmark of that name: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    logger.setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    parts = (start_up, sft_step, rollout, nft_update, reward_overlap, async_saves, memory)
-    rows = [row for part in parts for row in part.measure()]
+    rows = [row for name in names or PARTS for row in importlib.import_module(f"benchmarks.{name}").measure()]
     width = max(len(row[0]) for row in rows)
     for what, result, target in rows:
         print(f"{what:{width}}  {result:32}  target {target}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -10,8 +10,8 @@ import pytest
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.environment import check_environment
-from cosmos_rl.policy.config import Config
+from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 
 
 def test_every_missing_thing_is_named_and_no_run_folder_is_made(
@@ -116,3 +116,25 @@ def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: 
         check_environment(Config.from_dict(values), pairs=False)
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
     check_environment(Config.from_dict(values), pairs=False)
+
+
+def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
+    tmp_path: Path, write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = '[{function = "my_reward.py:red"}, {function = "cosmos_rl.reward.examples:sharpness"}]'
+    path = write_nft_toml(f"[validation]\nlocal_reward.reward_fns = {functions}")
+    config = load_config(path, [f"--train.train_policy.local_reward.reward_fns={functions}"])
+    with pytest.raises(UserError) as told:
+        check_environment(config, pairs=False)
+    for key in ("train.train_policy", "validation"):
+        missing = f'{key}.local_reward.reward_fns = "my_reward.py": {tmp_path}/my_reward.py does not exist'
+        assert missing in str(told.value)
+    (tmp_path / "my_reward.py").touch()
+    check_environment(config, pairs=False)
+    found = with_absolute_paths(config)
+    assert isinstance(found.train.train_policy, GrpoPolicyConfig)
+    for table in (found.train.train_policy.local_reward, found.validation.local_reward):
+        assert table is not None
+        names = [function.function for function in table.reward_fns]
+        assert names == [f"{tmp_path}/my_reward.py:red", "cosmos_rl.reward.examples:sharpness"]

@@ -57,6 +57,22 @@ def test_the_message_says_where_how_much_and_what_to_change(
     assert remedy in message.partition("what needs less memory")[2]
 
 
+def test_memory_that_runs_out_while_samples_are_made_is_told_as_such(
+    write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_out(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(DiffuserModel, "pipeline_with_logprob", run_out)
+    options = ["--train.device=cpu", "--train.train_policy.watch.enable=false"]
+    monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(write_nft_toml()), *options])
+    with pytest.raises(SystemExit):
+        worker_entry.main(dataset=["a cat", "a dog"])
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert message.startswith("out of memory on the CPU while sampling\n")
+    assert "rollout.n_generation_mini_batch = 2; now 4 samples are made at once" in message
+
+
 def test_what_is_set_already_is_not_advised(write_toml: Callable[..., Path]) -> None:
     options = ["--train.train_policy.mini_batch=1", "--train.param_dtype=bfloat16", "--train.optm_name=AdamW8bit"]
     text = out_of_memory.told(load_config(write_toml(), options), "training", on_cpu=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
 from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
@@ -55,11 +55,24 @@ def with_absolute_paths(config: Config) -> Config:
     if isinstance(job, GrpoPolicyConfig):
         tables = {name: getattr(job, name) for name in ("data_term", "watch")}
         folders = {name: t.model_copy(update={"local_dir": absolute(t.local_dir)}) for name, t in tables.items()}
-        job = job.model_copy(update=folders)
+        job = job.model_copy(update={**folders, "local_reward": _with_absolute_files(job.local_reward)})
     train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
     held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
-    validation = validation.model_copy(update={"dataset": held_out})
+    local = validation.local_reward and _with_absolute_files(validation.local_reward)
+    validation = validation.model_copy(update={"dataset": held_out, "local_reward": local})
     return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
+
+
+def _with_absolute_files(table: LocalRewardConfig) -> LocalRewardConfig:
+    """``my_reward.py:red`` leads to the same function from any folder."""
+
+    def absolute(function: LocalRewardFnConfig) -> LocalRewardFnConfig:
+        file, _, name = function.function.rpartition(":")
+        if not file.endswith(".py"):
+            return function
+        return function.model_copy(update={"function": f"{Path(file).expanduser().absolute()}:{name}"})
+
+    return table.model_copy(update={"reward_fns": tuple(map(absolute, table.reward_fns))})
 
 
 def _trackers(config: Config) -> list[str]:
@@ -71,11 +84,21 @@ def _trackers(config: Config) -> list[str]:
 
 
 def _rl(config: Config) -> list[str]:
-    """Folders of pairs that reinforcement learning reads beside its prompts."""
+    """Files of rewards, and folders of pairs that reinforcement learning reads beside its prompts."""
     job = config.train.train_policy
     if not isinstance(job, GrpoPolicyConfig):
         return []
+    validation = config.validation.local_reward
+    tables = {"train.train_policy.local_reward": job.local_reward, "validation.local_reward": validation}
+    missing = [
+        problem
+        for key, table in tables.items()
+        for function in (table.reward_fns if table else ())
+        if (file := function.function.rpartition(":")[0]).endswith(".py")
+        for problem in _missing(f"{key}.reward_fns", file)
+    ]
     problems = _pairs("train.train_policy.data_term", job.data_term.local_dir) if job.data_term.beta > 0 else []
+    problems += missing
     return problems + (_pairs("train.train_policy.watch", job.watch.local_dir) if job.watch.enable else [])
 
 

@@ -20,6 +20,11 @@ def _remedies(config: Config, phase: str, *, on_cpu: bool) -> Iterator[str]:
     at_once = config.validation.batch_size or job.mini_batch
     if phase == "validating" and at_once > 1:
         yield f"validation.batch_size = 1, now {at_once}"
+    rollout = config.rollout
+    chunk = rollout.n_generation_mini_batch or rollout.n_generation * rollout.batch_size
+    if phase == "sampling" and chunk > 1:
+        less = min(rollout.n_generation, max(chunk // 2, 1))
+        yield f"rollout.n_generation_mini_batch = {less}; now {chunk} samples are made at once"
     if phase == "saving" and train.ckpt.save_mode == "async":
         yield 'train.ckpt.save_mode = "sync": no copy of the state is kept'
     if job.mini_batch > 1:

@@ -21,7 +21,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped
 
 _PROMPTS, _GROUP = 2, 3
 _PURPOSE = "doctor/rollout"
@@ -45,11 +45,7 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
         yield Finding(FAIL, "prompts", str(error))
         return
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
-    slots = [
-        Slot(i * _GROUP + k, i, record.prompt, record.metadata)
-        for i, record in enumerate(prompts)
-        for k in range(_GROUP)
-    ]
+    slots = grouped(enumerate(prompts), _GROUP)
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1 else None
     conditions = PromptConditions(lambda texts: model.encode_prompts(texts, negative))
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed

@@ -1,13 +1,14 @@
 """One rollout: slots (which sample of which prompt) -> media and clean latents."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond
@@ -125,6 +126,15 @@ class RolloutSampler:
 
 def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
+
+
+def grouped(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Slot]:
+    """``count`` samples of each prompt, those of one prompt in a row; a record comes with its place in the stream."""
+    return [
+        Slot(place * count + k, place, record.prompt, record.metadata)
+        for place, record in records
+        for k in range(count)
+    ]
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:

@@ -1,12 +1,14 @@
-"""How samples are dealt to ranks, optimiser steps and forward passes: pure functions, the same on all ranks."""
+"""How samples are dealt to ranks, optimiser steps and forward passes; the same on all ranks."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,25 @@ def dealt(count: int, size: int, rank: int, ranks: int) -> Iterator[tuple[list[i
     for number in range(rounds):
         chunk = own[number * size : (number + 1) * size]
         yield chunk or [rank % count], bool(chunk)
+
+
+def over_ranks(
+    count: int, size: int, context: Context, made: Callable[[Sequence[int], int], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Rows 0 ... count - 1 made on all ranks and gathered: every rank has all of them, in order, on the CPU.
+
+    Args:
+        size: rows of one call.
+        made: (positions, number of the call) -> one or more tensors ``[len(positions), ...]``.
+    """
+    rank, ranks = context.dp_rank, context.dp_size
+    rows = math.ceil(count / ranks)
+    own: list[Tensor] = []
+    for number, (ids, counts) in enumerate(dealt(count, size, rank, ranks)):
+        parts = made(ids, number)
+        own = own or [torch.zeros(rows, *part.shape[1:], dtype=part.dtype) for part in parts]
+        if counts:
+            for whole, part in zip(own, parts, strict=True):
+                whole[[i // ranks for i in ids]] = part.cpu()
+    order = [(i % ranks) * rows + i // ranks for i in range(count)]  # gathered rank after rank
+    return [context.gather_rows(whole)[order] for whole in own]

@@ -17,6 +17,7 @@ from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import StepResult
@@ -24,14 +25,14 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer import scoring
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, optimizer_batches, share
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import optimizer_batches, over_ranks, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, TermSums, drawn_rows
 from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, joined
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped, joined
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -185,63 +186,44 @@ class NFTTrainer:
         """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
         if not self._val_prompts:
             return ValidationReport()
-        count = self._config.validation.n_generation
-        slots = [
-            Slot(i * count + k, i, record.prompt, record.metadata)
-            for i, record in enumerate(self._val_prompts)
-            for k in range(count)
-        ]
+        config, names = self._config, self._val_rewards.names
+        slots = grouped(enumerate(self._val_prompts), config.validation.n_generation)
+        size = (config.validation.batch_size or config.rollout.batch_size) * config.validation.n_generation
+        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: self._context.dp_size]])
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
-        size = (self._config.validation.batch_size or self._config.rollout.batch_size) * count
-        world = self._context.dp_size
-        rows = -(-len(slots) // world)
-        media: Tensor | None = None
-        reward = torch.full((rows, 1 + len(self._val_rewards.names)), torch.nan, dtype=torch.float64)
-        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: world]])
         with swap, self.policies.using("default"), self.model.evaluating():
-            for number, (ids, counts) in enumerate(dealt(len(slots), size, self._context.dp_rank, world)):
+
+            def made(ids: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
                 notify("pre_per_step_validation_hook", {"batch_index": number})
-                made = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
-                table = self._scores(self._val_rewards.submit(scoring.request_of(made)))
-                if media is None:
-                    media = torch.zeros(rows, *made.media.shape[1:], dtype=made.media.dtype)
-                if counts:
-                    places = [i // world for i in ids]
-                    media[places] = made.media
-                    reward[places] = scoring.columns(table, self._val_rewards.names)
-                notify(
-                    "post_per_step_validation_hook", {"batch_index": number, "val_score": scoring.mean(table.total_N)}
-                )
+                sampled = self._evaluator.sample([slots[i] for i in ids], "validation/rollout", 0)
+                table = self._scores(self._val_rewards.submit(scoring.request_of(sampled)))
+                about = {"batch_index": number, "val_score": scoring.mean(table.total_N)}
+                notify("post_per_step_validation_hook", about)
+                return sampled.media, scoring.columns(table, names)
+
+            media, reward = over_ranks(len(slots), size, self._context, made)
         self._conditions.forget()
         self._count_evaluations()  # here, so that a checkpoint of this step holds them
-        assert media is not None
-        order = [(i % world) * rows + i // world for i in range(len(slots))]
-        media, reward = self._context.gather_rows(media)[order], self._context.gather_rows(reward)[order]
         return self._validated(step, slots, media, reward)
 
     def _base_samples(self, prompts: Sequence[str]) -> Tensor:
         """Samples of the model as it is at the start, ``[W, C, ...]``; the same on all ranks."""
-        world, rank = self._context.dp_size, self._context.dp_rank
-        rows = -(-len(prompts) // world)
-        own = torch.zeros(rows, *self.watch.held_out.latents.shape[1:])
-        self._conditions.prepare(prompts[rank::world])
+        slots = [Slot(i, i, prompt, {}) for i, prompt in enumerate(prompts)]
+        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: self._context.dp_size]])
         with self.policies.using("default"), self.model.evaluating():
-            for ids, counts in dealt(len(prompts), self._chunk, rank, world):
-                made = self._evaluator.sample([Slot(i, i, prompts[i], {}) for i in ids], "watch/sample", 0)
-                if counts:
-                    own[[i // world for i in ids]] = made.latents
+
+            def made(ids: Sequence[int], number: int) -> tuple[Tensor]:
+                return (self._evaluator.sample([slots[i] for i in ids], "watch/sample", 0).latents,)
+
+            (latents,) = over_ranks(len(slots), self._chunk, self._context, made)
         self._conditions.forget()
-        order = [(i % world) * rows + i // world for i in range(len(prompts))]
-        return self._context.gather_rows(own)[order]
+        return latents
 
     def _validated(self, step: int, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
         names = list(self._val_rewards.names)
-        total_N = reward[:, 0]
-        metrics = {f"val/reward_{k}": v for k, v in scoring.statistics(total_N, mean_name="avg").items()}
-        metrics |= {f"val/reward_{name}": scoring.mean(reward[:, 1 + i]) for i, name in enumerate(names)}
-        metrics |= {"val/rollout_count": float(len(slots)), "val/missing": float(total_N.isnan().sum())}
+        metrics = scoring.validation_metrics(reward, names)
         trained = {name for name, weight in self._rewards.weights.items() if weight != 0.0}
-        untrained = {n: scoring.mean(reward[:, 1 + i]) for i, n in enumerate(names) if n not in trained}
+        untrained = {name: metrics[f"val/reward_{name}"] for name in names if name not in trained}
         if untrained:
             self._last_good = min(self._last_good, self.watch.note_untrained(step, untrained))
         shown = [
@@ -323,13 +305,9 @@ class NFTTrainer:
 
     def _slots(self, step: int) -> list[Slot]:
         """All samples of a step: prompts x samples, a contiguous block for each rank."""
-        records = [(place.sample_id, self._prompts[place.index]) for place in self.stream.positions(step)]
-        return [
-            Slot(group * self._group + k, group, record.prompt, record.metadata)
-            for group, record in records
-            for k in range(self._group)
-        ]
+        return grouped(((p.sample_id, self._prompts[p.index]) for p in self.stream.positions(step)), self._group)
 
+    @memory_phase("sampling")
     def _roll_out(self, step: int) -> tuple[Rollouts, list["Future[RewardTable]"]]:
         """Sample with the old policy; each chunk is being scored while the next one is sampled."""
         local = self.samples_per_step // self._context.dp_size

@@ -160,6 +160,14 @@ def mean(value_N: Tensor) -> float:
     return statistics(value_N)["mean"]
 
 
+def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Of the rows that ``columns`` gives for validation samples."""
+    total_N = reward_NF[:, 0]
+    metrics = {f"val/reward_{key}": value for key, value in statistics(total_N, mean_name="avg").items()}
+    metrics |= {f"val/reward_{name}": mean(reward_NF[:, 1 + i]) for i, name in enumerate(names)}
+    return metrics | {"val/rollout_count": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
+
+
 def reward_metrics(step: Scored) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
     metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}

@@ -1,7 +1,6 @@
 """Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,7 +26,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     prepare_export,
     sharding_of,
 )
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt
+from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, over_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -179,7 +178,9 @@ class SFTTrainer:
     def held_out_loss(self, notify: Notify) -> float:
         """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
         total, weight = 0.0, 0.0
-        for number, (ids, counts) in enumerate(self._dealt(len(self._val_dataset))):
+        rank, ranks = self._context.dp_rank, self._context.dp_size
+        chunks = dealt(len(self._val_dataset), self._validation_size, rank, ranks)
+        for number, (ids, counts) in enumerate(chunks):
             notify("pre_per_step_validation_hook", {"batch_index": number})
             read, items = read_held_out(self._val_dataset, ids, self._val_skipped)
             counts = counts and bool(read)
@@ -206,10 +207,10 @@ class SFTTrainer:
             self._val_prompts = list(itertools.islice(dict.fromkeys(prompts), MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 
-    def _dealt(self, count: int) -> Iterator[tuple[list[int], bool]]:
-        """This rank's positions of 0 ... count - 1 in chunks; (positions, do they count)."""
-        size = self._config.validation.batch_size or self._config.train.train_policy.mini_batch
-        return dealt(count, size, self._context.dp_rank, self._context.dp_size)
+    @property
+    def _validation_size(self) -> int:
+        """Items of one forward pass of validation."""
+        return self._config.validation.batch_size or self._config.train.train_policy.mini_batch
 
     def prepare_export(self) -> Callable[[Path], None]:
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
@@ -252,18 +253,15 @@ class SFTTrainer:
         count = self._config.validation.n_generation
         shape = self.model.latent_shape(*config.inference_size)
         all_prompts = [prompt for prompt in prompts for _ in range(count)]
-        world = self._context.dp_size
-        own = torch.zeros(math.ceil(len(all_prompts) / world), *config.inference_size, 3, dtype=torch.uint8)
-        for ids, counts in self._dealt(len(all_prompts)):
+
+        def made(ids: Sequence[int], number: int) -> tuple[Tensor]:
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, ids)
             steps = config.sample.eval_num_steps or config.sample.num_steps
             chunk = [all_prompts[i] for i in ids]
-            pictures = self.model.sample(chunk, noise, num_steps=steps, guidance=config.sample.guidance_scale)
-            if counts:
-                own[[i // world for i in ids]] = to_uint8(pictures)
-        gathered = self._context.gather_rows(own)  # rank after rank; position i is row i // world of rank i % world
-        order = [(i % world) * len(own) + i // world for i in range(len(all_prompts))]
-        pairs = zip(gathered[order], all_prompts, strict=True)
+            return (to_uint8(self.model.sample(chunk, noise, num_steps=steps, guidance=config.sample.guidance_scale)),)
+
+        (pictures,) = over_ranks(len(all_prompts), self._validation_size, self._context, made)
+        pairs = zip(pictures, all_prompts, strict=True)
         return [Shown(picture, prompt, i, "fixed") for i, (picture, prompt) in enumerate(pairs)]
 
     def _describe(self) -> None:

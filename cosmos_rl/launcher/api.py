@@ -29,6 +29,19 @@ from cosmos_rl.tracking.metrics import read_metrics
 _MOST_PIXELS = 512
 """Edge of the pictures where nothing is asked for; a smaller model's own."""
 _MICRO_BATCH = 8
+_ARGUMENTS = {
+    "policy.model_name_or_path": "pipeline",
+    "policy.diffusers.inference_size": "size",
+    "train.output_dir": "output_dir",
+    "train.max_num_steps": "steps",
+    "train.optm_lr": "learning_rate",
+    "train.resume": "resume",
+    "train.train_batch_per_replica": "batch_size (or prompts_per_step and samples_per_prompt)",
+    "train.global_batch_size": "batch_size (or prompts_per_step and samples_per_prompt)",
+    "rollout.n_generation": "samples_per_prompt",
+    "train.train_policy.dataset.local_dir": "data_folder (or prompts)",
+}
+"""Keys that an argument sets -> that argument."""
 Overrides = Mapping[str, object]
 """Dotted key of the configuration -> value; None: as if the key were not there."""
 
@@ -66,11 +79,13 @@ class FinishedRun:
         """The result as a plain diffusers pipeline; `keywords` go to `DiffusionPipeline.from_pretrained`."""
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+        from cosmos_rl.policy.model.quiet import load_adapter
+
         adapter = self.result / "lora"
         if not adapter.is_dir():
             return DiffusionPipeline.from_pretrained(self.result, **keywords)
         pipe: Any = DiffusionPipeline.from_pretrained(self.base, **keywords)
-        pipe.load_lora_weights(str(adapter), weight_name="model.safetensors", adapter_name="default")
+        load_adapter(pipe, adapter)
         return pipe
 
 
@@ -105,6 +120,8 @@ def sft(
         UserError: the configuration, the data, the machine or its memory does not allow it; the message says what to
             change.
     """
+    _check_arguments("sft", steps=steps, batch_size=batch_size)
+    _check_lora("sft", lora)
     job = {"type": "sft", "mini_batch": _divisor(batch_size), "dataset": {"local_dir": str(data_folder)}}
     tree = _tree(pipeline, output_dir, steps, batch_size, learning_rate, size, resume)
     tree["train"]["train_policy"] = job
@@ -150,10 +167,15 @@ def nft(
             change.
         TrainingStoppedError: the watch stopped the run, which is saved.
     """
-    if not prompts:
-        raise UserError("prompts: none given; a list of texts, or the name of a file of them")
-    samples = prompts_per_step * samples_per_prompt
+    _check_arguments("nft", steps=steps, prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt)
+    _check_lora("nft", lora)
     from_file = isinstance(prompts, str | Path)
+    if not prompts or (from_file and not Path(prompts).expanduser().exists()):
+        found = f"found {str(prompts)!r}, which is no file" if prompts else "none given"
+        raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
+    if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
+        raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of a picture, or several in a list")
+    samples = prompts_per_step * samples_per_prompt
     tree = _tree(pipeline, output_dir, steps, samples, learning_rate, size, resume)
     sample = {"num_steps": 10, "guidance_scale": 1.0, "solver": "dpm2", "deterministic_sampling": True}
     tree["mode"] = "colocated"
@@ -224,9 +246,29 @@ def _divisor(samples: int) -> int:
     return next(size for size in range(min(samples, _MICRO_BATCH), 0, -1) if samples % size == 0) if samples > 0 else 1
 
 
+def _check_arguments(name: str, **counts: object) -> None:
+    for key, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"cosmos_rl.{name}: {key}: found {value!r}; allowed: a whole number >= 1")
+
+
+def _check_lora(name: str, lora: object) -> None:
+    if not isinstance(lora, bool):
+        rank = ', with its rank as overrides={"policy.lora.r": 8}'
+        raise UserError(f"cosmos_rl.{name}: lora: found {lora!r}; allowed: True or False{rank}")
+
+
 def _overridden(tree: dict[str, Any], overrides: Overrides | None) -> dict[str, Any]:
+    """``tree`` with the keys of ``overrides`` in their places; what an argument says is not overridden."""
     for key, value in (overrides or {}).items():
+        if key in _ARGUMENTS:
+            raise UserError(f"overrides: {key}: is set by the argument {_ARGUMENTS[key]}; give that")
+        if isinstance(value, Mapping):
+            inner = next(iter(value), "key")
+            raise UserError(f'overrides: {key}: found a dictionary; write its keys as "{key}.{inner}": ...')
         *tables, leaf = key.split(".")
+        if tables == ["policy", "lora"] and "lora" not in tree["policy"]:
+            raise UserError(f"overrides: {key}: there is no adapter with lora=False")
         place: Any = tree
         for name in tables:
             place = place.setdefault(name, {})

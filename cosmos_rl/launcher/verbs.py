@@ -141,6 +141,8 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
     if place.is_dir() and not (place / "model_index.json").is_file():
         found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))
         hint = f"; there is {found[-1].parent}" if found else ""
+        if "checkpoints" in place.absolute().parts:
+            hint = f"; this looks like trainer state: cosmos-rl export {source} --out DIR makes one of it"
         raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{hint}")
     if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise UserError(f"{place.absolute()} does not exist")
@@ -151,7 +153,7 @@ def _open(base: str, adapter: Path | None) -> Any:
     import torch
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    from cosmos_rl.policy.model.quiet import quiet_libraries
+    from cosmos_rl.policy.model.quiet import load_adapter, quiet_libraries
 
     try:
         with quiet_libraries():
@@ -160,6 +162,5 @@ def _open(base: str, adapter: Path | None) -> Any:
         raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
     pipe.set_progress_bar_config(disable=True)
     if adapter is not None:
-        pipe.load_lora_weights(str(adapter), weight_name="model.safetensors", adapter_name="default")
-        pipe.set_adapters("default")
+        load_adapter(pipe, adapter)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")

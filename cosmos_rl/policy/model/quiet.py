@@ -1,7 +1,9 @@
-"""Silences the progress bars of the libraries while they load or save a pipeline."""
+"""Silences the progress bars and needless warnings of the libraries while they load or save a pipeline."""
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -17,3 +19,16 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         diffusers_logging.enable_progress_bar()
         transformers_logging.enable_progress_bar()
+
+
+def load_adapter(pipe: Any, folder: Path) -> None:
+    """Load and use an exported adapter. Its text encoders have no part of it, of which diffusers warns each time."""
+    from diffusers.utils import logging as diffusers_logging
+
+    before = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
+    finally:
+        diffusers_logging.set_verbosity(before)
+    pipe.set_adapters("default")

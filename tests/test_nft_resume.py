@@ -1,7 +1,9 @@
 """A DiffusionNFT run that was stopped, killed or resumed anywhere is the undisturbed run, bit for bit."""
 
 import json
+import linecache
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from cosmos_rl.checkpoint import layout
+from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_runs import DEADLINE_S, Job, forked, nft_toml, nft_train, prompt_file, run_forked
 from tests.test_resume import assert_same_state, drop_steps_after, saved_state
@@ -61,6 +64,34 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
         assert_same_state(saved_state(run, 3), state)
         assert kept(run, 3) == progress
         assert told(run) == lines
+
+
+def test_another_reward_is_told_and_other_prompts_are_refused_on_resume(
+    tmp_path: Path, tiny_sd3: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.utils.logging.logger.propagate", True)
+    few = ("--policy.diffusers.sample.num_steps=2", "--train.max_num_steps=1", "--train.ckpt.save_freq=1")
+    file = tmp_path / "own_reward.py"
+    file.write_text("def bright(to_be_evaluated):\n    return float(to_be_evaluated.mean()) / 255\n")
+    ours = f'--train.train_policy.local_reward.reward_fns=[{{function = "{file}:bright"}}]'
+    config = nft_toml(tmp_path, tiny_sd3)
+    run = nft_train(config, *few, ours)
+    more = (*few, "--train.max_num_steps=2")
+    nft_train(config, *more, ours, resume=(run, 1))
+    assert "rewards are not those" not in caplog.text
+
+    for module in [name for name in sys.modules if name.startswith("cosmos_reward_file_")]:
+        del sys.modules[module]  # as in a process of its own
+    linecache.clearcache()
+    file.write_text("def bright(to_be_evaluated):\n    return 1 - float(to_be_evaluated.mean()) / 255\n")
+    drop_steps_after(run, 1)
+    nft_train(config, *more, ours, resume=(run, 1))
+    assert "not those of the run that is resumed (bright: other function or weight" in caplog.text
+
+    others = prompt_file(tmp_path, ("a boat", "a lost boat", "a tree", "a lost tree"), "others.txt")
+    drop_steps_after(run, 1)
+    with pytest.raises(UserError, match="was saved with prompts = '.* this run has '"):
+        nft_train(config, *more, ours, f"--train.train_policy.dataset.local_dir={others}", resume=(run, 1))
 
 
 @pytest.mark.process

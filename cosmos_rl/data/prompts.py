@@ -1,5 +1,6 @@
 """Lists of prompts without pictures: what a record of one is, and the files they are read from."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,14 @@ class PromptFile(Sequence[str]):
 
     def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._prompts[index]
+
+
+def prompts_digest(records: Sequence[PromptRecord]) -> str:
+    """12 hex digits of the SHA-256 of all texts and metadata, in order."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps([record.prompt, dict(record.metadata)], sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()[:12]
 
 
 def as_prompt_record(raw: object, index: int) -> PromptRecord:

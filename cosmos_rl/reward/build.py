@@ -124,6 +124,7 @@ class _AllRewards:
         rewards = [reward for one in self._sums for reward in one.rewards]
         self._names = tuple(reward.name for reward in rewards)
         self._weights = {reward.name: reward.weight for reward in rewards}
+        self.origins: Mapping[str, str] = {reward.name: reward.origin for reward in rewards}
         self._watch = Watch(rewards)
 
     @property
@@ -172,6 +173,7 @@ class _NoRewards:
 
     names: Sequence[str] = ()
     weights: Mapping[str, float] = MappingProxyType({})
+    origins: Mapping[str, str] = MappingProxyType({})
 
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
         table: Future[RewardTable] = Future()

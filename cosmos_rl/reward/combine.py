@@ -17,6 +17,8 @@ class Reward:
     weight: float
     clip_min: float
     clip_max: float
+    origin: str = ""
+    """What gives it, with a digest of a function's source: so that a resumed run notices another one."""
 
 
 @dataclass(frozen=True)

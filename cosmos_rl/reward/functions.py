@@ -1,5 +1,6 @@
 """Reward functions of users: what they may look like, where they are found, and how they are called. No torch."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -56,6 +57,16 @@ class LocalReward:
     def of_batches(self) -> bool:
         """Whether the function scores a whole batch."""
         return _of_batches(self.function)
+
+    @property
+    def origin(self) -> str:
+        """Name of the function and a digest of its source, wherever the file lies."""
+        inner = getattr(self.function, "func", self.function)  # functools.partial
+        try:
+            source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
+        except (OSError, TypeError):  # built in, or typed into a prompt
+            return _name_of(self.function)
+        return f"{_name_of(self.function)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
 def given_rewards(functions: RewardFns) -> list[LocalReward]:

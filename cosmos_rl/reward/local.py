@@ -28,7 +28,7 @@ class LocalScorer:
 
     def __init__(self, rewards: Sequence[LocalReward], table: LocalRewardConfig) -> None:
         self.sum = RewardSum(
-            tuple(Reward(r.name, r.weight, r.clip_min, r.clip_max) for r in rewards),
+            tuple(Reward(r.name, r.weight, r.clip_min, r.clip_max, r.origin) for r in rewards),
             table.scale,
             table.reward_clip_min,
             table.reward_clip_max,

@@ -45,7 +45,8 @@ class RemoteScorer:
             if one is None:
                 logger.info("reward %s has weight 0 and is not asked for", entry.name)
                 continue
-            rewards.append(Reward(one.name, entry.weight, entry.lower, entry.upper))
+            origin = f"{entry.name} of the reward service"
+            rewards.append(Reward(one.name, entry.weight, entry.lower, entry.upper, origin))
             if entry.has_wide_clip:
                 message = "reward %s: its scores are wide, so clip_min = %g and clip_max = %g are taken; set your own"
                 logger.warning(message, entry.name, entry.lower, entry.upper)

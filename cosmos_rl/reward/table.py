@@ -69,6 +69,11 @@ class Rewards(Protocol):
         """Weight of each; 0: measured, not trained on."""
         ...
 
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """What gives each; another text is another reward."""
+        ...
+
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
         """Begin to score; the future fails with what cannot be put down to single samples (wrong token, broken
         function, service gone). A service that does not answer in time leaves its samples without a score."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.decay import old_policy_decay
-from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.prompts import PromptRecord, prompts_digest
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -261,7 +261,7 @@ class NFTTrainer:
             "seed": self._seed,
             "samples_per_step": self.samples_per_step,
             "n_generation": self._group,
-            "prompts": self.stream.length,
+            "prompts": f"{self.stream.length} ({prompts_digest(self._prompts)})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
         }
@@ -275,6 +275,9 @@ class NFTTrainer:
             "last_good": self._last_good,
             "old_is_default": self.policies.old_is_default,
             "watch": self.watch.progress(),
+            "rewards": {
+                name: [self._rewards.weights[name], self._rewards.origins[name]] for name in self._rewards.names
+            },
         }
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
@@ -285,6 +288,14 @@ class NFTTrainer:
         self._last_good = int(progress["last_good"])
         self.policies.old_is_default = bool(progress["old_is_default"])
         self.watch.restore_progress(progress["watch"])
+        before, now = progress["rewards"], self.progress()["rewards"]
+        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if changed:
+            logger.warning(
+                "the rewards are not those of the run that is resumed (%s: other function or weight, new, or gone); "
+                "scores before and after do not compare",
+                ", ".join(changed),
+            )
 
     # ---- rollout and rewards -----------------------------------------------------------------------------------
 

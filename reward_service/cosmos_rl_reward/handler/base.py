@@ -66,7 +66,8 @@ class BaseRewardHandler:
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.
         required_metadata: metadata keys without which a request is refused at the door. Those that are lists of length
             B are joined when jobs are merged, like ``prompts``.
-        score_keys: names in ``scores``, for the list of rewards that clients can ask for.
+        score_keys: names in ``scores``, for the list of rewards that clients can ask for. ``set_up`` may narrow them
+            where the configuration leaves some without a value.
         reward_version: changes whenever the same picture may get another number.
         OPTIONS: names and defaults of the reward's own options, ``[reward_args.options]`` in the configuration.
 
@@ -82,7 +83,7 @@ class BaseRewardHandler:
     mergeable: ClassVar[bool] = False
     max_batch: ClassVar[int] = 16
     required_metadata: ClassVar[tuple[str, ...]] = ()
-    score_keys: ClassVar[tuple[str, ...]] = ()
+    score_keys: tuple[str, ...] = ()
     reward_version: ClassVar[str] = "1"
     OPTIONS: ClassVar[dict[str, Any]] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,26 +15,54 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from cosmos_rl_reward.handler import NotReady
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady
+
+JPEG_QUALITY = 95
+ENDPOINT_OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "retries": 3, "concurrency": 8}
+"""Options, with their defaults, of every reward that asks such a server; ``model`` is another."""
 
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 Answer = TypeVar("Answer")
 
 
 class EndpointError(Exception):
-    """The server cannot be reached, or refused a request; never contains the key."""
+    """The server cannot be reached, or refused a request; never contains the key or a password in the URL."""
 
 
 class ChatEndpoint:
-    """Chat completions with bounded concurrency, time-outs and a few retries."""
+    """Chat completions with bounded concurrency, time-outs and a few retries.
+
+    Attributes:
+        address: the server's URL without user, password and query, for messages and records.
+    """
 
     def __init__(self, url: str, key: str, model: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
         self._base = url.rstrip("/").removesuffix("/chat/completions")
+        self.address = re.sub(r"//[^/]*@", "//", self._base).partition("?")[0]
         self._model, self._retries = model, retries
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=concurrency)
         self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="chat")
+
+    @classmethod
+    def of(cls, reward: BaseRewardHandler) -> ChatEndpoint:
+        """The server that a reward's configuration names (``model`` and ``ENDPOINT_OPTIONS`` are among its options).
+
+        Raises:
+            NotReady: see ``check``.
+        """
+        options = reward.options
+        endpoint = cls(
+            reward.endpoint_url,
+            reward.endpoint_api_key,
+            options["model"],
+            timeout_s=float(options["timeout_s"]),
+            retries=int(options["retries"]),
+            concurrency=int(options["concurrency"]),
+        )
+        endpoint.check()
+        return endpoint
 
     def check(self) -> None:
         """Ask the server for its models.
@@ -44,36 +73,53 @@ class ChatEndpoint:
         try:
             answer = self._client.get(f"{self._base}/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NotReady(f"reward_args.endpoint_url: {self._base} does not answer ({error})") from error
+            raise NotReady(f"reward_args.endpoint_url: {self.address} does not answer ({error})") from error
         if answer.status_code in (401, 403):
-            raise NotReady(f"reward_args.endpoint_api_key: {self._base} refuses it ({answer.status_code})")
+            raise NotReady(f"reward_args.endpoint_api_key: {self.address} refuses it ({answer.status_code})")
         if answer.status_code == 404:
             return  # some servers have no list of models
+        if answer.status_code != 200:
+            raise NotReady(f"reward_args.endpoint_url: {self.address}/models answered {answer.status_code}")
         try:
-            answer.raise_for_status()
             names = [entry["id"] for entry in answer.json()["data"]]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise NotReady(f"reward_args.endpoint_url: {self._base}/models gave no list of models ({error})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise NotReady(
+                f"reward_args.endpoint_url: {self.address}/models gave no list of models ({error})"
+            ) from error
         if self._model not in names:
-            raise NotReady(f"options.model: {self._base} does not serve {self._model!r}; it serves {', '.join(names)}")
+            raise NotReady(
+                f"options.model: {self.address} does not serve {self._model!r}; it serves {', '.join(names)}"
+            )
 
     def ask(self, content: list[dict[str, Any]], **parameters: Any) -> str:
         """The text that answers one user message.
 
         Raises:
+            EndpointError: see ``complete``.
+        """
+        completion = self.complete([{"role": "user", "content": content}], **parameters)
+        try:
+            return completion["choices"][0]["message"]["content"] or ""
+        except (KeyError, TypeError) as error:
+            raise EndpointError(f"{self.address}: the answer is no chat completion ({error!r})") from error
+
+    def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """The whole answer to messages, with at least one entry under ``choices``.
+
+        Raises:
             EndpointError: after the last try, or at once when the request itself was refused.
         """
-        body = {"model": self._model, "messages": [{"role": "user", "content": content}], **parameters}
-        failure = EndpointError(f"{self._base} was not asked")
+        body = {"model": self._model, "messages": messages, **parameters}
+        failure = EndpointError(f"{self.address} was not asked")
         for attempt in range(self._retries + 1):
             try:
                 answer = self._client.post(f"{self._base}/chat/completions", json=body)
             except httpx.HTTPError as error:
-                failure = EndpointError(f"{self._base}: {type(error).__name__} {error}".rstrip())
+                failure = EndpointError(f"{self.address}: {type(error).__name__} {error}".rstrip())
             else:
                 if answer.status_code == 200:
-                    return _text(answer, self._base)
-                failure = EndpointError(f"{self._base} answered {answer.status_code}: {answer.text[:200]}")
+                    return _completion(answer, self.address)
+                failure = EndpointError(f"{self.address} answered {answer.status_code}: {answer.text[:200]}")
                 if answer.status_code not in _AGAIN:
                     raise failure
             if attempt < self._retries:
@@ -88,12 +134,13 @@ class ChatEndpoint:
         return futures
 
 
-def _text(answer: httpx.Response, base: str) -> str:
+def _completion(answer: httpx.Response, address: str) -> dict[str, Any]:
     try:
-        text = answer.json()["choices"][0]["message"]["content"]
+        completion = answer.json()
+        completion["choices"][0]  # one there is
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EndpointError(f"{base}: the answer is no chat completion ({error!r})") from error
-    return text or ""
+        raise EndpointError(f"{address}: the answer is no chat completion ({error!r})") from error
+    return completion
 
 
 def picture_part(picture: np.ndarray, size: int = 0) -> dict[str, Any]:
@@ -101,7 +148,16 @@ def picture_part(picture: np.ndarray, size: int = 0) -> dict[str, Any]:
     image = Image.fromarray(picture)
     if size:
         image = image.resize((size, size), Image.Resampling.BICUBIC)
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + _encoded(image, format="PNG")}}
+
+
+def video_part(frames: np.ndarray) -> dict[str, Any]:
+    """Frames, uint8 ``[T, H, W, 3]``, as part of a message: JPEGs one after the other, which vLLM takes as a video."""
+    jpegs = [_encoded(Image.fromarray(f), format="JPEG", quality=JPEG_QUALITY, subsampling=0) for f in frames]
+    return {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join(jpegs)}}
+
+
+def _encoded(image: Image.Image, **how: Any) -> str:
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": uri}}
+    image.save(buffer, **how)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -10,7 +10,7 @@ import numpy as np
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
-from cosmos_rl_reward.rewards.chat_endpoint import ChatEndpoint, picture_part
+from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, picture_part
 from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
 
 _TEMPLATE = Path(__file__).parent / "unified_reward.txt"
@@ -45,9 +45,7 @@ class UnifiedReward(BaseRewardHandler):
         "divisor": 5.0,
         "size": 512,
         "max_tokens": 1024,
-        "timeout_s": 60.0,
-        "retries": 3,
-        "concurrency": 8,
+        **ENDPOINT_OPTIONS,
     }
 
     def set_up(self) -> None:
@@ -67,15 +65,7 @@ class UnifiedReward(BaseRewardHandler):
         if self._pattern.groups < 1:
             raise NotReady("reward_args.options.pattern: needs a group around the number")
         self._digest = digest([path])
-        self._endpoint = ChatEndpoint(
-            self.endpoint_url,
-            self.endpoint_api_key,
-            self.options["model"],
-            timeout_s=float(self.options["timeout_s"]),
-            retries=int(self.options["retries"]),
-            concurrency=int(self.options["concurrency"]),
-        )
-        self._endpoint.check()
+        self._endpoint = ChatEndpoint.of(self)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         """See ``BaseRewardHandler.calculate_reward``."""
@@ -96,5 +86,5 @@ class UnifiedReward(BaseRewardHandler):
             raise SampleError(f"the model's answer holds no score: {text[-80:]!r}") from None
 
     def provenance(self) -> dict[str, Any]:
-        """Adds server and template; never the key."""
-        return {**super().provenance(), "endpoint": self.endpoint_url, "template_digest": self._digest}
+        """Adds server and template; never the key or a password."""
+        return {**super().provenance(), "endpoint": self._endpoint.address, "template_digest": self._digest}

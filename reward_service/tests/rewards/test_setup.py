@@ -20,7 +20,7 @@ def test_an_environment_for_it_has_what_it_imports(name):
     if RewardRegistry.get_reward_class(name).array_type == "torch":
         assert {"torch", "transformers"} <= wanted
     assert ("onnxruntime" in wanted) == (name in ("ocr", "classifier"))
-    assert ("httpx" in wanted) == (name == "unified_reward")
+    assert ("httpx" in wanted) == (name in ("unified_reward", "cosmos_reason1"))
 
 
 @pytest.mark.parametrize("locked", [False, True])

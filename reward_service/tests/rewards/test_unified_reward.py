@@ -4,10 +4,10 @@ import base64
 import io
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from chat_server import ChatServer
 from PIL import Image
 
 from cosmos_rl_reward.handler import NotReady
@@ -18,48 +18,21 @@ MODEL = "UnifiedReward-7b-v1.5"
 PICTURES = np.random.default_rng(0).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
 
 
-class Server:
-    """Answers with ``reply(prompt, attempt) -> (status, text)`` and keeps the requests."""
+class Server(ChatServer):
+    """Answers with ``reply(prompt, attempt) -> (status, text)``."""
 
     def __init__(self):
+        super().__init__(MODEL)
         self.reply = lambda prompt, attempt: (200, "Final Score: 3")
-        self.models, self.models_status = [MODEL], 200
-        self.requests, self.headers, self.attempts = [], [], {}
-        lock = threading.Lock()
-        outer = self
+        self.attempts = {}
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format, *args):
-                pass
-
-            def send(self, status, content):
-                body = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_GET(self):
-                self.send(outer.models_status, {"data": [{"id": name} for name in outer.models]})
-
-            def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                text = request["messages"][0]["content"][1]["text"]
-                prompt = text[text.rindex("[") + 1 : text.rindex("]")]
-                with lock:
-                    outer.requests.append(request)
-                    outer.headers.append(self.headers["Authorization"])
-                    attempt = outer.attempts[prompt] = outer.attempts.get(prompt, 0) + 1
-                status, answer = outer.reply(prompt, attempt)
-                self.send(status, {"choices": [{"message": {"content": answer}}]} if status == 200 else answer)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, request):
+        text = request["messages"][0]["content"][1]["text"]
+        prompt = text[text.rindex("[") + 1 : text.rindex("]")]
+        with self.lock:
+            attempt = self.attempts[prompt] = self.attempts.get(prompt, 0) + 1
+        status, answer = self.reply(prompt, attempt)
+        return status, {"choices": [{"message": {"content": answer}}]} if status == 200 else answer
 
 
 @pytest.fixture
@@ -138,6 +111,20 @@ def test_another_wording_and_scale(server, tmp_path):
     assert "sk-secret" not in json.dumps(record)
 
 
+def test_a_password_in_the_address_is_shown_nowhere(server):
+    reward = UnifiedReward(endpoint_url=server.url.replace("//", "//me:hidden-word@"), options={"retries": 0})
+    reward.set_up()
+    assert reward.provenance()["endpoint"] == server.url
+    server.reply = lambda prompt, attempt: (500, "down")
+    with pytest.raises(EndpointError, match="answered 500") as failure:
+        reward.calculate_reward(PICTURES[:1], {"prompts": ["a"]})
+    server.models_status = 500
+    with pytest.raises(NotReady, match="answered 500") as refusal:
+        reward.set_up()
+    assert "hidden-word" not in f"{failure.value} {refusal.value}"
+    assert server.headers[0].startswith("Basic ")  # and was sent
+
+
 def test_why_it_is_not_ready(server, tmp_path):
     with pytest.raises(NotReady, match="endpoint_url: unified_reward needs the address"):
         UnifiedReward().set_up()
@@ -157,5 +144,8 @@ def test_why_it_is_not_ready(server, tmp_path):
     assert "sk-secret" not in str(refused.value)
     server.models_status = 404
     ready(server)  # a server without a list of models may still answer
+    server.models_status = 500
+    with pytest.raises(NotReady, match="/models answered 500"):
+        ready(server)
     with pytest.raises(NotReady, match="does not answer"):
         UnifiedReward(endpoint_url="http://127.0.0.1:9/v1").set_up()

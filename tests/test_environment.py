@@ -113,9 +113,9 @@ def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: 
     values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
     monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
     with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
-        check_environment(Config.from_dict(values), pairs=False)
+        check_environment(Config.from_dict(values), None)
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
-    check_environment(Config.from_dict(values), pairs=False)
+    check_environment(Config.from_dict(values), None)
 
 
 def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
@@ -126,15 +126,75 @@ def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
     path = write_nft_toml(f"[validation]\nlocal_reward.reward_fns = {functions}")
     config = load_config(path, [f"--train.train_policy.local_reward.reward_fns={functions}"])
     with pytest.raises(UserError) as told:
-        check_environment(config, pairs=False)
+        check_environment(config, None)
     for key in ("train.train_policy", "validation"):
-        missing = f'{key}.local_reward.reward_fns = "my_reward.py": {tmp_path}/my_reward.py does not exist'
+        missing = f'{key}.local_reward.reward_fns: "my_reward.py:red": {tmp_path}/my_reward.py does not exist'
         assert missing in str(told.value)
-    (tmp_path / "my_reward.py").touch()
-    check_environment(config, pairs=False)
+    (tmp_path / "my_reward.py").write_text("def reed(picture): return 1.0\n")
+    with pytest.raises(UserError, match='my_reward.py has no function "red"; did you mean reed'):
+        check_environment(config, None)
+    (tmp_path / "my_reward.py").write_text("def red(picture) return 1.0\n")
+    with pytest.raises(UserError, match=r'"my_reward.py:red": my_reward.py, line 1: expected'):
+        check_environment(config, None)
+    (tmp_path / "my_reward.py").write_text("import functools\nred = functools.partial(max, 1.0)\n")
+    check_environment(config, None)
     found = with_absolute_paths(config)
     assert isinstance(found.train.train_policy, GrpoPolicyConfig)
     for table in (found.train.train_policy.local_reward, found.validation.local_reward):
         assert table is not None
         names = [function.function for function in table.reward_fns]
         assert names == [f"{tmp_path}/my_reward.py:red", "cosmos_rl.reward.examples:sharpness"]
+
+
+def test_an_empty_prompt_file_is_told_beside_all_else_before_torch(
+    tmp_path: Path, write_nft_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_nft_toml()
+    (tmp_path / "prompts.txt").write_text("\n")
+    lost = '--train.train_policy.local_reward.reward_fns=[{function = "nowhere.py:red"}]'
+    for command in ([], ["check", "--env"]):
+        assert main([*command, "--config", str(path), lost]) == 2
+        told = capsys.readouterr().err
+        assert f"{tmp_path / 'prompts.txt'}" in told
+        assert "nowhere.py does not exist" in told
+    check_environment(load_config(path), None)  # a script's own prompts: nobody reads the file
+
+
+def test_hints_lead_on(
+    tmp_path: Path,
+    tiny_sd3: Path,
+    write_toml: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_sd3").symlink_to(tiny_sd3)
+    path = str(write_toml())
+    mistakes = {
+        "did you mean ./tiny_sd3?": ["--config", path, "--policy.model_name_or_path=tiny_sdd3"],
+        "it is a part of a pipeline, which is tiny_sd3": [
+            "--config",
+            path,
+            "--policy.model_name_or_path=tiny_sd3/transformer",
+        ],
+        f"did you mean --config {path}?": [path],
+        "has no config.toml; give a TOML file or the folder of a run": ["--config", str(tmp_path / "run")],
+        'like [{function = "my_reward.py:red"}]': [
+            "--config",
+            path,
+            "--train.train_policy.type=grpo",
+            "--train.train_policy.local_reward.reward_fns=my_reward.py:red",
+        ],
+        "cosmos-rl export": ["sample", str(tmp_path / "run/checkpoints/step_1"), "a dog"],
+    }
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    for hint, command in mistakes.items():
+        assert main(command) == 2, command
+        assert hint in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(write_toml: Callable[..., Path]) -> None:
+    command = f"{sys.executable} -m cosmos_rl.launcher.cli check --config {write_toml()} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""

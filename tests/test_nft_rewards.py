@@ -156,6 +156,13 @@ def test_groups_of_equal_rewards_teach_nothing(
     assert trainer._optimizer_steps == 0
 
 
+def test_a_step_that_teaches_nothing_is_told_at_once(one_step: Callable[..., Any], capsys) -> None:
+    one_step([*[0.7] * 4, *B])
+    assert "all have the same reward" not in capsys.readouterr().out
+    one_step([*[0.7] * 4, *[0.2] * 4])
+    assert "step 1: the samples of each prompt all have the same reward" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

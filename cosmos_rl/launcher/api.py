@@ -13,7 +13,7 @@ from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.errors import OutOfMemory, UserError
 from cosmos_rl.launcher import out_of_memory
-from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.environment import DataForm, check_environment, with_absolute_paths
 from cosmos_rl.launcher.estimate import vae_stride
 from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline
@@ -128,7 +128,7 @@ def sft(
     if lora:
         tree["policy"]["lora"] = {"r": 16, "lora_alpha": 16.0}
     config = checked_config(_overridden(tree, overrides), "cosmos_rl.sft")
-    return _run(config, "sft", pairs=True, dataset=_pairs, val_dataset=_val_pairs)
+    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=_val_pairs)
 
 
 def nft(
@@ -196,7 +196,9 @@ def nft(
     config = checked_config(_overridden(tree, overrides), "cosmos_rl.nft")
     rewards = [reward] if callable(reward) else reward
     dataset = _prompts if from_file else list(prompts)
-    return _run(config, "nft", pairs=False, dataset=dataset, val_dataset=_val_prompts, reward_fns=rewards)
+    return _run(
+        config, "nft", "prompts" if from_file else None, dataset=dataset, val_dataset=_val_prompts, reward_fns=rewards
+    )
 
 
 # ---- the configuration -------------------------------------------------------------------------------------------
@@ -284,10 +286,10 @@ def _overridden(tree: dict[str, Any], overrides: Overrides | None) -> dict[str, 
 # ---- the run -----------------------------------------------------------------------------------------------------
 
 
-def _run(config: Config, name: str, *, pairs: bool, **given: Any) -> FinishedRun:
+def _run(config: Config, name: str, data: DataForm | None, **given: Any) -> FinishedRun:
     """Train in this process as `worker_entry.main` would."""
     refuse_unbuilt(config)
-    check_environment(config, pairs=pairs)
+    check_environment(config, data)
     config = with_absolute_paths(config)
     os.environ.setdefault("COSMOS_ROLE", "Controller")
     stop, on_main = StopRequest(), threading.current_thread() is threading.main_thread()

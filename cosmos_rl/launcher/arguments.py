@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.environment import DataForm
 from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
 PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
 PROMPTS_MODULE = "cosmos_rl.tools.dataset.diffusion_nft"
-BUNDLED = (PAIRS_MODULE, PROMPTS_MODULE)
-"""Scripts that read the data which the configuration names."""
+BUNDLED: dict[str, DataForm] = {PAIRS_MODULE: "pairs", PROMPTS_MODULE: "prompts"}
+"""Scripts that read the data which the configuration names, and what that is."""
 _WITH_VALUE = (
     "--config",
     "--log-dir",
@@ -62,6 +63,8 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
     given = parser.parse_args(flags)
     if given.config is None:
         late = " (flags of cosmos-rl go before the script)" if "--config" in rest else ""
+        if script and script.endswith(".toml"):
+            late = f"; did you mean --config {script}?"
         parser.error(f"--config X.toml is required{late}")
     late_overrides, script_args = split_overrides(rest)
     launch = Launch(

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
-from cosmos_rl.launcher.arguments import BUNDLED, PAIRS_MODULE, add_launch_flags, read_launch, script_for
-from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.launcher.arguments import BUNDLED, Launch, add_launch_flags, read_launch, script_for
+from cosmos_rl.launcher.environment import DataForm, check_environment
 from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned
@@ -50,7 +50,7 @@ def check(argv: Sequence[str]) -> int:
     parser.add_argument("--toml", action="store_true", help="print the whole resolved configuration in place of it")
     asked, given = read_launch(parser, argv)
     nproc, nodes = asked.nproc_per_node, asked.nodes.count
-    config = load_config(asked.config, asked.overrides, sized=lambda config: _sized(config, nproc, nodes))
+    config = _loaded(asked)
     if given.toml:
         print(dump_toml(config), end="")
         return 0
@@ -61,7 +61,7 @@ def check(argv: Sequence[str]) -> int:
     problems = list(report.problems())
     if given.env:
         _print([Section("Environment", report.environment())])
-        problems += _environment_problems(config, pairs=script == PAIRS_MODULE) + report.disk_problems()
+        problems += _environment_problems(config, BUNDLED.get(script)) + report.disk_problems()
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
     return 0
@@ -244,6 +244,26 @@ class Report:
 # ---- ranks and devices -------------------------------------------------------------------------------------------
 
 
+def _loaded(asked: Launch) -> Config:
+    """The configuration for the ranks that it asks for, on whichever machine that is."""
+    nproc, nodes = asked.nproc_per_node, asked.nodes.count
+
+    def loaded(nproc: int | None) -> Config:
+        return load_config(asked.config, asked.overrides, sized=lambda config: _sized(config, nproc, nodes))
+
+    try:
+        return loaded(nproc)
+    except UserError as error:
+        if nproc is not None or nodes > 1 or machine.gpus():
+            raise
+        try:
+            loaded(1)
+        except UserError:
+            raise error from None
+        hint = "a launch on this machine has no GPU and takes 1 rank, for which nothing is wrong: --nproc-per-node 1"
+        raise UserError(f"{error}\n{hint}") from None
+
+
 def _sized(config: Config, nproc: int | None, nodes: int) -> Config:
     """As the launcher sizes it, except that the machine at hand need not have the GPUs."""
     if nproc is not None:
@@ -260,9 +280,9 @@ def _on_cpu(config: Config, nproc: int | None) -> bool:
     return machine.gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
 
 
-def _environment_problems(config: Config, *, pairs: bool) -> list[str]:
+def _environment_problems(config: Config, data: DataForm | None) -> list[str]:
     try:
-        check_environment(config, pairs=pairs)
+        check_environment(config, data)
     except UserError as error:
         return str(error).splitlines()
     return []

@@ -2,13 +2,14 @@
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.launch import launch
-from cosmos_rl.launcher.signals import EXIT_USER_ERROR
+from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_USER_ERROR
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
@@ -27,13 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv and argv[0] in VERBS:
-            return _verb(argv[0])(argv[1:])
+            return _printed(_verb(argv[0]), argv[1:])
         return launch(parse_launch(argv, _version(), _verb_help()), ["cosmos-rl", *argv])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except SystemExit as end:  # argparse ends the process itself for --help, --version and misuse
         return end.code if isinstance(end.code, int) else EXIT_USER_ERROR
+
+
+def _printed(verb: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a verb whose reader may have seen enough, as with `| head`: that is no error of ours."""
+    try:
+        code = verb(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at the end
+        return EXIT_FAILED
 
 
 def _verb(name: str) -> Callable[[Sequence[str]], int]:

@@ -1,29 +1,41 @@
 """What a configuration needs outside of itself, looked at before a run folder is made and before torch is loaded."""
 
+import ast
+import difflib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
+from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompts import read_prompts
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
+from cosmos_rl.policy.config import Config, DatasetConfig, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
 from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
+DataForm = Literal["pairs", "prompts"]
+"""Captioned pictures, or a list of prompts."""
 
 
-def check_environment(config: Config, *, pairs: bool) -> None:
+def check_environment(config: Config, data: DataForm | None) -> None:
     """Raise `UserError` with all folders and files that are named and are not there.
 
-    `pairs`: the data folders must hold captioned pictures; a script of the user's own may read anything.
+    `data`: what the data folders must hold; None: a script of the user's own may read anything.
     """
     problems = _model(config)
     if config.train.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
         problems.append('train.device = "cuda", but this machine has no NVIDIA device; use "auto" or "cpu"')
-    if pairs:
+    if data == "pairs":
         problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
         if config.validation.enable:
             problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
+    if data == "prompts":
+        problems += _prompts("train.train_policy.dataset", config.train.train_policy.dataset, "train")
+        if config.validation.enable:
+            problems += _prompts("validation.dataset", config.validation.dataset, "test")
     problems += _rl(config)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
@@ -93,13 +105,53 @@ def _rl(config: Config) -> list[str]:
     missing = [
         problem
         for key, table in tables.items()
-        for function in (table.reward_fns if table else ())
-        if (file := function.function.rpartition(":")[0]).endswith(".py")
-        for problem in _missing(f"{key}.reward_fns", file)
+        for entry in (table.reward_fns if table else ())
+        for problem in _reward_file(f"{key}.reward_fns", entry.function)
     ]
     problems = _pairs("train.train_policy.data_term", job.data_term.local_dir) if job.data_term.beta > 0 else []
     problems += missing
     return problems + (_pairs("train.train_policy.watch", job.watch.local_dir) if job.watch.enable else [])
+
+
+def _reward_file(key: str, place: str) -> list[str]:
+    """Whether `path/file.py:function` leads to something; the file is read, not run."""
+    file, _, name = place.rpartition(":")
+    if not file.endswith(".py"):
+        return []
+    path = Path(file).expanduser()
+    if not path.is_file():
+        return [f'{key}: "{place}": {path.absolute()} does not exist']
+    try:
+        found = list(_names(ast.parse(path.read_bytes())))
+    except SyntaxError as error:
+        return [f'{key}: "{place}": {path}, line {error.lineno}: {error.msg}']
+    if name in found or "*" in found:
+        return []
+    near = difflib.get_close_matches(name, found, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return [f'{key}: "{place}": {path} has no function "{name}"{hint}']
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """What the top level of a file, however deep in its branches, may define."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _prompts(key: str, dataset: DatasetConfig, split: str) -> list[str]:
+    """A set that has not been fetched yet is no problem: the run fetches it."""
+    try:
+        found = prompt_file(dataset, key, split=split)
+        if found is not None:
+            read_prompts(found)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _missing(key: str, value: str) -> list[str]:
@@ -116,6 +168,8 @@ def _model(config: Config) -> list[str]:
         hint = ""
         if "checkpoints" in path.absolute().parts:
             hint = "; this looks like trainer state, exported pipelines are under safetensors/step_<N>"
+        elif (path.absolute().parent / "model_index.json").is_file():
+            hint = f"; it is a part of a pipeline, which is {path.parent}"
         return [f'policy.model_name_or_path = "{name}": the folder has no model_index.json{hint}']
     is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name:
@@ -138,9 +192,11 @@ def _hub(name: str, revision: str | None) -> list[str]:
             return []  # there is an answer; what it means the libraries say best
         except (httpx.HTTPError, ValueError) as error:
             why = f"the hub does not answer ({type(error).__name__})"
+    near = difflib.get_close_matches(name, [path.parent.name for path in Path().glob("*/model_index.json")], n=1)
+    hint = f"; did you mean ./{near[0]}?" if near else ""
     return [
         f'policy.model_name_or_path = "{name}": there is no such folder, the local cache of the hub does not have it, '
-        f"and {why}"
+        f"and {why}{hint}"
     ]
 
 

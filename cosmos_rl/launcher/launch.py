@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.arguments import PAIRS_MODULE, Launch, script_for, worker_command
+from cosmos_rl.launcher.arguments import BUNDLED, Launch, script_for, worker_command
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.nodes import JobEnded, JobPlan
@@ -78,7 +78,7 @@ def _follow(asked: Launch, stop: StopRequest) -> int:
             raise UserError(f"--nproc-per-node {asked.nproc_per_node}: node 0 runs {plan.nproc} ranks on each node")
         sized(config, plan.nproc, gpus(), asked.nodes.count)
         script = script_for(asked.script, config)
-        check_environment(config, pairs=script == PAIRS_MODULE)
+        check_environment(config, BUNDLED.get(script))
         command.extend(worker_command(script))
 
     command: list[str] = []
@@ -98,7 +98,7 @@ def _checked(asked: Launch) -> tuple[Config, list[str]]:
     for note in notes(config):
         logger.info(note)
     script = script_for(asked.script, config)
-    check_environment(config, pairs=script == PAIRS_MODULE)
+    check_environment(config, BUNDLED.get(script))
     return with_absolute_paths(config), worker_command(script)
 
 

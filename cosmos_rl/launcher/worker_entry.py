@@ -129,7 +129,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     os.environ.setdefault("COSMOS_ROLE", "Controller")
     config = load_config(path, split_overrides(rest)[0], sized=_one_rank)
     refuse_unbuilt(config)
-    check_environment(config, pairs=False)
+    check_environment(config, None)
     config = with_absolute_paths(config)
     with prepared_run(config, sys.argv) as run:
         yield named(config, run), run

@@ -72,6 +72,10 @@ def read_toml(path: str | Path) -> dict[str, object]:
     try:
         return tomllib.loads(_text_of(path))
     except FileNotFoundError:
+        if Path(path).is_dir():
+            raise UserError(
+                f"{path}: this folder has no config.toml; give a TOML file or the folder of a run"
+            ) from None
         raise UserError(f"{path}: no such file; give the TOML file of the run with --config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None

@@ -114,5 +114,7 @@ class LocalRewardConfig(Table):
     """Most samples in one call of a function for batches."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that one call may take; a longer one ends the run, as a function cannot be interrupted."""
-    reward_fns: tuple[LocalRewardFnConfig, ...] = ()
+    reward_fns: Annotated[
+        tuple[LocalRewardFnConfig, ...], Words('a list of tables like [{function = "my_reward.py:red"}]')
+    ] = ()
     """The functions whose scores are added up."""

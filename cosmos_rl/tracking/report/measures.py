@@ -102,6 +102,12 @@ def warnings(record: Record) -> list[str]:
     lost = [row["step"] for row in rows if "train/loss_avg" in row and row["train/loss_avg"] is None]
     if lost:
         found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
+    equal = [row["step"] for row in rows if row.get("rollout/zero_std_ratio") == 1.0]
+    if equal:
+        found.append(
+            f"At {_listed(equal)} the samples of each prompt all had the same reward: nothing was learnt from them. "
+            "Does the reward tell good from bad?"
+        )
     return found
 
 

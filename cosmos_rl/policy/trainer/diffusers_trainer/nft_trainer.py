@@ -121,7 +121,7 @@ class NFTTrainer:
         self._levels_per_sample = int(len(self._levels) * diffusers.timesteps_fraction)
         self._rewinds = 0
         self._last_good = 0  # the last step at which the watch found nothing wrong
-        self._missing_warned = False
+        self._missing_warned = self._equal_warned = False
         self._describe()
 
     def _keeps_old(self) -> bool:
@@ -347,6 +347,12 @@ class NFTTrainer:
         if reasons and not self._missing_warned:
             logger.warning("rewards are missing; the samples are left out and counted:\n  " + "\n  ".join(reasons[:5]))
             self._missing_warned = True
+        if not self._equal_warned and not self._job.bypass_reward and scoring.teaches_nothing(scored):
+            logger.warning(
+                f"step {step + 1}: the samples of each prompt all have the same reward, so nothing can be learnt from "
+                "them; cosmos-rl doctor --config examines the rewards"
+            )
+            self._equal_warned = True
         return scored
 
     # ---- learning ----------------------------------------------------------------------------------------------

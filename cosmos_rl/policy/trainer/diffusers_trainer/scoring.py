@@ -168,6 +168,11 @@ def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, flo
     return metrics | {"val/rollout_count": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
 
 
+def teaches_nothing(step: Scored) -> bool:
+    """Whether the rewards of every prompt's samples are all alike."""
+    return zero_std_share(step.reward_N, step.group_N) == 1.0
+
+
 def reward_metrics(step: Scored) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
     metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}

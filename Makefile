@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # one thread per process: two threads on a busy machine are many times slower for small models
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-trainer test-service test-fast lint format bench clean
+.PHONY: quickstart test test-processes test-trainer test-service test-fast lint format bench clean
 
 $(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,12 +16,15 @@ $(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart/quickstart.py --out outputs/quickstart $(ARGS)
 
-# both distributions, side by side: each suite has one process at work most of the time
+# Three suites, two at a time: the trainer without and with processes of its own, and the reward service.
 test: $(VENV)/installed
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-trainer test-service
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-trainer test-service
+
+test-processes: $(VENV)/installed
+	$(BIN)/python -m pytest -m process $(ARGS)
 
 test-trainer: $(VENV)/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not process" $(ARGS)
 
 test-service: $(VENV)/installed
 	cd reward_service && ../$(BIN)/python -m pytest

@@ -70,7 +70,7 @@ def measure() -> list[Row]:
     """Rows (what, result, target)."""
     # without KL at a constant rate, and with more samples where a small difference is looked at
     no_kl = {"train.train_policy.kl_beta": 0.0, "train.optm_decay_type": "none"}
-    watched = {**no_kl, "validation.n_generation": 80}
+    watched = {**no_kl, "validation.n_generation": 80, "validation.freq": 1, "train.train_policy.watch.freq": 1}
     unwatched = {**no_kl, "train.train_policy.watch.action": "warn", "validation.freq": 20}
     rows: list[Row] = []
     for seed in SEEDS:

@@ -58,15 +58,16 @@ def test_it_learns_to_count(tmp_path: Path) -> None:
 def test_the_watch_stops_a_run_that_would_collapse(tmp_path: Path) -> None:
     """Without KL and at a constant rate right counts collapse by step 60 (`benchmarks/nft_tasks.py` lets them); the
     alarm comes before they fall."""
-    tables = {**shapes_tables(0, 60, kl_beta=0.0), "train.optm_decay_type": "none", "validation.n_generation": 40}
+    each_step = {"train.train_policy.watch.freq": 1, "validation.freq": 1, "validation.n_generation": 40}
+    tables = {**shapes_tables(0, 60, kl_beta=0.0), "train.optm_decay_type": "none", **each_step}
     with pytest.raises(UserError, match="the held-out flow-matching loss is .* times that of the start"):
         run_shapes(tmp_path, tables)
     rows = metrics_of(tmp_path)
     last = rows[-1]
-    assert last["step"] <= 15
+    assert last["step"] <= 10
     assert last["watch/loss_ratio"] > 3.0
     # 960 samples each: the difference of two shares of 0.67 has a standard deviation of 0.02
-    assert last["val/reward_count"] >= rows[0]["val/reward_count"] - 0.04
+    assert last["val/reward_count"] >= rows[0]["val/reward_count"] - 0.02
     run = run_folder.newest(tmp_path)
     assert run is not None
     assert whole_steps(run.checkpoints)[-1] == last["step"]

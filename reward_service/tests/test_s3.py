@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import boto3
+import psutil
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -78,7 +79,7 @@ class Store:
             bucket.create()
         bucket.objects.delete()
 
-    def keys(self):
+    def names(self):
         """What is in the bucket, without the prefix."""
         return [entry.key.removeprefix(PREFIX + "/") for entry in boto3.resource("s3").Bucket(BUCKET).objects.all()]
 
@@ -199,7 +200,7 @@ def test_a_finished_job_keeps_its_header_and_results_alone(spools, request):
     assert list(spool.open_jobs()) == [other]
     if two.remote:
         kept = [f"jobs/{job.id}", f"results/{job.id}/a", f"results/{job.id}/b"]
-        assert [key for key in request.getfixturevalue("store").keys() if job.id in key] == kept
+        assert [key for key in request.getfixturevalue("store").names() if job.id in key] == kept
         with pytest.raises(FileNotFoundError):
             two.borrow(job, False)
     else:
@@ -275,7 +276,7 @@ def test_listings_of_several_pages_and_headers_that_are_read_once(store, tmp_pat
         spool.finish(job)
     assert list(spool.open_jobs()) == []
     assert spool.sweep(-3600, keep=1) == 5
-    assert store.keys() == []
+    assert store.names() == []
 
 
 def test_what_belongs_to_no_open_job_is_swept(store, tmp_path, monkeypatch):
@@ -285,10 +286,10 @@ def test_what_belongs_to_no_open_job_is_swept(store, tmp_path, monkeypatch):
     spool.write_result(done.id, "a", b"late")
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{PREFIX}/jobs/{never.id}")  # its front died before this
     spool.sweep(3600, keep=9)
-    assert len([key for key in store.keys() if key.startswith("open/")]) == 3  # they may be on their way
+    assert len([key for key in store.names() if key.startswith("open/")]) == 3  # they may be on their way
     monkeypatch.setattr(s3, "_STRAY_S", -10.0)
     spool.sweep(3600, keep=9)
-    assert [key for key in store.keys() if key.startswith("open/")] == [f"open/{job.id}/body-{job.sha256}"]
+    assert [key for key in store.names() if key.startswith("open/")] == [f"open/{job.id}/body-{job.sha256}"]
     assert list(spool.open_jobs()) == [job]
 
 
@@ -310,7 +311,7 @@ def test_a_write_whose_answer_was_lost_is_still_ours(store, tmp_path, monkeypatc
 def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, monkeypatch):
     spool = in_store(tmp_path / "good")
     spool.check()
-    assert store.keys() == []
+    assert store.names() == []
     spool._client.meta.events.register("before-parameter-build.s3.PutObject", forget_condition)
     with pytest.raises(UserError, match="^blob_store: .*ignores If-None-Match"):
         spool.check()
@@ -384,7 +385,7 @@ def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
             return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 
     assert asyncio.run(test())["scores"] == {"a": [1]}
-    assert sorted(key.split("/")[0] for key in store.keys()) == ["jobs", "jobs", "open", "results"]
+    assert sorted(key.split("/")[0] for key in store.names()) == ["jobs", "jobs", "open", "results"]
 
 
 @pytest.fixture
@@ -425,9 +426,14 @@ def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_pa
             assert (refused.status_code, "Could not connect" in refused.json()["message"]) == (503, True)
             assert two.result(slow)["scores"]["mean"] == [53.0]
             assert two.result(two.submit(picture(55)))["scores"]["mean"] == [55.0]
-            two.until(lambda: not any(key.startswith("open/") for key in store.keys()), 40, "all jobs are cut off")
+            two.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "all jobs are cut off")
             assert not list((there.state / "store").rglob("*.job"))
-            arguments = json.dumps([process.cmdline() for group in two.processes().values() for process in group])
+            family = psutil.Process(worker.pid).children(recursive=True)
+            arguments = json.dumps(
+                [process.cmdline() for group in (*two.processes().values(), family) for process in group]
+            )
+            [scorer] = [process for process in family if "scorer.py" in " ".join(process.cmdline())]
+            assert SECRET not in scorer.environ().values()
             worker.terminate()
             assert worker.wait(20) == 0
     finally:

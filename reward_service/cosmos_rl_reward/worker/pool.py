@@ -188,7 +188,7 @@ class Pool:
         delivery: asyncio.Task[None] | None = None
         while True:
             await self.wanted.wait()
-            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment)
+            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment, self._spool.secrets)
             try:
                 self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
                 self.health.about = await replica.start(self.spec.message, self.spec.start_timeout_s)

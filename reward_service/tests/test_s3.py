@@ -18,8 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import boto3
+import numpy as np
 import psutil
 import pytest
+import torch
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -34,6 +36,7 @@ from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.store import open_spool
 from tests.fronts import front_in_memory
 from tests.service import MOODY, Service, body, picture
+from tests.test_clients import reference, tiny_vae
 
 BUCKET, PREFIX, SECRET = "rewards", "some/where", "not-to-be-seen-anywhere"
 URL = f"s3://{BUCKET}/{PREFIX}"
@@ -397,22 +400,34 @@ def broker(tmp_path_factory):
     server.wait()
 
 
+@contextlib.contextmanager
+def worker(there, *rewards):
+    """A worker process on the machine ``there``; gives the process and the path of its log."""
+    command = [sys.executable, "-m", "cosmos_rl_reward.cli", "worker", "--config", str(there.config)]
+    log = there.folder / "worker.log"
+    with open(log, "w") as file:
+        asked = [part for name in rewards for part in ("--reward", name)]
+        process = subprocess.Popen([*command, *asked], stdout=file, stderr=file, env=there.environment)
+    try:
+        yield process, log
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
 @pytest.mark.process
 def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_path, broker):
     """A front is killed for good while a job runs, another one answers; the store goes away while a job runs."""
     config = {"blob_store": URL, "reward_args": [MOODY]}
     environment = {**store.environment, "COSMOS_RL_REWARD_BROKER_URL": broker}
     one, two, there = (Service(tmp_path / name, config, environment) for name in ("one", "two", "worker"))
-    command = [sys.executable, "-m", "cosmos_rl_reward.cli", "worker", "--config", str(there.config)]
-    log = tmp_path / "worker.log"
-    with open(log, "w") as file:
-        worker = subprocess.Popen(command, stdout=file, stderr=file, env=there.environment)
-    try:
-        one.start_front_only()
-        assert one.result(one.submit(picture(51)))["scores"]["mean"] == [51.0]
-        job = one.submit(picture(52), prompts=["sleep 1"])
-        one.process.kill()
-        one.process.wait()
+    with worker(there) as (process, log):
+        with one.start_front_only():
+            assert one.result(one.submit(picture(51)))["scores"]["mean"] == [51.0]
+            job = one.submit(picture(52), prompts=["sleep 1"])
+            one.process.kill()
+            one.process.wait()
         with two.start_front_only():
             assert two.result(job)["scores"]["mean"] == [52.0]
             slow = two.submit(picture(53), prompts=["sleep 1"])
@@ -428,19 +443,26 @@ def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_pa
             assert two.result(two.submit(picture(55)))["scores"]["mean"] == [55.0]
             two.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "all jobs are cut off")
             assert not list((there.state / "store").rglob("*.job"))
-            family = psutil.Process(worker.pid).children(recursive=True)
-            arguments = json.dumps(
-                [process.cmdline() for group in (*two.processes().values(), family) for process in group]
-            )
-            [scorer] = [process for process in family if "scorer.py" in " ".join(process.cmdline())]
+            family = psutil.Process(process.pid).children(recursive=True)
+            arguments = json.dumps([p.cmdline() for group in (*two.processes().values(), family) for p in group])
+            [scorer] = [p for p in family if "scorer.py" in " ".join(p.cmdline())]
             assert SECRET not in scorer.environ().values()
-            worker.terminate()
-            assert worker.wait(20) == 0
-    finally:
-        worker.kill()
-        if one.process.poll() is None:
-            one.process.kill()
     assert SECRET not in arguments + log.read_text() + one.log.read_text() + two.log.read_text()
+
+
+@pytest.mark.process
+def test_latents_are_decoded_on_one_machine_and_scored_on_another(store, tmp_path, broker):
+    vae = tiny_vae(tmp_path / "vae", 16)
+    decoding = {"model_path": str(tmp_path / "vae"), "dtype": "float32", "device": "cpu"}
+    config = {"blob_store": URL, "reward_args": [{"reward_type": "mock"}], "decode_args": decoding}
+    environment = {**store.environment, "COSMOS_RL_REWARD_BROKER_URL": broker}
+    front, decoder, scorer = (Service(tmp_path / name, config, environment) for name in ("front", "decoder", "scorer"))
+    latents = torch.randn(2, 16, 2, 4, 6, generator=torch.Generator().manual_seed(1)).half()
+    with worker(decoder, "_decode"), worker(scorer, "mock"), front.start_front_only():
+        job = front.submit(latents.numpy(), "mock", media_type="latent")
+        scores = front.result(job, "mock", 60)["scores"]["mock"]
+        front.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "latents are removed")
+    np.testing.assert_allclose(scores, reference(vae, latents).mean((1, 2, 3, 4)) / 255, atol=2e-3)
 
 
 def until(condition, seconds, log):

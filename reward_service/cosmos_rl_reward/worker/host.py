@@ -73,7 +73,7 @@ class Host:
 
     def __init__(self, config: ServiceConfig, broker_url: str, only: list[str]) -> None:
         chosen = [args for args in config.enabled if not only or args.reward_type in only]
-        if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
+        if missing := [name for name in only if name not in {DECODE_QUEUE, *(args.reward_type for args in chosen)}]:
             raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
         self.config, self.broker_url = config, broker_url
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ import torch
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from cosmos_rl_reward import s3
+from cosmos_rl_reward import cli, s3
 from cosmos_rl_reward.broker.embedded import server_command
 from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import StoreAway, UserError
@@ -35,7 +36,7 @@ from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.store import open_spool
 from tests.fronts import front_in_memory
-from tests.service import MOODY, Service, body, picture
+from tests.service import MOODY, Service, body, picture, toml
 from tests.test_clients import reference, tiny_vae
 
 BUCKET, PREFIX, SECRET = "rewards", "some/where", "not-to-be-seen-anywhere"
@@ -311,16 +312,22 @@ def test_a_write_whose_answer_was_lost_is_still_ours(store, tmp_path, monkeypatc
     assert list(spool.open_jobs()) == [job]
 
 
-def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, monkeypatch, capsys):
     spool = in_store(tmp_path / "good")
     spool.check()
     assert store.names() == []
     spool._client.meta.events.register("before-parameter-build.s3.PutObject", forget_condition)
     with pytest.raises(UserError, match="^blob_store: .*ignores If-None-Match"):
         spool.check()
-    elsewhere = build({"state_dir": str(tmp_path / "a"), "blob_store": "s3://no-such-bucket"}, "test")
-    with pytest.raises(UserError, match="^blob_store: s3://no-such-bucket: .*NoSuchBucket"):
-        open_spool(elsewhere).check()
+    for role in ([], ["worker"]):
+        settings = {
+            "state_dir": str(tmp_path / "a"),
+            "blob_store": "s3://no-such-bucket",
+            "broker_url": "redis://nobody",
+        }
+        (tmp_path / "my.toml").write_text(toml({**settings, "reward_args": [MOODY]}))
+        assert cli.main(["--config", str(tmp_path / "my.toml"), *role]) == 2
+        assert re.match("blob_store: s3://no-such-bucket: .*NoSuchBucket.*; check the bucket", capsys.readouterr().err)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     with pytest.raises(UserError, match="^blob_store: .*Could not connect.*; check the bucket, AWS_ENDPOINT_URL_S3"):
         in_store(tmp_path / "b").check()

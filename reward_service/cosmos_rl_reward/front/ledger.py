@@ -231,8 +231,11 @@ class Ledger:
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""
-        for job in sorted(self.spool.open_jobs(), key=lambda job: job.accepted):
-            missing = set(self.spool.missing_rewards(job))
+        jobs = sorted(self.spool.open_jobs(), key=lambda job: job.accepted)
+        wanted = [(job.id, reward) for job in jobs for reward in job.rewards]
+        there = {(job_id, reward) for job_id, reward, _ in self.spool.answered(wanted)}
+        for job in jobs:
+            missing = {reward for reward in job.rewards if (job.id, reward) not in there}
             if missing:
                 self.enter(job, missing)
             else:

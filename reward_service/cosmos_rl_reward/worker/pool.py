@@ -147,8 +147,12 @@ class Pool:
         try:
             return await asyncio.shield(borrowing)
         except asyncio.CancelledError:
-            borrowing.add_done_callback(lambda done: done.exception() or self._spool.give_back(done.result()))
+            borrowing.add_done_callback(self._not_needed)
             raise
+
+    def _not_needed(self, borrowing: asyncio.Future[Files]) -> None:
+        if not borrowing.cancelled() and borrowing.exception() is None:
+            self._spool.give_back(borrowing.result())
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the spool; a store that is away is asked again until it answers."""

@@ -61,6 +61,8 @@ def connect() -> Any:
         boto3, config = importlib.import_module("boto3"), importlib.import_module("botocore.config")
     except ImportError as error:
         raise UserError(f'blob_store: s3:// needs boto3 ({error}); pip install "cosmos_rl_reward[s3]"') from error
+    for name in ("boto3", "botocore", "s3transfer"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # at DEBUG they show signatures and session tokens
     settings = config.Config(
         connect_timeout=_CONNECT_S,
         read_timeout=_READ_S,

@@ -28,13 +28,16 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from cosmos_rl_reward import cli, s3
 from cosmos_rl_reward.broker.embedded import server_command
-from cosmos_rl_reward.config import build
+from cosmos_rl_reward.config import RewardArgs, build
 from cosmos_rl_reward.errors import StoreAway, UserError
 from cosmos_rl_reward.front.watcher import Watcher
 from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
+from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.store import open_spool
+from cosmos_rl_reward.worker.host import reward_spec
+from cosmos_rl_reward.worker.pool import Pool
 from tests.fronts import front_in_memory
 from tests.service import MOODY, Service, body, picture, toml
 from tests.test_clients import reference, tiny_vae
@@ -312,6 +315,33 @@ def test_a_write_whose_answer_was_lost_is_still_ours(store, tmp_path, monkeypatc
     assert list(spool.open_jobs()) == [job]
 
 
+def test_the_body_of_a_job_that_came_second_is_removed(store, tmp_path, monkeypatch):
+    spool, known = in_store(tmp_path), S3Spool.job
+    first = put(spool)[0]
+    looks = []
+    monkeypatch.setattr(S3Spool, "job", lambda *a: known(*a) if looks else looks.append(a))  # both come at once
+    assert put(spool, b"{}\nother", first.id)[1] == first
+    assert store.names() == [f"jobs/{first.id}", f"open/{first.id}/body-{first.sha256}"]
+
+
+def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
+    pool = Pool(reward_spec(RewardArgs(reward_type="mock"), 3), in_store(tmp_path), no_word, no_word)
+    tried = []
+
+    def write():
+        tried.append(1)
+        if len(tried) < 50:
+            raise StoreAway("nobody there")
+        return "written"
+
+    monkeypatch.setattr(asyncio, "sleep", no_word)
+    assert asyncio.run(pool._patiently(write)) == "written"
+
+
+async def no_word(*_):
+    pass
+
+
 def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, monkeypatch, capsys):
     spool = in_store(tmp_path / "good")
     spool.check()
@@ -327,7 +357,9 @@ def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, mo
         }
         (tmp_path / "my.toml").write_text(toml({**settings, "reward_args": [MOODY]}))
         assert cli.main(["--config", str(tmp_path / "my.toml"), *role]) == 2
-        assert re.match("blob_store: s3://no-such-bucket: .*NoSuchBucket.*; check the bucket", capsys.readouterr().err)
+        assert re.search(
+            "^blob_store: s3://no-such-bucket: .*NoSuchBucket.*; check the bucket", capsys.readouterr().err, re.M
+        )
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     with pytest.raises(UserError, match="^blob_store: .*Could not connect.*; check the bucket, AWS_ENDPOINT_URL_S3"):
         in_store(tmp_path / "b").check()
@@ -427,7 +459,8 @@ def worker(there, *rewards):
 def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_path, broker):
     """A front is killed for good while a job runs, another one answers; the store goes away while a job runs."""
     config = {"blob_store": URL, "reward_args": [MOODY]}
-    environment = {**store.environment, "COSMOS_RL_REWARD_BROKER_URL": broker}
+    environment = {**store.environment, "AWS_SESSION_TOKEN": SECRET, "COSMOS_RL_REWARD_BROKER_URL": broker}
+    environment["COSMOS_RL_REWARD_LOG_LEVEL"] = "DEBUG"
     one, two, there = (Service(tmp_path / name, config, environment) for name in ("one", "two", "worker"))
     with worker(there) as (process, log):
         with one.start_front_only():

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cosmos_rl_reward.errors import UserError
 
 PACKAGED = Path(__file__).parent / "configs" / "rewards.toml"
+STORE_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9._/-]*))?")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -123,7 +125,7 @@ class ServiceConfig(_Table):
     """``redis://``, ``rediss://`` or ``unix://``; empty starts a private broker. May also come from
     COSMOS_RL_REWARD_BROKER_URL."""
     blob_store: str = ""
-    """Folder of jobs and results that all machines share; default inside ``state_dir``."""
+    """Folder of jobs and results that all machines share, or ``s3://bucket/prefix``; default inside ``state_dir``."""
     token_file: str = ""
     """File with one ``token [scope,scope]`` a line; scopes are submit, read, admin. Re-read when it changes."""
     tls_cert: str = ""
@@ -175,7 +177,7 @@ class ServiceConfig(_Table):
 
     @property
     def spool_dir(self) -> Path:
-        """Folder of jobs and results."""
+        """Folder of jobs and results, when they lie in a folder."""
         return Path(self.blob_store) if self.blob_store else self.state / "spool"
 
     @property
@@ -218,8 +220,11 @@ def build(data: dict[str, Any], source: str) -> ServiceConfig:
         config = ServiceConfig.model_validate(data)
     except ValidationError as error:
         raise UserError("\n".join(f"{source}: {_explain(e)}" for e in error.errors(include_input=False))) from None
-    if config.blob_store and "://" in config.blob_store:
-        raise UserError(f"{source}: blob_store: {config.blob_store!r} is not a folder; mount it and give the path")
+    if "://" in config.blob_store and not STORE_URL.fullmatch(config.blob_store):
+        raise UserError(
+            f"{source}: blob_store: is not a folder and does not look like s3://bucket/prefix; mount what it is and "
+            "give the path. Credentials and the endpoint of a store come from the AWS environment variables"
+        )
     return config
 
 

@@ -19,7 +19,7 @@ import shutil
 import time
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -115,8 +115,29 @@ class Upload:
             os.unlink(self.path)
 
 
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Local files of a job that a worker reads; ``decoded`` is empty for media that need no decoding."""
+
+    id: str
+    path: str
+    decoded: str
+
+
 class Spool:
-    """A folder of jobs and results, on a local disk or one that several machines share."""
+    """A folder of jobs and results, on a local disk or one that several machines share.
+
+    Attributes:
+        remote: calls go over a network, so an event loop makes them in threads.
+        look_s: seconds between two looks for a result that somebody waits for.
+        sweep_s: seconds between two calls of ``sweep``.
+        secrets: environment variables that open it, which are not for the processes of rewards.
+    """
+
+    remote = False
+    look_s = 0.5
+    sweep_s = 60.0
+    secrets: tuple[str, ...] = ()
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -124,6 +145,9 @@ class Spool:
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shards: dict[str, Path] = {}
+
+    def check(self) -> None:
+        """Whether the place can do what is asked of it; raises ``UserError``. A folder that was made can."""
 
     def _shard(self, kind: str, job_id: str) -> Path:
         name = f"{kind}/{job_id[:2]}"
@@ -163,9 +187,39 @@ class Spool:
         """Header of a job, finished or not; None when it is not known (any more)."""
         return _read_header(self.job_path(job_id)) if JOB_ID.fullmatch(job_id) else None
 
-    def decoded(self, job_id: str) -> Job | None:
-        """Header of a job's decoded latents, when they are there."""
-        return _read_header(self.decoded_path(job_id))
+    def has_decoded(self, job_id: str) -> bool:
+        """Whether a job's decoded latents are there."""
+        return _read_header(self.decoded_path(job_id)) is not None
+
+    def undecoded(self, jobs: Iterable[Job]) -> set[str]:
+        """Ids of those jobs with latents that nobody has decoded yet."""
+        return {job.id for job in jobs if job.media == "latent" and not self.has_decoded(job.id)}
+
+    def share_decoded(self, job: Job) -> None:
+        """A job's latents were decoded into ``decoded_path``: let all machines see them. They do, in a folder."""
+
+    def borrow(self, job: Job, decoded: bool) -> Files:
+        """Local files of a job, with its decoded latents if ``decoded``; to be given back."""
+        video = str(self.decoded_path(job.id)) if job.media == "latent" else ""
+        return Files(job.id, str(self.job_path(job.id)), video)
+
+    def give_back(self, files: Files) -> None:
+        """Nobody reads the files any more. May be called again."""
+
+    def has_result(self, job_id: str, reward: str) -> bool:
+        """Whether a reward has its result."""
+        return self.result_path(job_id, reward).exists()
+
+    def without_result(self, job_ids: Iterable[str], reward: str) -> set[str]:
+        """Those of the jobs that have no result of the reward."""
+        return {job_id for job_id in job_ids if not self.has_result(job_id, reward)}
+
+    def answered(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
+        """Those of the wanted results, given as (job, reward), that are there."""
+        for job_id, reward in wanted:
+            data = self.result(job_id, reward)
+            if data is not None:
+                yield job_id, reward, data
 
     def result(self, job_id: str, reward: str) -> bytes | None:
         """A result as it was written, or None."""
@@ -207,7 +261,7 @@ class Spool:
 
     def missing_rewards(self, job: Job) -> list[str]:
         """Rewards of the job without a result."""
-        return [reward for reward in job.rewards if not self.result_path(job.id, reward).exists()]
+        return [reward for reward in job.rewards if not self.has_result(job.id, reward)]
 
     def finish(self, job: Job) -> None:
         """Cut the body off and drop decoded latents: every reward has its result."""

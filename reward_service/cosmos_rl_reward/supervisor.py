@@ -19,7 +19,7 @@ from cosmos_rl_reward.broker.embedded import die_with_parent, private_folder, se
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
-from cosmos_rl_reward.spool import Spool
+from cosmos_rl_reward.store import open_spool
 
 logger = logging.getLogger(__name__)
 BROKER_VARIABLE = "COSMOS_RL_REWARD_INTERNAL_BROKER"
@@ -134,7 +134,7 @@ class Service:
         Auth(config)  # wrong tokens are found here, not in a child
         self.config = config
         self._lock = lock(config.state)
-        Spool(config.spool_dir)
+        open_spool(config).check()
         self._listener = bind(config)
         self._run = private_folder(config.state / "run")
         if len(str(self._run)) > _MAX_SOCKET - len("/broker.sock"):

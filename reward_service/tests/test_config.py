@@ -76,7 +76,7 @@ def test_the_packaged_file_serves_rewards_that_need_nothing():
         ({"reward_args": [{"reward_type": "_a"}]}, "reward_args[0].reward_type"),
         ({"reward_args": [{"reward_class": "a:B", "function": "a:b"}]}, "not both"),
         ({"reward_args": [{"reward_class": "a.B"}]}, "must look like 'module:name'"),
-        ({"blob_store": "s3://bucket"}, "is not a folder"),
+        ({"blob_store": "gs://bucket"}, "is not a folder"),
     ],
 )
 def test_mistakes_are_named(change, words):

@@ -9,6 +9,7 @@ from cosmos_rl_reward.front.ledger import Ledger
 from cosmos_rl_reward.payload.metadata import REWARD_NAME
 from cosmos_rl_reward.results import FAILED, without_scores
 from cosmos_rl_reward.spool import JOB_ID
+from cosmos_rl_reward.store import ask
 
 MAX_WAIT_S = 60.0
 
@@ -29,7 +30,7 @@ async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) ->
     """The state of a reward of a job; waits up to ``wait_s`` (at most 60 s) for a final one."""
     if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
         return Answer("unknown")
-    data = ledger.spool.result(job_id, reward)
+    data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
     if data is None:
         job = ledger.open[job_id].job if job_id in ledger.open else await asyncio.to_thread(ledger.spool.job, job_id)
         if job is None:
@@ -42,7 +43,7 @@ async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) ->
             return Answer(FAILED, without_scores(reward, FAILED, error))
         if wait_s > 0:
             await ledger.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
-            data = ledger.spool.result(job_id, reward)
+            data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
         if data is None:
             return Answer("queued", position=ledger.position(job_id, reward))
     return Answer(state_of(data), data)

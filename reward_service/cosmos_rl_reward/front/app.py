@@ -20,6 +20,7 @@ from cosmos_rl_reward import __version__
 from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.queue import JobQueue, StreaqQueue
 from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front import v1, v2
 from cosmos_rl_reward.front.auth import Auth, Denied
 from cosmos_rl_reward.front.intake import Intake, discard_body
@@ -28,7 +29,7 @@ from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.watcher import Watcher
 from cosmos_rl_reward.payload.errors import Refused
-from cosmos_rl_reward.spool import Spool
+from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,13 @@ async def _denied(request: Request, error: Exception) -> Response:
     return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=headers)
 
 
+async def _away(request: Request, error: Exception) -> Response:
+    front = Front.of(request)
+    front.metrics.rejected.labels("503").inc()
+    text = f"the object store does not answer: {error}"
+    return JSONResponse({"message": text, "error": text}, 503, headers={"Retry-After": "5"})
+
+
 async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # nobody is there to read it
 
@@ -109,7 +117,8 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with connect() as (queue, board):
             numbers = Metrics()
-            ledger = Ledger(config, Spool(config.spool_dir), queue, board, numbers)
+            ledger = Ledger(config, open_spool(config), queue, board, numbers)
+            more_threads(ledger.spool)
             await asyncio.to_thread(ledger.load)
             app.state.front = Front(config, ledger, Intake(ledger), auth, numbers)
             watcher = Watcher(ledger)
@@ -130,6 +139,7 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
     app.add_route("/api/reward/pull", v1.pull, methods=["POST"])
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(Denied, _denied)
+    app.add_exception_handler(StoreAway, _away)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
 

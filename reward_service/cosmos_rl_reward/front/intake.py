@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.ledger import Hold, Ledger
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.media import read_payload
@@ -102,6 +103,8 @@ class Intake:
     async def _disk(self, function: Any, *arguments: Any) -> Any:
         try:
             return await asyncio.to_thread(function, *arguments)
+        except StoreAway as error:
+            raise Refused(f"the service cannot store the job: {error}", 503) from error
         except OSError as error:
             raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
 

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 from cosmos_rl_reward.broker.queue import JobQueue
 from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import without_scores
 from cosmos_rl_reward.spool import Job, Spool
+from cosmos_rl_reward.store import ask
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
 logger = logging.getLogger(__name__)
@@ -148,10 +150,11 @@ class Ledger:
     async def queue_jobs(self, jobs: list[Job]) -> None:
         """Put jobs where they are next: the decoder, or the rewards without a result."""
         wanted: dict[str, list[str]] = {}
+        undecoded = await ask(self.spool, self.spool.undecoded, jobs)
         for job in jobs:
             entry = self.open.get(job.id)
             names = entry.missing if entry else set()
-            if job.media == "latent" and self.spool.decoded(job.id) is None:
+            if job.id in undecoded:
                 names = {DECODE_QUEUE}
             for name in names & {*self.rewards, DECODE_QUEUE}:
                 wanted.setdefault(name, []).append(job.id)
@@ -178,8 +181,8 @@ class Ledger:
         end = time.monotonic() + timeout_s
         try:
             while not future.done() and (left := end - time.monotonic()) > 0:
-                await asyncio.wait({future}, timeout=min(left, 0.5))
-                if self.spool.result_path(job_id, reward).exists():
+                await asyncio.wait({future}, timeout=min(left, self.spool.look_s))
+                if await ask(self.spool, self.spool.has_result, job_id, reward):
                     return
         finally:
             self._waiters[key].remove(future)
@@ -218,22 +221,31 @@ class Ledger:
         if not entry.missing:
             del self.open[job_id]
             self.bytes -= entry.job.size
-            self.spool.finish(entry.job)
+            await self._finish(entry.job)
+
+    async def _finish(self, job: Job) -> None:
+        try:
+            await ask(self.spool, self.spool.finish, job)
+        except StoreAway as error:
+            logger.warning("job %s is answered, but not cut off yet: %s", job.id, error)  # ``adopt`` finds it again
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""
-        for job in sorted(self.spool.open_jobs(), key=lambda job: job.accepted):
-            missing = set(self.spool.missing_rewards(job))
+        jobs = sorted(self.spool.open_jobs(), key=lambda job: job.accepted)
+        wanted = [(job.id, reward) for job in jobs for reward in job.rewards]
+        there = {(job_id, reward) for job_id, reward, _ in self.spool.answered(wanted)}
+        for job in jobs:
+            missing = {reward for reward in job.rewards if (job.id, reward) not in there}
             if missing:
                 self.enter(job, missing)
             else:
                 self.spool.finish(job)
 
-    def next_queue(self, job: Job, name: str) -> bool:
-        """Whether the open job is to be in the queue ``name`` now."""
+    def next_queue(self, job: Job, name: str, undecoded: set[str]) -> bool:
+        """Whether the open job is to be in the queue ``name`` now; ``undecoded``: what the spool says of it."""
         entry = self.open.get(job.id)
         if entry is None:
             return False
-        if job.media == "latent" and self.spool.decoded(job.id) is None:
+        if job.id in undecoded:
             return name == DECODE_QUEUE
         return name in entry.missing

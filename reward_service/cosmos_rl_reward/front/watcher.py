@@ -1,15 +1,18 @@
 """Compares the front's view with the spool, the broker and the workers, so that nothing that gets lost stays lost."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.ledger import BROKER_S, Ledger, OpenJob
 from cosmos_rl_reward.results import EXPIRED, FAILED
 from cosmos_rl_reward.spool import Job
+from cosmos_rl_reward.store import ask
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
 logger = logging.getLogger(__name__)
@@ -34,15 +37,18 @@ class Watcher:
             group.create_task(_every(1.0, self.compare))
             group.create_task(_every(2.5, self.requeue_unknown))
             group.create_task(_every(30.0, self.adopt))
-            group.create_task(_every(60.0, self.sweep))
+            group.create_task(_every(self.ledger.spool.sweep_s, self.sweep))
 
     async def _follow(self) -> None:
         ledger = self.ledger
         async for event in ledger.board.events():
             name = event.get("reward", DECODE_QUEUE)
-            # an event is word of a file: look, so that nobody is told of a result that is not there
-            if name != DECODE_QUEUE and ledger.spool.result_path(event["id"], name).exists():
-                await ledger.settled(event)
+            if name == DECODE_QUEUE:
+                continue
+            with contextlib.suppress(StoreAway):  # ``compare`` will see it
+                # an event is word of a file: look, so that nobody is told of a result that is not there
+                if await ask(ledger.spool, ledger.spool.has_result, event["id"], name):
+                    await ledger.settled(event)
 
     async def refresh(self) -> None:
         """Ask how the workers are, and whether the broker still knows what it knew."""
@@ -67,21 +73,22 @@ class Watcher:
         for event in await asyncio.to_thread(self._results_of, entries):
             await ledger.settled(event)
         self._note_states(now)
+        stuck: set[str] = set()  # latents, while nobody is there to decode them
+        if (DECODE_QUEUE, "absent") in self._unwell:
+            stuck = await ask(ledger.spool, ledger.spool.undecoded, [entry.job for entry in entries])
         for entry in entries:
             for reward in list(entry.missing):
-                if verdict := self._verdict(entry.job, reward, now):
+                if verdict := self._verdict(entry.job, reward, now, entry.job.id in stuck):
                     await ledger.end(entry.job.id, reward, *verdict)
         self._measure(now)
 
     def _results_of(self, entries: list[OpenJob]) -> list[dict[str, Any]]:
         found = []
-        for entry in entries:
-            for reward in list(entry.missing):
-                data = self.ledger.spool.result(entry.job.id, reward)
-                if data is not None:
-                    result = json.loads(data)
-                    error = {"error": result["error"]} if "error" in result else {}
-                    found.append({"id": entry.job.id, "reward": reward, "state": result["state"], **error})
+        wanted = [(entry.job.id, reward) for entry in entries for reward in list(entry.missing)]
+        for job_id, reward, data in self.ledger.spool.answered(wanted):
+            result = json.loads(data)
+            error = {"error": result["error"]} if "error" in result else {}
+            found.append({"id": job_id, "reward": reward, "state": result["state"], **error})
         return found
 
     def _note_states(self, now: float) -> None:
@@ -93,14 +100,14 @@ class Watcher:
                 else:
                     self._unwell.pop((reward, bad), None)
 
-    def _verdict(self, job: Job, reward: str, now: float) -> tuple[str, str] | None:
+    def _verdict(self, job: Job, reward: str, now: float, stuck: bool) -> tuple[str, str] | None:
         """Final state and reason for a job that will not be scored any more."""
         config, age = self.ledger.config, now - job.accepted
         if age > config.job_ttl_s:
             return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
         if reward not in self.ledger.rewards:
             return (FAILED, f"reward {reward} is no longer enabled") if age > config.fail_after_s else None
-        if job.media == "latent" and self._undecoded_for(job, now) > config.no_worker_after_s:
+        if stuck and now - max(self._unwell[DECODE_QUEUE, "absent"], job.accepted) > config.no_worker_after_s:
             return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
         state, reason = self.ledger.state(reward)
         since = max(self._unwell.get((reward, state), now), job.accepted)
@@ -108,13 +115,6 @@ class Watcher:
         if state in ("failed", "absent") and now - since > limit:
             return FAILED, f"reward {reward} is not available: {reason}"
         return None
-
-    def _undecoded_for(self, job: Job, now: float) -> float:
-        """Seconds for which the job's latents have waited without anybody there to decode them."""
-        absent = self._unwell.get((DECODE_QUEUE, "absent"))
-        if absent is None or self.ledger.spool.decoded(job.id) is not None:
-            return 0.0
-        return now - max(absent, job.accepted)
 
     def _measure(self, now: float) -> None:
         ledger, metrics = self.ledger, self.ledger.metrics
@@ -139,8 +139,9 @@ class Watcher:
         jobs = [entry.job for entry in ledger.open.values() if entry.job.accepted < old]
         for i in range(0, len(jobs), _AT_ONCE):
             part, lost = jobs[i : i + _AT_ONCE], set()
+            undecoded = await ask(ledger.spool, ledger.spool.undecoded, part)
             for name in (*ledger.rewards, DECODE_QUEUE):
-                if ids := [job.id for job in part if ledger.next_queue(job, name)]:
+                if ids := [job.id for job in part if ledger.next_queue(job, name, undecoded)]:
                     async with asyncio.timeout(BROKER_S):
                         lost.update(await ledger.queue.unknown(name, ids))
             if again := [job for job in part if job.id in lost and job.id in ledger.open]:

@@ -14,7 +14,7 @@ from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.queue import Control, StreaqQueue
 from cosmos_rl_reward.config import DecodeArgs, RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
-from cosmos_rl_reward.spool import Spool
+from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE, Pool, PoolSpec
 
 logger = logging.getLogger(__name__)
@@ -73,11 +73,11 @@ class Host:
 
     def __init__(self, config: ServiceConfig, broker_url: str, only: list[str]) -> None:
         chosen = [args for args in config.enabled if not only or args.reward_type in only]
-        if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
+        if missing := [name for name in only if name not in {DECODE_QUEUE, *(args.reward_type for args in chosen)}]:
             raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
         self.config, self.broker_url = config, broker_url
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-        self.spool = Spool(config.spool_dir)
+        self.spool = open_spool(config)
         self._specs = [reward_spec(args, config.max_attempts) for args in chosen]
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
             self._specs.append(decode_spec(config.decode_args, config.max_attempts))
@@ -86,6 +86,7 @@ class Host:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; then finish what runs within ``drain_s`` and hand the rest back."""
+        more_threads(self.spool)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)

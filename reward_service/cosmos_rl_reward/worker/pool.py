@@ -1,20 +1,22 @@
 """All replicas of one reward on this host: collects jobs into batches, retries, restarts, and writes results."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cosmos_rl_reward.results import FAILED, SUCCEEDED, without_scores
-from cosmos_rl_reward.spool import Job, Spool
+from cosmos_rl_reward.spool import Files, Job, Spool
 from cosmos_rl_reward.worker.replica import Died, Failed, Replica
 
 logger = logging.getLogger(__name__)
 DECODE_QUEUE = "_decode"
 _MAX_TRIES = 20  # times a job is handed out by the broker; its hosts may die for other reasons than the job
 _YIELD_S = 3.0
+_LAST_S = 16.0  # for writing the last results when the host ends
 _BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
 _MAX_DEATH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
@@ -46,6 +48,7 @@ class _Item:
     queued: float
     done: asyncio.Future[None]
     attempts: int = 0
+    files: Files | None = None
 
     def __lt__(self, other: "_Item") -> bool:
         """Oldest first; a job that failed lets those pass that came soon after it, so that bad jobs cannot block."""
@@ -106,19 +109,9 @@ class Pool:
         """Score one job; returns when its result is written (by whomever)."""
         self.wanted.set()
         if (item := self._items.get(job_id)) is None:
-            job = self._spool.job(job_id)
-            if job is None or not self._unfinished(job):
+            item = await self._take_in(job_id, tries)
+            if item is None:
                 return
-            if job.media == "latent" and not self._decoding and self._spool.decoded(job_id) is None:
-                await self._requeue(DECODE_QUEUE, job_id)
-                return
-            done = asyncio.get_running_loop().create_future()
-            item = _Item(job, time.monotonic(), done, self._tried.get(job_id, 0))
-            if tries > _MAX_TRIES:
-                await self._give_up(item, f"handed out {tries - 1} times without a result")
-                return
-            self._items[job_id] = item
-            self._waiting.put_nowait(item)
         try:
             await asyncio.shield(item.done)
         except asyncio.CancelledError:
@@ -126,14 +119,67 @@ class Pool:
                 raise RuntimeError("the job was let go") from None
             raise
 
+    async def _take_in(self, job_id: str, tries: int) -> _Item | None:
+        """Let a job wait for a replica, its files at hand; None when nothing is to be done for it here."""
+        job = await self._ask(self._spool.job, job_id)
+        if job is None or not await self._ask(self._unfinished, [job]):
+            return None
+        if job.media == "latent" and not self._decoding and not await self._ask(self._spool.has_decoded, job_id):
+            await self._requeue(DECODE_QUEUE, job_id)
+            return None
+        done = asyncio.get_running_loop().create_future()
+        item = _Item(job, time.monotonic(), done, self._tried.get(job_id, 0))
+        if tries > _MAX_TRIES:
+            await self._give_up(item, f"handed out {tries - 1} times without a result")
+            return None
+        item.files = await self._borrow(job)
+        if (twin := self._items.get(job_id)) is not None:  # handed out once more while the files came
+            self._spool.give_back(item.files)
+            return twin
+        self._items[job_id] = item
+        self._waiting.put_nowait(item)
+        return item
+
+    async def _borrow(self, job: Job) -> Files:
+        if not self._spool.remote:
+            return self._spool.borrow(job, not self._decoding)
+        borrowing = asyncio.ensure_future(self._ask(self._spool.borrow, job, not self._decoding))
+        try:
+            return await asyncio.shield(borrowing)
+        except asyncio.CancelledError:
+            borrowing.add_done_callback(self._not_needed)
+            raise
+
+    def _not_needed(self, borrowing: asyncio.Future[Files]) -> None:
+        if not borrowing.cancelled() and borrowing.exception() is None:
+            self._spool.give_back(borrowing.result())
+
+    async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the spool; a store that is away is asked again until it answers."""
+        return await self._patiently(function, *arguments) if self._spool.remote else function(*arguments)
+
+    async def _patiently(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the spool in a thread, again when it fails: a full disk may be emptied, a store comes back."""
+        pauses = itertools.chain((0.5, 1, 2, 4, 8), itertools.repeat(8) if self._spool.remote else ())
+        while True:
+            try:
+                return await asyncio.to_thread(function, *arguments)
+            except OSError as error:
+                pause = next(pauses, None)
+                logger.error("%s: jobs or results cannot be read or written: %s", self.spec.name, error)
+                if pause is None or isinstance(error, FileNotFoundError):
+                    raise
+                await asyncio.sleep(pause)
+
     @property
     def _decoding(self) -> bool:
         return self.spec.name == DECODE_QUEUE
 
-    def _unfinished(self, job: Job) -> bool:
+    def _unfinished(self, jobs: list[Job]) -> set[str]:
+        """Ids of those jobs for which there still is something to do."""
         if self._decoding:
-            return bool(self._spool.missing_rewards(job)) and self._spool.decoded(job.id) is None
-        return not self._spool.result_path(job.id, self.spec.name).exists()
+            return {job.id for job in jobs if self._spool.missing_rewards(job) and not self._spool.has_decoded(job.id)}
+        return self._spool.without_result([job.id for job in jobs], self.spec.name)
 
     async def serve(self) -> None:
         """Keep all replicas running until cancelled."""
@@ -146,7 +192,7 @@ class Pool:
         delivery: asyncio.Task[None] | None = None
         while True:
             await self.wanted.wait()
-            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment)
+            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment, self._spool.secrets)
             try:
                 self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
                 self.health.about = await replica.start(self.spec.message, self.spec.start_timeout_s)
@@ -160,6 +206,12 @@ class Pool:
                     if delivery is not None:
                         await delivery
                     delivery = writing
+            except asyncio.CancelledError:
+                if delivery is not None:  # the store may stay away; what is not written then is scored elsewhere
+                    await asyncio.wait({delivery}, timeout=_LAST_S)
+                    delivery.cancel()
+                    delivery = None
+                raise
             except Failed as error:
                 failures += 1
                 await self._fail(number, f"{error} (interpreter {replica.python})")
@@ -207,6 +259,7 @@ class Pool:
         while not self._waiting.empty():
             self._waiting.get_nowait()
         for item in self._items.values():
+            self._give_back(item)
             item.done.cancel()
         self._items.clear()
 
@@ -262,18 +315,12 @@ class Pool:
 
     async def _score(self, replica: Replica, batch: list[_Item]) -> asyncio.Task[None] | None:
         """Have a batch scored; the returned task writes its results, while the next one is scored."""
-        batch = [item for item in batch if self._unfinished(item.job) or self._done(item)]
+        unfinished = await self._ask(self._unfinished, [item.job for item in batch])
+        batch = [item for item in batch if item.job.id in unfinished or self._done(item)]
         if not batch:
             return None
         began = time.monotonic()
-        jobs = [
-            {
-                "id": item.job.id,
-                "path": str(self._spool.job_path(item.job.id)),
-                "decoded": str(self._spool.decoded_path(item.job.id)) if item.job.media == "latent" else "",
-            }
-            for item in batch
-        ]
+        jobs = [asdict(item.files) for item in batch if item.files is not None]
         try:
             replies = await replica.score(jobs, self.spec.deadline_s)
         except Died as error:
@@ -287,10 +334,12 @@ class Pool:
         scored = [(item, reply) for item, reply in answers if "body" in reply]
         if self._decoding:
             for item, _ in scored:
-                for reward in await asyncio.to_thread(self._spool.missing_rewards, item.job):
+                await self._patiently(self._spool.share_decoded, item.job)
+                for reward in await self._patiently(self._spool.missing_rewards, item.job):
                     await self._requeue(reward, item.job.id)
         elif scored:
-            await self._write([(item.job.id, self.spec.name, reply["body"].encode()) for item, reply in scored])
+            results = [(item.job.id, self.spec.name, reply["body"].encode()) for item, reply in scored]
+            await self._patiently(self._spool.write_results, results)
         for item, reply in scored:
             self.health.last_success = time.time()
             self._done(item)
@@ -316,13 +365,20 @@ class Pool:
         """Somebody else finished it. Always false, so that it can end a filter."""
         self._items.pop(item.job.id, None)
         self._tried.pop(item.job.id, None)
+        self._give_back(item)
         if not item.done.done():
             item.done.set_result(None)
         return False
 
+    def _give_back(self, item: _Item) -> None:
+        if item.files is not None:
+            self._spool.give_back(item.files)
+
     async def _again(self, item: _Item, error: str, count: bool) -> None:
         # from now on it is scored alone, so that a bad job harms nobody else
         item.attempts = self._tried[item.job.id] = item.attempts + 1
+        if item.done.cancelled():  # it was let go meanwhile, with its files: the queue hands it out again
+            return
         if count and item.attempts >= self.spec.max_attempts:
             await self._give_up(item, f"gave up after {item.attempts} attempts: {error}")
             return
@@ -331,23 +387,13 @@ class Pool:
     async def _give_up(self, item: _Item, error: str) -> None:
         """The job has failed for good."""
         logger.error("%s: job %s failed: %s", self.spec.name, item.job.id, error)
-        names = await asyncio.to_thread(self._spool.missing_rewards, item.job) if self._decoding else [self.spec.name]
+        names = await self._patiently(self._spool.missing_rewards, item.job) if self._decoding else [self.spec.name]
         prefix = "decoding latents: " if self._decoding else ""
         for name in names:
-            await self._write([(item.job.id, name, without_scores(name, FAILED, prefix + error))])
+            result = (item.job.id, name, without_scores(name, FAILED, prefix + error))
+            await self._patiently(self._spool.write_results, [result])
             await self._tell({"id": item.job.id, "reward": name, "state": FAILED, "error": error[:500]})
         self._done(item)
-
-    async def _write(self, results: list[tuple[str, str, bytes]]) -> None:
-        for pause in (0.5, 1, 2, 4, 8, None):  # a full disk may be emptied
-            try:
-                await asyncio.to_thread(self._spool.write_results, results)
-                return
-            except OSError as error:
-                logger.error("%s: %d results cannot be written: %s", self.spec.name, len(results), error)
-                if pause is None:
-                    raise
-                await asyncio.sleep(pause)
 
     async def _tell(self, event: dict[str, Any]) -> None:
         await self._announce(event)

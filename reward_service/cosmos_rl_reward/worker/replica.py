@@ -36,8 +36,10 @@ def interpreter(venv_python: str) -> str:
 class Replica:
     """A scorer process. ``start`` once, then ``score`` any number of times, then ``kill``."""
 
-    def __init__(self, name: str, venv_python: str, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, venv_python: str, environment: dict[str, str], secrets: tuple[str, ...] = ()) -> None:
+        """``secrets``: variables of this process that the scorer does not get, besides those of the service."""
         self.name = name
+        self._secrets = (*_SECRETS, *secrets)
         self.python = interpreter(venv_python)
         self._environment = environment
         self._log: collections.deque[str] = collections.deque(maxlen=20)
@@ -53,7 +55,7 @@ class Replica:
             Failed: with the reason.
         """
         ours, theirs = socket.socketpair()
-        environment = {k: v for k, v in os.environ.items() if k not in _SECRETS} | {"PYTHONUNBUFFERED": "1"}
+        environment = {k: v for k, v in os.environ.items() if k not in self._secrets} | {"PYTHONUNBUFFERED": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(self.python, str(_SCORER), str(theirs.fileno()), str(os.getpid())),

@@ -1,0 +1,459 @@
+"""The spool in an S3-compatible store: what ``spool`` says of files holds for objects.
+
+Below the prefix of ``blob_store``:
+
+- ``jobs/<id>``: the header. As long as in a file (``HEADER_BYTES``) while the job is open, without its padding when the
+  job is finished, so that a listing shows which is which, and since when.
+- ``open/<id>/body-<sha256>``: header and body, as in a file; removed when the job is finished.
+- ``open/<id>/decoded``: the decoded latents. They go through the store, because hosts of rewards need not have the VAE.
+- ``open/<id>/done-<reward>``: empty, written just before the result, so that one listing finds all new results.
+- ``results/<id>/<reward>``: a result.
+
+A job is accepted when its header is there, which comes after its body. Headers and results are written only if there
+is none (``If-None-Match: *``), so the first writer wins. Workers read plain files: each process has a folder of its own
+for uploads, for the bodies it works on and for latents it has decoded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import fcntl
+import importlib
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from array import array
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from cosmos_rl_reward.errors import StoreAway, UserError
+from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Upload, pack_header, unpack
+
+logger = logging.getLogger(__name__)
+_PAGE = 1000  # keys per listing and per removal, the most that S3 takes
+_FEW = 4  # up to so many objects are asked for one by one rather than by a listing
+_PARALLEL = 8  # requests at a time of one call
+_STRAY_S = 3600.0  # what belongs to no open job goes after this long
+_TELL_S = 10.0  # between two lines of the log about a store that is away
+_CONNECT_S, _READ_S, _ATTEMPTS = 5, 20, 3
+
+
+class _Conflict(StoreAway):
+    """Two conditional writes of one object met; neither is known to have won."""
+
+
+def connect() -> Any:
+    """A client of the store; endpoint, region and credentials are those of the AWS environment.
+
+    Raises:
+        UserError: boto3 is missing, or the environment's settings are wrong.
+    """
+    try:
+        boto3, config = importlib.import_module("boto3"), importlib.import_module("botocore.config")
+    except ImportError as error:
+        raise UserError(f'blob_store: s3:// needs boto3 ({error}); pip install "cosmos_rl_reward[s3]"') from error
+    for name in ("boto3", "botocore", "s3transfer"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # at DEBUG they show signatures and session tokens
+    settings = config.Config(
+        connect_timeout=_CONNECT_S,
+        read_timeout=_READ_S,
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        max_pool_connections=64,
+        request_checksum_calculation="when_required",  # stores other than Amazon's may not know the newer checksums
+        response_checksum_validation="when_required",
+    )
+    try:
+        return boto3.client("s3", config=settings)
+    except (ValueError, importlib.import_module("botocore.exceptions").BotoCoreError) as error:
+        raise UserError(f"blob_store: the AWS environment variables or files are wrong: {error}") from error
+
+
+def own_folder(base: Path) -> tuple[Path, IO[str]]:
+    """A new folder below ``base``, this process's own while the returned file is open. Removes those of processes that
+    are gone.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(base / "lock", "a") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)  # one process at a time tidies up and makes a folder
+            for folder in base.iterdir():
+                if folder.is_dir() and (left := _lock(folder)) is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    left.close()
+            folder = Path(tempfile.mkdtemp(dir=base))
+            lock = _lock(folder)
+    except OSError as error:
+        raise UserError(f"state_dir: {base}: {error.strerror}; set state_dir to a folder of your own") from error
+    assert lock is not None
+    return folder, lock
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    file = open(folder / "lock", "a")  # noqa: SIM115 - open as long as the folder is in use
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+class S3Spool(Spool):
+    """A bucket of jobs and results, with a folder of this process before it.
+
+    Every method that is not about local paths may raise ``StoreAway``.
+    """
+
+    remote = True
+    look_s = 5.0  # word comes by events and by ``answered``
+    sweep_s = 600.0  # a listing of all finished jobs
+    secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+    def __init__(
+        self, folder: Path, client: Any, bucket: str, prefix: str, limits: tuple[int, int], lock: IO[str]
+    ) -> None:
+        """``limits``: bytes of bodies that may lie in ``folder`` at a time, and bytes to leave free on its disk."""
+        super().__init__(folder)
+        self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
+        self._client, self._lock = client, lock
+        self._most, self._spare = limits
+        self._errors = importlib.import_module("botocore.exceptions")
+        self._threads = ThreadPoolExecutor(_PARALLEL)
+        self._mutex = threading.Lock()
+        self._lent: dict[str, set[Files]] = {}
+        self._sizes: dict[Path, int] = {}  # of files that are here or on their way
+        self._heads: dict[str, Job] = {}  # of the open jobs of the last listing
+        self._told = -math.inf
+
+    # requests
+
+    def _call(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """One request.
+
+        Raises:
+            FileNotFoundError: no such object.
+            FileExistsError: the object is there already.
+            StoreAway: anything else.
+        """
+        try:
+            return getattr(self._client, action)(Bucket=self.bucket, **arguments)
+        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: Any) -> OSError:
+        response = getattr(error, "response", None) or {}
+        code = response.get("Error", {}).get("Code", "")
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if status == 404 and code != "NoSuchBucket":
+            return FileNotFoundError(errno.ENOENT, "no such object")
+        if status == 412:
+            return FileExistsError(errno.EEXIST, "the object exists")
+        if status == 409:
+            return _Conflict(str(error))
+        if time.monotonic() - self._told > _TELL_S:
+            self._told = time.monotonic()
+            logger.error("blob_store s3://%s/%s: %s", self.bucket, self.prefix, error)
+        return StoreAway(f"s3://{self.bucket}: {error}")
+
+    def _put_new(self, key: str, data: bytes) -> bool:
+        """Write an object that must not be there; False when it is."""
+        for pause in (0.1, 0.2, 0.5, 1.0, None):
+            try:
+                self._call("put_object", Key=self.prefix + key, Body=data, IfNoneMatch="*")
+                return True
+            except FileExistsError:
+                return False
+            except _Conflict:
+                if pause is None:
+                    raise
+                time.sleep(pause)
+        raise AssertionError("not reached")
+
+    def _send(self, key: str, path: Path) -> None:
+        """Write a file of any size; the object appears when it is whole."""
+        try:
+            with open(path, "rb") as file:
+                self._client.upload_fileobj(file, self.bucket, self.prefix + key)
+        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
+            raise self._explain(error) from error
+        except importlib.import_module("boto3.exceptions").Boto3Error as error:
+            raise StoreAway(f"s3://{self.bucket}: {error}") from error
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self._call("get_object", Key=self.prefix + key)["Body"].read()
+        except FileNotFoundError:
+            return None
+        except self._errors.BotoCoreError as error:
+            raise self._explain(error) from error
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._call("head_object", Key=self.prefix + key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _pages(self, below: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+        """Objects whose keys begin with ``below``, a page at a time: key without the prefix, and what S3 says of it."""
+        token: dict[str, str] = {}
+        while True:
+            page = self._call("list_objects_v2", Prefix=self.prefix + below, MaxKeys=_PAGE, **token)
+            yield [(entry["Key"].removeprefix(self.prefix), entry) for entry in page.get("Contents", ())]
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _remove(self, keys: list[str]) -> None:
+        for i in range(0, len(keys), _PAGE):
+            objects = [{"Key": self.prefix + key} for key in keys[i : i + _PAGE]]
+            answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
+            if failed := answer.get("Errors"):
+                raise StoreAway(f"s3://{self.bucket}: {len(failed)} objects cannot be removed: {failed[0]}")
+
+    def check(self) -> None:
+        """Write, and write again what must not be written twice.
+
+        Raises:
+            UserError: the store does not answer, refuses, or ignores the condition.
+        """
+        key = f"probe/{uuid.uuid4().hex}"
+        try:
+            self._put_new(key, b"")
+            again = self._put_new(key, b"")
+            if not self._exists(key) or self._get(key) is None or not any(self._pages(key)):
+                raise StoreAway(f"s3://{self.bucket}: does not have what was just written")
+            self._remove([key])
+        except OSError as error:
+            raise UserError(
+                f"blob_store: {error}; check the bucket, AWS_ENDPOINT_URL_S3 (for other stores than Amazon's) and the "
+                "credentials, which need to put, get, list and delete"
+            ) from error
+        if again:
+            raise UserError(
+                f"blob_store: the store of s3://{self.bucket} ignores If-None-Match on put, so two results of one job "
+                "could replace each other; use a store that heeds it (Amazon S3, a recent MinIO) or a shared folder"
+            )
+
+    # jobs
+
+    def _header(self, job_id: str) -> tuple[Job, bool] | None:
+        """Header of an accepted job, and whether the job is finished."""
+        data = self._get(f"jobs/{job_id}")
+        try:
+            return (unpack(data), len(data) < HEADER_BYTES) if data is not None else None
+        except ValueError:
+            return None
+
+    def accept(self, upload: Upload, job: Job) -> Job | None:
+        """Put a sealed upload into the store. Returns None, or the job that already has this id."""
+        if (older := self.job(job.id)) is not None:
+            return older
+        self._send(_body(job), upload.path)
+        if self._put_new(f"jobs/{job.id}", pack_header(job)):
+            return None
+        older = self.job(job.id)
+        if older is None:
+            raise StoreAway(f"job {job.id} came and went while it was sent again")
+        if older.sha256 != job.sha256:
+            self._remove([_body(job)])
+        return None if older == job else older  # equal: it is ours, only the answer was lost and asked for again
+
+    def job(self, job_id: str) -> Job | None:
+        """See ``Spool``."""
+        found = self._header(job_id) if JOB_ID.fullmatch(job_id) else None
+        return found[0] if found else None
+
+    def open_jobs(self) -> Iterator[Job]:
+        """See ``Spool``. Headers that an earlier call has read are not read again."""
+        heads: dict[str, Job] = {}
+        for page in self._pages("open/"):
+            bodies = [key.split("/")[1:] for key, _ in page if "/body-" in key]
+            known = {job_id: self._heads[job_id] for job_id, _ in bodies if job_id in self._heads}
+            new = [job_id for job_id, _ in bodies if job_id not in known]
+            known.update((job.id, job) for job in self._threads.map(self.job, new) if job is not None)
+            heads.update(known)
+            for job_id, name in bodies:
+                if job_id in known and name == f"body-{known[job_id].sha256}":  # else a body that was not accepted
+                    yield known[job_id]
+        self._heads = heads
+
+    def finish(self, job: Job) -> None:
+        """See ``Spool``. The header stays, marked as finished."""
+        found = self._header(job.id)
+        if found is not None and not found[1]:
+            self._call("put_object", Key=f"{self.prefix}jobs/{job.id}", Body=pack_header(job).rstrip())
+        done = [f"open/{job.id}/done-{reward}" for reward in job.rewards]
+        self._remove([_body(job), *done, *([f"open/{job.id}/decoded"] if job.media == "latent" else [])])
+
+    # results
+
+    def result(self, job_id: str, reward: str) -> bytes | None:
+        """See ``Spool``."""
+        return self._get(f"results/{job_id}/{reward}")
+
+    def has_result(self, job_id: str, reward: str) -> bool:
+        """See ``Spool``."""
+        return self._exists(f"results/{job_id}/{reward}")
+
+    def without_result(self, job_ids: Iterable[str], reward: str) -> set[str]:
+        """See ``Spool``."""
+        ids = list(job_ids)
+        there = self._threads.map(lambda job_id: self.has_result(job_id, reward), ids)
+        return {job_id for job_id, found in zip(ids, there, strict=True) if not found}
+
+    def write_results(self, results: list[tuple[str, str, bytes]]) -> int:
+        """See ``Spool``."""
+        return sum(self._threads.map(self._write, results))
+
+    def _write(self, result: tuple[str, str, bytes]) -> bool:
+        job_id, reward, data = result
+        self._call("put_object", Key=f"{self.prefix}open/{job_id}/done-{reward}", Body=b"")
+        return self._put_new(f"results/{job_id}/{reward}", data)
+
+    def missing_rewards(self, job: Job) -> list[str]:
+        """See ``Spool``."""
+        there = {key.rpartition("/")[2] for page in self._pages(f"results/{job.id}/") for key, _ in page}
+        return [reward for reward in job.rewards if reward not in there]
+
+    def answered(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
+        """See ``Spool``. One listing, and a request for each result that is there."""
+        places = {f"open/{job_id}/done-{reward}": (job_id, reward) for job_id, reward in wanted}
+        for page in self._pages("open/") if places else ():
+            done = [places[key] for key, _ in page if key in places]
+            for (job_id, reward), data in zip(done, self._threads.map(lambda p: self.result(*p), done), strict=True):
+                if data is not None:
+                    yield job_id, reward, data
+
+    # latents
+
+    def has_decoded(self, job_id: str) -> bool:
+        """See ``Spool``."""
+        return self._exists(f"open/{job_id}/decoded")
+
+    def undecoded(self, jobs: Iterable[Job]) -> set[str]:
+        """See ``Spool``."""
+        ids = {job.id for job in jobs if job.media == "latent"}
+        if len(ids) <= _FEW:
+            return {job_id for job_id in ids if not self.has_decoded(job_id)}
+        for page in self._pages("open/"):
+            ids -= {key.split("/")[1] for key, _ in page if key.endswith("/decoded")}
+        return ids
+
+    def share_decoded(self, job: Job) -> None:
+        """See ``Spool``."""
+        self._send(f"open/{job.id}/decoded", self.decoded_path(job.id))
+
+    # files of this process
+
+    def borrow(self, job: Job, decoded: bool) -> Files:
+        """See ``Spool``.
+
+        Raises:
+            FileNotFoundError: the job was finished meanwhile.
+            StoreAway: also when there is no room here.
+        """
+        files = super().borrow(job, decoded)
+        with self._mutex:
+            self._lent.setdefault(job.id, set()).add(files)
+        try:
+            self._fetch(_body(job), self.job_path(job.id))
+            if decoded and job.media == "latent":
+                self._fetch(f"open/{job.id}/decoded", self.decoded_path(job.id))
+        except BaseException:
+            self.give_back(files)
+            raise
+        return files
+
+    def _fetch(self, key: str, path: Path) -> None:
+        if path.exists():
+            return
+        answer = self._call("get_object", Key=self.prefix + key)
+        with contextlib.closing(answer["Body"]) as body:
+            self._make_room(path, answer["ContentLength"])
+            self._save(body, answer["ContentLength"], path)
+
+    def _make_room(self, path: Path, size: int) -> None:
+        with self._mutex:
+            others = sum(other for place, other in self._sizes.items() if place != path)
+            if others and others + size > self._most:
+                raise StoreAway(f"{others} bytes of jobs are being scored here (max_spool_bytes)")
+            if self.free_bytes() - size < self._spare:
+                raise StoreAway(f"the disk of {self.root} is full (min_free_bytes)")
+            self._sizes[path] = size
+
+    def _save(self, body: Any, size: int, path: Path) -> None:
+        aside = self.incoming / uuid.uuid4().hex
+        try:
+            with open(aside, "wb") as file:
+                shutil.copyfileobj(body, file, 1 << 20)
+                if file.tell() != size:
+                    raise StoreAway(f"s3://{self.bucket}: an object came with {file.tell()} bytes instead of {size}")
+            os.replace(aside, path)
+        except self._errors.BotoCoreError as error:
+            raise self._explain(error) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def give_back(self, files: Files) -> None:
+        """See ``Spool``. The last one removes them."""
+        with self._mutex:
+            users = self._lent.get(files.id, set())
+            users.discard(files)
+            if users or files.id not in self._lent:
+                return
+            del self._lent[files.id]
+            for path in (self.job_path(files.id), self.decoded_path(files.id)):
+                self._sizes.pop(path, None)
+                path.unlink(missing_ok=True)
+
+    # what is over
+
+    def sweep(self, ttl_s: float, keep: int) -> int:
+        """See ``Spool``. Bodies, marks and latents that belong to no open job go after an hour as well."""
+        now = time.time()
+        self._sweep_strays(now - _STRAY_S)
+        times, names = array("d"), bytearray()  # 24 bytes each, there may be many
+        for page in self._pages("jobs/"):
+            for key, entry in page:
+                if entry["Size"] < HEADER_BYTES:
+                    with contextlib.suppress(ValueError):
+                        names += uuid.UUID(key.rpartition("/")[2]).bytes
+                        times.append(entry["LastModified"].timestamp())
+        order = sorted(range(len(times)), key=times.__getitem__)
+        count = max(len(order) - keep, bisect.bisect_left(order, now - ttl_s, key=times.__getitem__))
+        gone = [str(uuid.UUID(bytes=bytes(names[16 * i : 16 * i + 16]))) for i in order[:count]]
+        for i in range(0, len(gone), _PAGE):
+            self._forget(gone[i : i + _PAGE])
+        return len(gone)
+
+    def _forget(self, job_ids: list[str]) -> None:
+        def results(job_id: str) -> list[str]:
+            return [key for page in self._pages(f"results/{job_id}/") for key, _ in page]
+
+        self._remove([key for keys in self._threads.map(results, job_ids) for key in keys])
+        self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: who is interrupted finds them again
+
+    def _sweep_strays(self, before: float) -> None:
+        for page in self._pages("open/"):
+            old = [key for key, entry in page if entry["LastModified"].timestamp() < before]
+            ids = {key.split("/")[1] for key in old}
+            found = dict(zip(ids, self._threads.map(self._header, ids), strict=True))
+            over = {job_id for job_id, header in found.items() if header is None or header[1]}
+            self._remove([key for key in old if key.split("/")[1] in over])
+
+
+def _body(job: Job) -> str:
+    return f"open/{job.id}/body-{job.sha256}"

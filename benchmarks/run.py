@@ -8,7 +8,17 @@ import torch
 
 from cosmos_rl.utils.logging import logger
 
-PARTS = ("start_up", "sft_step", "rollout", "nft_update", "reward_overlap", "async_saves", "memory", "nft_tasks")
+PARTS = (
+    "start_up",
+    "sft_step",
+    "rollout",
+    "nft_update",
+    "reward_overlap",
+    "reward_submit",
+    "async_saves",
+    "memory",
+    "nft_tasks",
+)
 
 
 def main(names: list[str]) -> None:

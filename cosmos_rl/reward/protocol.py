@@ -68,7 +68,7 @@ def request_body(
     metadata: Sequence[Mapping[str, Any]],
     reward_fn: Mapping[str, float],
     fps: float | None = None,
-) -> bytes:
+) -> bytearray:
     """A request for ``B`` samples.
 
     Args:
@@ -93,10 +93,16 @@ def request_body(
         line["video_infos"] = [{"video_fps": fps or _USUAL_FPS}] * len(prompts)
     if _GEN_EVAL in reward_fn:
         line |= _gen_eval(prompts, metadata)
-    file = io.BytesIO()
-    file.write(json.dumps(line).encode() + b"\n")
-    np.lib.format.write_array(file, np.ascontiguousarray(media), version=(1, 0), allow_pickle=False)
-    return file.getvalue()
+    head = io.BytesIO()
+    head.write(json.dumps(line).encode() + b"\n")
+    described = {"descr": np.lib.format.dtype_to_descr(media.dtype), "fortran_order": False, "shape": media.shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    start = head.tell()
+    body = bytearray(start + media.nbytes)
+    body[:start] = head.getbuffer()
+    # NumPy copies without the interpreter's lock, so that the trainer's thread goes on meanwhile
+    np.ndarray(media.shape, media.dtype, body, start)[...] = media
+    return body
 
 
 def _gen_eval(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -111,12 +111,12 @@ class RemoteScorer:
                 self._failed = self._failed or error
                 raise
 
-    def _body(self, request: ScoringRequest, rows: range) -> bytes:
+    def _body(self, request: ScoringRequest, rows: range) -> bytearray:
         part = slice(rows.start, rows.stop)
         media = request.media[part].numpy()
         return request_body(media, request.prompts[part], request.metadata[part], self._reward_fn, request.fps)
 
-    async def _answers(self, body: bytes) -> Answers:
+    async def _answers(self, body: bytearray) -> Answers:
         """Send one request and wait for all its rewards at once, up to the deadline."""
         until = self._loop.time() + self._table.timeout_s
         key = uuid.uuid4().hex

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ _STATE = "X-Job-State"
 """A service that sends this header knows the form field `wait`, too."""
 _LONGEST_WAIT_S = 20.0
 _PULL_S = 10.0
+_PIECE = 2**18
+"""Bytes of a body that are sent at a time."""
 """Seconds in which an answer to a pull has to come, beside what it waits."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Between two pulls."""
@@ -55,18 +57,21 @@ class ServiceClient:
         self._can_wait = False
         self._in_trouble = False
 
-    async def enqueue(self, body: bytes, key: str, until: float) -> Ticket:
+    async def enqueue(self, body: bytearray, key: str, until: float) -> Ticket:
         """Send a request. ``key`` is the same in every try, so that one that was taken unseen is not taken twice.
 
         Raises:
             Lost: it could not be sent in time.
             UserError: the service refuses it, as it would the next one.
         """
-        headers = {**self._headers, "Content-Type": "application/octet-stream", "Idempotency-Key": key}
+        about = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body)), "Idempotency-Key": key}
+        headers = {**self._headers, **about}
         timeout = httpx.Timeout(self._access.upload_s(len(body)), connect=self._access.connect_s)
         tries = _Tries(until)
         while True:
-            answer = await self._post(self._access.enqueue_url, tries, content=body, headers=headers, timeout=timeout)
+            answer = await self._post(
+                self._access.enqueue_url, tries, content=_pieces(body), headers=headers, timeout=timeout
+            )
             if answer is not None:
                 found = _mapping(answer)
                 if answer.status_code != 200 and answer.status_code != 202:
@@ -182,6 +187,12 @@ class _Tries:
         if asyncio.get_running_loop().time() + pause >= self.until:
             raise Lost(f"the service cannot be reached{self.told}")
         await asyncio.sleep(pause)
+
+
+async def _pieces(body: bytearray) -> AsyncIterator[bytes]:
+    """Small copies, so that the trainer's thread never waits long for the interpreter's lock."""
+    for first in range(0, len(body), _PIECE):
+        yield bytes(memoryview(body)[first : first + _PIECE])
 
 
 def _mapping(answer: httpx.Response) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """A scorer of CLIP's size (ViT-B/32 with random weights), to see what merging jobs is worth."""
 
+import os
 from typing import Any
 
 from cosmos_rl_reward.handler import BaseRewardHandler
@@ -18,7 +19,9 @@ class ClipLike(BaseRewardHandler):
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
         torch.manual_seed(0)
-        torch.set_num_threads(1)
+        torch.set_num_threads(
+            os.cpu_count() or 1
+        )  # on one thread merging is worth less
         self.torch = torch
         self.model = CLIPVisionModel(CLIPVisionConfig()).eval()
 

@@ -19,9 +19,7 @@ class ClipLike(BaseRewardHandler):
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
         torch.manual_seed(0)
-        torch.set_num_threads(
-            os.cpu_count() or 1
-        )  # on one thread merging is worth less
+        torch.set_num_threads(os.cpu_count() or 1)  # on one thread merging is worth less
         self.torch = torch
         self.model = CLIPVisionModel(CLIPVisionConfig()).eval()
 

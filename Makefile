@@ -31,7 +31,7 @@ test-service: $(VENV)/installed
 
 # without the tests that start processes or train for long
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not process and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not process and not slow" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

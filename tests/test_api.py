@@ -44,6 +44,7 @@ def sizes(run: cosmos_rl.FinishedRun) -> list[int]:
     return configuration(run)["policy"]["diffusers"]["inference_size"]
 
 
+@pytest.mark.slow
 def test_the_first_example_learns(folder: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[0], found)
@@ -56,6 +57,7 @@ def test_the_first_example_learns(folder: Path) -> None:
     assert found["run"].folder.parent == folder / "outputs/red"
 
 
+@pytest.mark.slow
 def test_the_second_example_goes_on_from_a_tuned_pipeline(folder: Path, tiny_sd3: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[1], found)

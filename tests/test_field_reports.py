@@ -38,6 +38,7 @@ def test_a05_state_is_not_mistaken_for_a_pipeline(write_toml: Callable[..., Path
         ModelRegistry.build_diffusers_model(config)
 
 
+@pytest.mark.slow
 def test_a24_weights_computed_in_bf16_move_like_those_in_fp32(write_toml: Callable[..., Path]) -> None:
     moved = {}
     for dtype in ("float32", "bfloat16"):
@@ -53,6 +54,7 @@ def test_a24_weights_computed_in_bf16_move_like_those_in_fp32(write_toml: Callab
     assert moved["bfloat16"] == pytest.approx(moved["float32"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a27_micro_batches_and_checkpointing_give_one_trace(write_toml: Callable[..., Path], lora: bool) -> None:
     def run(*options: str) -> np.ndarray:

@@ -42,6 +42,7 @@ def test_the_mixture_is_the_model_at_the_start() -> None:
     assert (found - expected).abs().max() < 0.15
 
 
+@pytest.mark.slow
 def test_the_exact_tilt_is_reached() -> None:
     """At most 3,000 network evaluations per sample slot; judged by 40 steps of the ODE."""
     steps = 100

@@ -92,6 +92,7 @@ def test_first_gradient_is_advantage_weighted_matching(
     assert any(float(wanted.norm()) > 1e-3 for _, wanted in found.values())
 
 
+@pytest.mark.slow
 def test_many_passes_lead_to_the_sampled_optimum() -> None:
     """Without the weights ``w`` the velocity becomes ``v_old + E[(2 r - 1) (v - v_old) given x_t] / beta``.
 

@@ -74,6 +74,7 @@ def test_warn_goes_on(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., No
     assert [line["watch/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     options = (*ON, FEW, "--train.max_num_steps=5", "--train.ckpt.save_freq=2", "--train.train_policy.watch.freq=3")
@@ -166,6 +167,7 @@ def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp
     assert {"val/reward_avg", "val/reward_smooth", "watch/untrained_reward/side"} <= lines[-1].keys()
 
 
+@pytest.mark.slow
 def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
     tmp_path: Path, tiny_sd3: Path, picture_folder: Path
 ) -> None:

@@ -17,6 +17,7 @@ ON = "--profiler.enable_profiler=true"
 WINDOW = "--profiler.sub_profiler_config."
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_window_are_recorded(write_toml: Callable[..., Path]) -> None:
     run = train(write_toml(), ON, f"{WINDOW}wait_steps=1", f"{WINDOW}active_steps=2", f"{WINDOW}record_shape=true")
     assert sorted(p.name for p in (run / "profile").iterdir()) == ["step_3-4_rank_0.json", "step_3-4_rank_0.txt"]
@@ -29,6 +30,7 @@ def test_the_steps_of_the_window_are_recorded(write_toml: Callable[..., Path]) -
     assert "Self CPU" in table
 
 
+@pytest.mark.slow
 def test_a_window_of_which_every_part_is_asked_for_is_recorded_after_a_resume_too(
     write_toml: Callable[..., Path],
 ) -> None:

@@ -1,17 +1,9 @@
-"""The spool in an S3-compatible store: the same promises as in a folder, and what happens when the store is away.
-
-The store is moto's server on loopback. It handles one request at a time, since its check of If-None-Match and the write
-that follows are not one step in it, as they are in a real store.
-"""
+"""The spool in an S3-compatible store: the same promises as in a folder, and what happens when the store is away."""
 
 import asyncio
-import contextlib
-import json
 import os
 import re
-import subprocess
 import sys
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import boto3
-import numpy as np
-import psutil
 import pytest
-import torch
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 from cosmos_rl_reward import cli, s3
-from cosmos_rl_reward.broker.embedded import server_command
 from cosmos_rl_reward.config import RewardArgs, build
 from cosmos_rl_reward.errors import StoreAway, UserError
 from cosmos_rl_reward.front.watcher import Watcher
@@ -35,80 +21,11 @@ from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
-from cosmos_rl_reward.store import open_spool
 from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.pool import Pool
 from tests.fronts import front_in_memory
-from tests.service import MOODY, Service, body, picture, toml
-from tests.test_clients import reference, tiny_vae
-
-BUCKET, PREFIX, SECRET = "rewards", "some/where", "not-to-be-seen-anywhere"
-URL = f"s3://{BUCKET}/{PREFIX}"
-
-
-class _Quiet(WSGIRequestHandler):
-    def log(self, *_):
-        pass
-
-
-class Store:
-    """A store that can be away for a while and then has what it had."""
-
-    def __init__(self):
-        self._app, self._port = DomainDispatcherApplication(create_backend_app), 0
-        self.start()
-        self._url = f"http://127.0.0.1:{self._port}"
-
-    def start(self):
-        self._server = make_server("127.0.0.1", self._port, self._app, threaded=False, request_handler=_Quiet)
-        self._port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
-
-    def stop(self):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    @property
-    def environment(self):
-        return {
-            "AWS_ENDPOINT_URL_S3": self._url,
-            "AWS_ACCESS_KEY_ID": "somebody",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-
-    def empty(self):
-        """Make the bucket anew."""
-        bucket = boto3.resource("s3").Bucket(BUCKET)
-        with contextlib.suppress(bucket.meta.client.exceptions.BucketAlreadyOwnedByYou):
-            bucket.create()
-        bucket.objects.delete()
-
-    def names(self):
-        """What is in the bucket, without the prefix."""
-        return [entry.key.removeprefix(PREFIX + "/") for entry in boto3.resource("s3").Bucket(BUCKET).objects.all()]
-
-
-@pytest.fixture(scope="module")
-def server():
-    store = Store()
-    yield store
-    store.stop()
-
-
-@pytest.fixture
-def store(server, monkeypatch):
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    server.empty()
-    return server
-
-
-def in_store(folder, **config):
-    """The spool of one process."""
-    return open_spool(build({"state_dir": str(folder), "blob_store": URL, **config}, "test"))
+from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
+from tests.service import MOODY, body, picture, toml
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -428,85 +345,3 @@ def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
 
     assert asyncio.run(test())["scores"] == {"a": [1]}
     assert sorted(key.split("/")[0] for key in store.names()) == ["jobs", "jobs", "open", "results"]
-
-
-@pytest.fixture
-def broker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("b")
-    server = subprocess.Popen(server_command(folder / "s", folder), stdin=subprocess.PIPE)
-    yield f"unix://{folder / 's'}"
-    server.kill()
-    server.wait()
-
-
-@contextlib.contextmanager
-def worker(there, *rewards):
-    """A worker process on the machine ``there``; gives the process and the path of its log."""
-    command = [sys.executable, "-m", "cosmos_rl_reward.cli", "worker", "--config", str(there.config)]
-    log = there.folder / "worker.log"
-    with open(log, "w") as file:
-        asked = [part for name in rewards for part in ("--reward", name)]
-        process = subprocess.Popen([*command, *asked], stdout=file, stderr=file, env=there.environment)
-    try:
-        yield process, log
-        process.terminate()
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-
-
-@pytest.mark.process
-def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_path, broker):
-    """A front is killed for good while a job runs, another one answers; the store goes away while a job runs."""
-    config = {"blob_store": URL, "reward_args": [MOODY]}
-    environment = {**store.environment, "AWS_SESSION_TOKEN": SECRET, "COSMOS_RL_REWARD_BROKER_URL": broker}
-    environment["COSMOS_RL_REWARD_LOG_LEVEL"] = "DEBUG"
-    one, two, there = (Service(tmp_path / name, config, environment) for name in ("one", "two", "worker"))
-    with worker(there) as (process, log):
-        with one.start_front_only():
-            assert one.result(one.submit(picture(51)))["scores"]["mean"] == [51.0]
-            job = one.submit(picture(52), prompts=["sleep 1"])
-            one.process.kill()
-            one.process.wait()
-        with two.start_front_only():
-            assert two.result(job)["scores"]["mean"] == [52.0]
-            slow = two.submit(picture(53), prompts=["sleep 1"])
-            time.sleep(0.5)  # it is being scored
-            store.stop()
-            try:
-                refused = two.enqueue(body(picture(54)))
-                until(lambda: "cannot be read or written" in log.read_text(), 20, log)
-            finally:
-                store.start()
-            assert (refused.status_code, "Could not connect" in refused.json()["message"]) == (503, True)
-            assert two.result(slow)["scores"]["mean"] == [53.0]
-            assert two.result(two.submit(picture(55)))["scores"]["mean"] == [55.0]
-            two.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "all jobs are cut off")
-            assert not list((there.state / "store").rglob("*.job"))
-            family = psutil.Process(process.pid).children(recursive=True)
-            arguments = json.dumps([p.cmdline() for group in (*two.processes().values(), family) for p in group])
-            [scorer] = [p for p in family if "scorer.py" in " ".join(p.cmdline())]
-            assert SECRET not in scorer.environ().values()
-    assert SECRET not in arguments + log.read_text() + one.log.read_text() + two.log.read_text()
-
-
-@pytest.mark.process
-def test_latents_are_decoded_on_one_machine_and_scored_on_another(store, tmp_path, broker):
-    vae = tiny_vae(tmp_path / "vae", 16)
-    decoding = {"model_path": str(tmp_path / "vae"), "dtype": "float32", "device": "cpu"}
-    config = {"blob_store": URL, "reward_args": [{"reward_type": "mock"}], "decode_args": decoding}
-    environment = {**store.environment, "COSMOS_RL_REWARD_BROKER_URL": broker}
-    front, decoder, scorer = (Service(tmp_path / name, config, environment) for name in ("front", "decoder", "scorer"))
-    latents = torch.randn(2, 16, 2, 4, 6, generator=torch.Generator().manual_seed(1)).half()
-    with worker(decoder, "_decode"), worker(scorer, "mock"), front.start_front_only():
-        job = front.submit(latents.numpy(), "mock", media_type="latent")
-        scores = front.result(job, "mock", 60)["scores"]["mock"]
-        front.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "latents are removed")
-    np.testing.assert_allclose(scores, reference(vae, latents).mean((1, 2, 3, 4)) / 255, atol=2e-3)
-
-
-def until(condition, seconds, log):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.05)

@@ -167,14 +167,8 @@ def nft(
             change.
         TrainingStoppedError: the watch stopped the run, which is saved.
     """
-    _check_arguments("nft", steps=steps, prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt)
-    _check_lora("nft", lora)
+    _check_nft(prompts, reward, lora, steps, prompts_per_step, samples_per_prompt)
     from_file = isinstance(prompts, str | Path)
-    if not prompts or (from_file and not Path(prompts).expanduser().exists()):
-        found = f"found {str(prompts)!r}, which is no file" if prompts else "none given"
-        raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
-    if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
-        raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of a picture, or several in a list")
     samples = prompts_per_step * samples_per_prompt
     tree = _tree(pipeline, output_dir, steps, samples, learning_rate, size, resume)
     sample = {"num_steps": 10, "guidance_scale": 1.0, "solver": "dpm2", "deterministic_sampling": True}
@@ -252,6 +246,19 @@ def _check_arguments(name: str, **counts: object) -> None:
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"cosmos_rl.{name}: {key}: found {value!r}; allowed: a whole number >= 1")
+
+
+def _check_nft(
+    prompts: Any, reward: Any, lora: bool, steps: int, prompts_per_step: int, samples_per_prompt: int
+) -> None:
+    _check_arguments("nft", steps=steps, prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt)
+    _check_lora("nft", lora)
+    from_file = isinstance(prompts, str | Path)
+    if not prompts or (from_file and not Path(prompts).expanduser().exists()):
+        found = f"found {str(prompts)!r}, which is no file" if prompts else "none given"
+        raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
+    if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
+        raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of a picture, or several in a list")
 
 
 def _check_lora(name: str, lora: object) -> None:

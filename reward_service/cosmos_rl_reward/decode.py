@@ -12,19 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_reward.handler import NotReady
+from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef, load, row_major
-from cosmos_rl_reward.spool import HEADER_BYTES, Spool, pack_header
+from cosmos_rl_reward.rewards.pictures import whole_pixels
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.worker.inputs import describe, read_header
 
 _NOTE_BYTES = 1024
+_REASON_BYTES = 96  # of the note, for the reason of one sample that could not be decoded
+
+
+class NotFinite(ValueError):
+    """Latents, or the video they decode to, hold NaN or infinity."""
 
 
 class LatentDecoder:
     """Holds the VAE for 16 channels (Wan 2.1) and, when it is configured, the one for 48 (Wan 2.2)."""
 
-    def __init__(self, model_path: str, wan2pt2_model_path: str, dtype: str, device: str) -> None:
+    def __init__(
+        self, model_path: str, wan2pt2_model_path: str, dtype: str, device: str, max_decoded_bytes: int
+    ) -> None:
         self.paths = {16: model_path, 48: wan2pt2_model_path}
+        self.max_bytes = max_decoded_bytes
         self.dtype_name, self.device = dtype, device
         self.models: dict[int, Any] = {}
 
@@ -66,6 +75,9 @@ class LatentDecoder:
         """Decode one sample ``[C, T, h, w]`` to uint8 ``[3, frames, H, W]``.
 
         The wire's latents are normalised: (posterior mean - ``latents_mean``) / ``latents_std`` of the VAE.
+
+        Raises:
+            NotFinite: NaN or infinity would become black pixels, which score like a real video.
         """
         torch, model = self.torch, self.models[latents.shape[0]]
         mean, std = (
@@ -73,40 +85,71 @@ class LatentDecoder:
             for name in ("latents_mean", "latents_std")
         )
         z = latents[None].float() * std + mean
+        if not bool(z.isfinite().all()):
+            raise NotFinite("latents: values must be finite")
         with torch.inference_mode():
             video = model.decode(z.to(self.device, model.dtype)).sample[0].float()
-        return ((video.clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8).cpu().numpy()
+        if not bool(video.isfinite().all()):
+            raise NotFinite("latents: they decode to a video that is not finite")
+        levels = ((video.clamp(-1, 1) + 1) / 2 * 255).cpu().numpy()
+        return whole_pixels(levels, 0.0, 255.0)
 
     def decode(self, path: Path, target: Path) -> None:
-        """Decode the job at ``path`` sample by sample into ``target``, which appears when it is whole."""
+        """Decode the job at ``path`` sample by sample into ``target``, which appears when it is whole.
+
+        A sample that cannot be decoded is black there, and the note of the file has the reason.
+
+        Raises:
+            BadInput: no sample can be decoded, or the whole job takes more than ``max_decoded_bytes``.
+        """
         job, _ = read_header(path)
         latents = self._latents(load(str(path), job.array), job.array.dtype)
         if latents.shape[1] not in self.models:
             raise NotReady(f"there is no VAE for {latents.shape[1]} channels")
-        began = time.perf_counter()
         aside = Spool(target.parents[2]).incoming / uuid.uuid4().hex
-        begin = HEADER_BYTES + _NOTE_BYTES
+        try:
+            self._write(aside, job, latents)
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _write(self, path: Path, job: Job, latents: Any) -> None:
+        """The file of a job's decoded latents: header, note, videos."""
+        began, count = time.perf_counter(), len(latents)
+        begin = HEADER_BYTES + _NOTE_BYTES + _REASON_BYTES * count
         shape: tuple[int, ...] = ()
-        with open(aside, "wb") as file:
-            file.seek(begin)
-            for sample in latents:
-                video = self.pixels(sample)
-                shape = (len(latents), *video.shape)
+        bad: dict[int, str] = {}
+        with open(path, "wb") as file:
+            for k, sample in enumerate(latents):
+                try:
+                    video = self.pixels(sample)
+                except NotFinite as error:  # its place stays empty, which is black
+                    bad[k] = str(error)
+                    continue
+                shape = (count, *video.shape)
+                if video.nbytes * count > self.max_bytes:
+                    raise BadInput(
+                        f"latents: the job decodes to {video.nbytes * count} bytes; at most {self.max_bytes}"
+                        " (max_decoded_bytes)"
+                    )
+                file.seek(begin + k * video.nbytes)
                 file.write(video.tobytes())
-            numbers = latents.float().numpy()
+            if not shape:
+                raise BadInput(f"no sample can be decoded; the first: {bad[0]}")
+            array = ArrayRef("|u1", shape, row_major(shape), begin)
+            file.truncate(begin + array.size)
             note = {
-                "input_info": {**describe(numbers), "dtype": "torch.bfloat16"},
+                "input_info": {**describe(latents.float().numpy()), "dtype": "torch.bfloat16"},
                 "decode_duration": f"{time.perf_counter() - began:.2f}",
                 "decoded_info": {"shape": list(shape), "dtype": "torch.uint8", "vae": self.paths[latents.shape[1]]},
+                "bad": bad,
             }
-            array = ArrayRef("|u1", shape, row_major(shape), begin)
-            header = replace(job, media="video", array=array, line_end=begin - 1, size=file.tell())
+            header = replace(job, media="video", array=array, line_end=begin - 1, size=begin + array.size)
             file.seek(0)
             file.write(pack_header(header))
-            file.write(json.dumps(note).encode().ljust(_NOTE_BYTES - 1) + b"\n")
+            file.write(json.dumps(note).encode().ljust(begin - HEADER_BYTES - 1) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, target)
 
     def _latents(self, array: np.ndarray, dtype: str) -> Any:
         """As bfloat16, whatever the wire had."""

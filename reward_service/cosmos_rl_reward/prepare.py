@@ -58,7 +58,7 @@ async def prepare(
             failed += 1
             print(f"{args.reward_type}: failed: {error}", flush=True)
     if check and wants_decoder and not config.no_latent_decoder:
-        spec = decode_spec(config.decode_args, config.max_attempts)
+        spec = decode_spec(config)
         try:
             await _start(spec, spec.message)
             print("latent decoder: ok", flush=True)

@@ -61,7 +61,7 @@ def reference(model, latents):
     for sample in latents.bfloat16().float():
         with torch.no_grad():
             video = model.decode(sample[None] * std + mean).sample[0]
-        videos.append(((video.clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8))
+        videos.append(((video.clamp(-1, 1) + 1) / 2 * 255).round().to(torch.uint8))
     return torch.stack(videos).numpy()
 
 
@@ -83,7 +83,7 @@ def test_latents_of_every_client_generation_are_decoded(service, vaes, channels,
     job = service.enqueue(json.dumps(metadata).encode() + b"\n" + file.getvalue()).json()["uuid"]
     result = service.result(job, "mock", 60)
     videos = reference(vaes[1][channels], latents)
-    np.testing.assert_allclose(result["scores"]["mock"], videos.mean((1, 2, 3, 4)) / 255, atol=2e-3)
+    np.testing.assert_allclose(result["scores"]["mock"], videos.mean((1, 2, 3, 4)) / 255, atol=1e-6)
     assert result["input_info"]["shape"] == [2, channels, 2, 4, 6]
     assert result["input_info"]["dtype"] == "torch.bfloat16"
     assert float(result["decoded_duration"]) >= 0

@@ -19,13 +19,13 @@ from cosmos_rl_reward.worker.pool import Pool
 from tests.service import body, picture
 
 
-def spooled(spool, content, job_id):
+def spooled(spool, content, job_id, kind="image"):
     """Put a body into the spool as the front does."""
     upload = spool.upload()
     upload.write(content)
     end = content.index(b"\n")
-    media = read_payload(io.BytesIO(bytes(HEADER_BYTES) + content), HEADER_BYTES + end + 1, upload.size, "image")
-    job = Job(job_id, time.time(), ("mock",), (), upload.sha256, HEADER_BYTES + end, "image", media.array, upload.size)
+    media = read_payload(io.BytesIO(bytes(HEADER_BYTES) + content), HEADER_BYTES + end + 1, upload.size, kind)
+    job = Job(job_id, time.time(), ("mock",), (), upload.sha256, HEADER_BYTES + end, kind, media.array, upload.size)
     upload.seal(job)
     assert spool.accept(upload, job) is None
     upload.discard()

@@ -24,6 +24,25 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def whole_pixels(array: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Values 0..255 rounded to the nearest whole number (half to even), as uint8: the one rule for pixels here.
+
+    Args:
+        array: real numbers on the scale 0..255; a decoder's -0.4 and 255.3 round to 0 and 255.
+        low, high: its smallest and largest value.
+
+    Raises:
+        ValueError: a value is not finite, or does not round to one in 0..255.
+    """
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise ValueError("pixels must be finite")
+    if low < -0.5 or high > 255.5:
+        raise ValueError(f"pixels must lie in 0..255, found {low:.3g}..{high:.3g}")
+    if array.dtype.kind != "f":
+        return array.astype(np.uint8)
+    return np.clip(np.rint(array), 0, 255).astype(np.uint8)
+
+
 def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
     """Pixels as uint8 0..255; floats in [0, 1] are scaled, so a float picture never turns black."""
     if array.dtype == np.uint8:
@@ -31,11 +50,11 @@ def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
     if array.dtype == np.bool_ or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
         raise BadInput(f"{what}: dtype {array.dtype} is not a picture; send uint8 0..255 or floats in [0, 1]")
     low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
-    if not (np.isfinite(low) and np.isfinite(high)) or low < 0 or high > 255:
-        raise BadInput(f"{what}: values {low:.3g}..{high:.3g}; send uint8 0..255 or floats in [0, 1]")
-    if np.issubdtype(array.dtype, np.floating) and high <= 1.0:
-        array = array * 255.0
-    return np.rint(array).astype(np.uint8)
+    scale = 255.0 if np.issubdtype(array.dtype, np.floating) and high <= 1.0 else 1.0
+    try:
+        return whole_pixels(array * scale if scale != 1.0 else array, low * scale, high * scale)
+    except ValueError:
+        raise BadInput(f"{what}: values {low:.3g}..{high:.3g}; send uint8 0..255 or floats in [0, 1]") from None
 
 
 def as_images(images: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.queue import Control, StreaqQueue
-from cosmos_rl_reward.config import DecodeArgs, RewardArgs, ServiceConfig
+from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE, Pool, PoolSpec
@@ -50,9 +50,11 @@ def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
     )
 
 
-def decode_spec(args: DecodeArgs, max_attempts: int) -> PoolSpec:
+def decode_spec(config: ServiceConfig) -> PoolSpec:
     """How to run the latent decoder."""
+    args = config.decode_args
     kwargs = {name: getattr(args, name) for name in ("model_path", "wan2pt2_model_path", "dtype", "device")}
+    kwargs["max_decoded_bytes"] = config.max_decoded_bytes
     return PoolSpec(
         name=DECODE_QUEUE,
         message={"op": "decode", "kwargs": kwargs},
@@ -63,7 +65,7 @@ def decode_spec(args: DecodeArgs, max_attempts: int) -> PoolSpec:
         max_wait_s=0,
         deadline_s=args.deadline_s,
         start_timeout_s=args.start_timeout_s,
-        max_attempts=max_attempts,
+        max_attempts=config.max_attempts,
         lazy=True,
     )
 
@@ -80,7 +82,7 @@ class Host:
         self.spool = open_spool(config)
         self._specs = [reward_spec(args, config.max_attempts) for args in chosen]
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
-            self._specs.append(decode_spec(config.decode_args, config.max_attempts))
+            self._specs.append(decode_spec(config))
         self._names = {*(args.reward_type for args in config.enabled), DECODE_QUEUE}
         self._controls: dict[str, Control] = {}
 

@@ -1,9 +1,13 @@
-"""What a handler gets: pictures as uint8 and metadata, of one job or of several merged ones. Needs only numpy."""
+"""What a handler gets: pictures as uint8 and metadata, of one job or of several merged ones. Needs only numpy.
+
+A sample that is no picture (NaN, out of range) arrives black, so that lists with one entry per sample keep their order;
+whatever score it gets is replaced by None and the reason.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +16,25 @@ import numpy as np
 from cosmos_rl_reward.handler import BadInput
 from cosmos_rl_reward.payload.arrays import BFLOAT16, load
 from cosmos_rl_reward.payload.metadata import PER_ITEM, parse_line
+from cosmos_rl_reward.rewards.pictures import whole_pixels
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, unpack
 
 
 @dataclass(frozen=True)
 class Input:
-    """One job, read. ``images``: ``[B, H, W, 3]`` or ``[B, 3, T, H, W]``, uint8; ``info``: the result's input_info."""
+    """One job, read.
+
+    Attributes:
+        images: ``[B, H, W, 3]`` or ``[B, 3, T, H, W]``, uint8.
+        info: the result's input_info.
+        bad: index and reason of the samples that are no pictures; they are black in ``images``.
+    """
 
     id: str
     images: np.ndarray
     metadata: dict[str, Any]
     info: dict[str, Any]
+    bad: dict[int, str] = field(default_factory=dict)
 
 
 def read_header(path: Path) -> tuple[Job, bytes]:
@@ -36,7 +48,7 @@ def read_input(id: str, path: str, decoded: str) -> Input:
     """Read a job; ``decoded`` is the file of its decoded latents or an empty string.
 
     Raises:
-        BadInput: the values are not those of pictures.
+        BadInput: no sample has the values of a picture.
         OSError: the file was cut off, because the job has ended meanwhile.
     """
     job, line = read_header(Path(path))
@@ -44,11 +56,14 @@ def read_input(id: str, path: str, decoded: str) -> Input:
     if decoded:
         video, note = read_header(Path(decoded))
         images, decoding = load(decoded, video.array), json.loads(note)
-        info = decoding["input_info"]
+        info, bad = decoding["input_info"], {int(k): reason for k, reason in decoding["bad"].items()}
     else:
         raw = load(path, job.array)
         raw = _bfloat16(raw) if job.array.dtype == BFLOAT16 else raw
-        images, info, decoding = to_pixels(raw), describe(raw), {"decode_duration": "0.00", "decoded_info": {}}
+        images, bad = to_pixels(raw)
+        info, decoding = describe(raw), {"decode_duration": "0.00", "decoded_info": {}}
+    if len(bad) == len(images):
+        raise BadInput(f"payload: no sample can be scored; the first: {bad[0]}")
     if images.ndim == 5 and "video_infos" in metadata:
         info = {**info, "video_infos": metadata["video_infos"]}
     metadata.update(
@@ -58,7 +73,7 @@ def read_input(id: str, path: str, decoded: str) -> Input:
         decode_duration=decoding["decode_duration"],
         decoded_info=decoding["decoded_info"],
     )
-    return Input(id, images, metadata, info)
+    return Input(id, images, metadata, info, bad)
 
 
 def describe(array: Any) -> dict[str, Any]:
@@ -72,22 +87,26 @@ def describe(array: Any) -> dict[str, Any]:
     }
 
 
-def to_pixels(array: np.ndarray) -> np.ndarray:
-    """uint8 pixels 0..255; other types are cut to whole numbers, as rewards always did.
+def to_pixels(array: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
+    """uint8 pixels 0..255, and the reasons of those samples that are none; these are black.
 
     Raises:
-        BadInput: values outside 0..255, not finite, or all within [0, 1] as if they were not scaled.
+        BadInput: all values lie within [0, 1] as if they were not scaled, and are not all 0.
     """
     if array.dtype == np.uint8:
-        return array
-    low, high = float(array.min()), float(array.max())
-    if not (np.isfinite(low) and np.isfinite(high)):
-        raise BadInput("payload: pixels must be finite")
-    if low < 0 or high > 255:
-        raise BadInput(f"payload: pixels must lie in 0..255, found {low:.3g}..{high:.3g}")
-    if high <= 1 and array.dtype != np.bool_ and array.dtype.kind == "f":
+        return array, {}
+    pixels, bad = np.zeros(array.shape, np.uint8), {}
+    highest = 0.0
+    for k, sample in enumerate(array):
+        low, high = float(sample.min()), float(sample.max())
+        try:
+            pixels[k] = whole_pixels(sample, low, high)
+            highest = max(highest, high)
+        except ValueError as error:
+            bad[k] = f"payload: {error}"
+    if array.dtype.kind == "f" and 0 < highest <= 1:
         raise BadInput("payload: floating-point pixels within [0, 1]; scale them to 0..255 (best as uint8)")
-    return array.astype(np.uint8)
+    return pixels, bad
 
 
 def _bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -111,6 +130,15 @@ def _per_item(one: Input, required: tuple[str, ...]) -> set[str]:
     names = {*PER_ITEM, *required}
     count = len(one.images)
     return {k for k in names if isinstance(one.metadata.get(k), list) and len(one.metadata[k]) == count}
+
+
+def bad_samples(batch: list[Input]) -> dict[int, str]:
+    """Reasons of the samples of a merged batch that are no pictures, by their index in it."""
+    bad, begin = {}, 0
+    for one in batch:
+        bad.update({begin + k: reason for k, reason in one.bad.items()})
+        begin += len(one.images)
+    return bad
 
 
 def merge(batch: list[Input], required: tuple[str, ...]) -> tuple[np.ndarray, dict[str, Any]]:

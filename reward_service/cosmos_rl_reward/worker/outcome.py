@@ -59,6 +59,13 @@ def _entry(key: str, index: int, value: Any, errors: dict[int, str]) -> Any:
     return value
 
 
+def without(scores: Any, bad: dict[int, str]) -> Any:
+    """A column, or a table of columns, with None for the samples ``bad``."""
+    if isinstance(scores, dict):
+        return {key: without(value, bad) for key, value in scores.items()}
+    return [None if k in bad else value for k, value in enumerate(scores)]
+
+
 def part(value: Any, begin: int, end: int) -> Any:
     """Rows ``begin:end`` of a column or of a table of columns."""
     return {k: part(v, begin, end) for k, v in value.items()} if isinstance(value, dict) else value[begin:end]

@@ -124,14 +124,16 @@ class Scorer:
 
     def _score_batch(self, batch: list[Any]) -> list[dict[str, Any]]:
         from cosmos_rl_reward.results import SUCCEEDED, encode
-        from cosmos_rl_reward.worker.inputs import merge
-        from cosmos_rl_reward.worker.outcome import check, part
+        from cosmos_rl_reward.worker.inputs import bad_samples, merge
+        from cosmos_rl_reward.worker.outcome import check, part, without
 
         images, metadata = merge(batch, self.handler.required_metadata)
         began = time.perf_counter()
         returned = self._call(images, metadata)
         duration = time.perf_counter() - began
         scores, errors = check(returned, len(images))
+        bad = bad_samples(batch)
+        scores, errors = without(scores, bad), {**errors, **bad}
         answers, at = [], 0
         for one in batch:
             end = at + len(one.images)

@@ -1,6 +1,7 @@
 """Streams: which item stands at which global position. A pure function of the position, so a resume skips nothing and
 reads nothing twice, whatever the number of ranks."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,6 +186,15 @@ def _as_batch(fetched: list[_Fetched], skipped: Skipped) -> Batch:
     return Batch(positions=tuple(one.position for one in fetched), items=tuple(items))
 
 
+def _stay_until_closed(_worker: int) -> None:
+    """In a loader process: a stop signal to all processes is the run's to answer, which still needs its data.
+
+    It ends when the run closes it or is gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def load_batches(
     dataset: Sequence[Any],
     stream: MapStream,
@@ -209,6 +219,7 @@ def load_batches(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         collate_fn=list,
+        worker_init_fn=_stay_until_closed,
     )
     for fetched in loader:
         yield _as_batch(fetched, skipped)

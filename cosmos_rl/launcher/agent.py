@@ -19,7 +19,15 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from cosmos_rl.launcher.link import Link
 from cosmos_rl.launcher.nodes import JobEnded
-from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ON_PURPOSE, StopRequest
+from cosmos_rl.launcher.signals import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    ON_PURPOSE,
+    STOP_SIGNALS,
+    StopRequest,
+    interrupts_held,
+)
 from cosmos_rl.launcher.supervised import ready_file
 
 _MONITOR_SECONDS = 0.1
@@ -73,8 +81,9 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
     if messages:  # a rank that has something to say takes the others down with it, by a lost connection
         return EXIT_USER_ERROR if EXIT_USER_ERROR in _codes(exit_file) else EXIT_FAILED, "\n".join(messages)
     if result.is_failed():
-        ended_by_us = all(failure.exitcode == -signal.SIGTERM for failure in result.failures.values())
-        if stop.requested and ended_by_us:  # it had not begun to work yet, so there is nothing to save
+        by_signal = {-getattr(signal, name) for name in STOP_SIGNALS}
+        asked_to = all(failure.exitcode in by_signal for failure in result.failures.values())
+        if stop.requested and asked_to:  # it had not begun to work yet, so there is nothing to save
             return stop.exit_code, ""
         return EXIT_FAILED, _describe(result)
     if not any(exit_file.parent.glob("exit.*.ready")):
@@ -143,7 +152,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for stale in self._exit_file.parent.glob("exit.*"):
             stale.unlink()
-        self._live = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        with interrupts_held():
+            self._live = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._workers_environment.starts += 1
         if self._stop.requested:  # it came while they were being started
             self.forward()

@@ -1,11 +1,17 @@
-"""Requests to stop, as they come from people (Ctrl-C) and schedulers (SIGTERM, SIGUSR1)."""
+"""Requests to stop, as they come from people (Ctrl-C, a closed terminal) and schedulers (SIGTERM, SIGUSR1)."""
 
 import contextlib
+import os
 import signal
+import stat
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+SAME_MOMENT_S = 0.1
+"""Two SIGINT within so short a time are one request: `timeout` sends it to the command and to its group. Nobody presses
+Ctrl-C twice as fast."""
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -22,11 +28,16 @@ class StopRequest:
         self.forward: Callable[[], None] | None = None
         """Called after each signal, when set."""
         self._interrupts = 0
+        self._last_interrupt = -SAME_MOMENT_S
 
     def note(self, name: str) -> None:
         """Record the arrival of signal `name`; the first one stays the reason."""
         self.requested = self.requested or name
-        self._interrupts += name == "SIGINT"
+        if name != "SIGINT":
+            return
+        now = time.monotonic()
+        self._interrupts += now - self._last_interrupt >= SAME_MOMENT_S
+        self._last_interrupt = now
 
     @property
     def insisted(self) -> bool:
@@ -43,16 +54,48 @@ class StopRequest:
 
 @contextlib.contextmanager
 def listening(stop: StopRequest) -> Iterator[None]:
-    """Within the block stop signals are recorded in `stop` and handed on to `stop.forward`."""
+    """Within the block stop signals are recorded in `stop` and handed on to `stop.forward`.
+
+    A SIGHUP that this process ignores, as under `nohup`, stays ignored.
+    """
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
         stop.note(signal.Signals(number).name)
         if stop.forward:
             stop.forward()
 
-    before = {name: signal.signal(getattr(signal, name), handle) for name in STOP_SIGNALS}
+    numbers = [getattr(signal, name) for name in STOP_SIGNALS]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `interrupts_held`
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Processes started within the block get no SIGINT until they listen.
+
+    One that comes while they still import would end them with a traceback; the launcher ends them in its own way.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_closed_terminal() -> None:
+    """What is printed from now on goes nowhere: each write to a terminal that is gone would be an error."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)

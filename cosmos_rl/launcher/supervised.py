@@ -27,8 +27,9 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
     stop = StopRequest()
 
     def leave_now() -> None:
-        if stop.insisted:
-            os._exit(_process_code(EXIT_INTERRUPTED))
+        # Under the launcher a signal to all processes comes here twice, and it alone knows what was insisted on.
+        if stop.insisted and _exit_file() is None:
+            os._exit(EXIT_INTERRUPTED)
 
     stop.forward = leave_now
     with listening(stop):

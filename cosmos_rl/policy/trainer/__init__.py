@@ -54,7 +54,7 @@ def run(
         stop: asked after each step.
 
     Returns:
-        Exit code: 0 done, 75 saved and stopped by SIGTERM or SIGUSR1, 130 saved and stopped by Ctrl-C.
+        Exit code: 0 done, 75 saved and stopped by SIGTERM, SIGUSR1 or SIGHUP, 130 saved and stopped by Ctrl-C.
     """
     from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
     from cosmos_rl.distributed.memory import memory_phase

@@ -35,7 +35,7 @@ HOOKS = (
     "save_checkpoint_hook",
     "load_checkpoint_hook",
 )
-EXIT_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+EXIT_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGHUP": 75, "SIGINT": 130}
 
 
 class TrainLoop:

@@ -1,6 +1,8 @@
 """Pictures, pairs and streams."""
 
 import json
+import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cosmos_rl.data.images import load_picture, to_uint8
-from cosmos_rl.data.items import Item, Part, as_item
+from cosmos_rl.data.items import BadSample, Item, Part, as_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptFile
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
@@ -255,3 +257,108 @@ def test_positions_of_a_long_run_are_made_while_they_are_needed() -> None:
     stream = MapStream(1_000_000, 10, 0, shuffle=False)
     batches = load_batches([Item(torch.zeros(3, 1, 1), "x")] * 1_000_000, stream, 0, 10**9)
     assert next(batches).positions[0].sample_id == 0
+
+
+# ---- captions ------------------------------------------------------------------------------------------------------
+
+
+def captions(folder: Path, content: bytes, count: int = 8) -> Path:
+    """``count`` pictures with the same bytes as caption."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
+        (folder / f"{i}.json").write_bytes(content)
+    return folder
+
+
+BOM = b"\xef\xbb\xbf"
+WRONG_CAPTIONS = {
+    "another key": (b'{"caption": "a cat"}', "has no text under 'prompt'; it has 'caption'"),
+    "text": (b'{"text": "a cat", "w": 1}', "has no text under 'prompt'; it has 'text', 'w'"),
+    "null": (b'{"prompt": null}', "has no text under 'prompt'; that is null"),
+    "a list": (b'["a cat"]', "has no text under 'prompt'; it is no object but a list"),
+    "nothing": (b"{}", "has no text under 'prompt'; it has nothing"),
+    "Latin-1": ('{"prompt": "M\u00fcller"}'.encode("latin-1"), "is not UTF-8 text"),
+    "half a character": (rb'{"prompt": "\ud83d x"}', r"has half of a character (\ud83d) at place 0"),
+    "deeply nested": (b"[" * 100_000 + b"]" * 100_000, "is not valid JSON (nested too deeply)"),
+    "many digits": (b'{"prompt": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+    "a film": (b'{"prompt": "' + b"x" * 2**20 + b'"}', "is no caption: it has more than"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CAPTIONS)
+def test_captions_that_are_all_wrong_are_named_with_the_reason(tmp_path: Path, name: str) -> None:
+    content, why = WRONG_CAPTIONS[name]
+    with pytest.raises(UserError) as error:
+        LocalPairs(captions(tmp_path, content), 8, 8)
+    message = str(error.value)
+    assert f"0.json: {why}" in message
+    assert "4.json" in message
+    assert "and 3 more" in message
+    assert len(message) < 2000
+    save_pair(tmp_path, "good")
+    with pytest.raises(UserError, match="More is left out than used"):
+        LocalPairs(tmp_path, 8, 8)
+    for i in range(8):
+        save_pair(tmp_path, f"good{i}")
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert len(pairs) == 9
+    assert why in pairs.problems[0]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path: Path, count: int) -> None:
+    captions(tmp_path, BOM + '{"prompt": "M\u00fcller"}'.encode(), count)
+    for i in range(count, 8):
+        save_pair(tmp_path, f"{i}", caption={"prompt": "M\u00fcller"})
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert (pairs.prompts, pairs.problems) == (["M\u00fcller"] * 8, [])
+
+
+def test_files_of_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
+    for name in "abc":
+        save_pair(tmp_path, name)
+    Image.new("RGB", (8, 8)).save(tmp_path / "t.tiff")
+    (tmp_path / "t.json").write_text('{"prompt": "t"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "u.png")
+    (tmp_path / "u.txt").write_text("a caption")
+    assert LocalPairs(tmp_path, 8, 8).problems == [
+        "t.json: has no picture; t.tiff is of a kind that is not read",
+        "u.png: has no caption u.json; u.txt is of a kind that is not read",
+    ]
+
+
+def test_file_names_that_are_no_text_are_read_and_shown(tmp_path: Path) -> None:
+    save_pair(tmp_path, "a")
+    name = os.fsdecode(b"\xff")
+    try:
+        save_pair(tmp_path, name, caption={"prompt": "b"})
+    except OSError:
+        pytest.skip("this file system takes only names that are text")
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert [(item.name, item.prompt) for item in pairs] == [("a", "a"), ("\\udcff", "b")]
+    (tmp_path / f"{name}.png").write_bytes(b"no picture")
+    with pytest.raises(BadSample, match=r"\\udcff.png: cannot be read as a picture"):
+        LocalPairs(tmp_path, 8, 8)[1]
+
+
+def test_a_decoder_may_raise_what_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.jpg")
+    for error in (MemoryError(), RecursionError("deep"), KeyError("x"), struct.error("unpack")):
+
+        def fail(image: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("cosmos_rl.data.images.ImageOps.exif_transpose", fail)
+        with pytest.raises(BadSample, match=rf"x.jpg: cannot be read as a picture \({type(error).__name__}"):
+            load_picture(tmp_path / "x.jpg", 8, 8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_half_a_character_in_a_data_set_of_ones_own_is_one_bad_sample(num_workers: int) -> None:
+    data = [{"visual": torch.zeros(3, 2, 2), "prompt": text} for text in ("a", "\ud83d b", "c")]
+    skipped = Skipped(3, 0.4)
+    stream = MapStream(3, 3, 0, shuffle=False)
+    (batch,) = load_batches(data, stream, 0, 1, num_workers=num_workers, skipped=skipped)
+    assert [item.prompt for item in batch.items] == ["a", "c", "c"]
+    assert "element 1: 'prompt' has half of a character (\\ud83d)" in skipped.reasons[1]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
@@ -198,3 +199,29 @@ def test_a_reader_that_has_seen_enough_is_no_error(write_toml: Callable[..., Pat
     command = f"{sys.executable} -m cosmos_rl.launcher.cli check --config {write_toml()} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
+
+
+def captioned(folder: Path, good: int, wrong: bytes, count: int) -> Path:
+    folder.mkdir()
+    for i in range(good + count):
+        Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
+        (folder / f"{i}.json").write_bytes(b'\xef\xbb\xbf{"prompt": "a cat"}' if i < good else wrong)
+    return folder
+
+
+def test_a_check_of_the_environment_reads_the_captions(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_toml())
+    wrong = captioned(tmp_path / "wrong", 0, b'{"caption": "a cat"}', 8)
+    some = captioned(tmp_path / "some", 6, b'{"text": "a cat"}', 2)
+    for command in (["check", "--env"], []):
+        assert main([*command, "--config", path, f"--train.train_policy.dataset.local_dir={wrong}"]) == 2
+        message = capsys.readouterr().err
+        assert "train.train_policy.dataset.local_dir" in message
+        assert "no usable pair" in message
+        assert "0.json: has no text under 'prompt'; it has 'caption'" in message
+    assert main(["check", "--env", "--config", path, f"--train.train_policy.dataset.local_dir={some}"]) == 0
+    report = capsys.readouterr().out
+    assert "2 files are left out (6 pairs are used)" in report
+    assert "7.json: has no text under 'prompt'; it has 'text'" in report

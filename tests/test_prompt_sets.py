@@ -66,6 +66,10 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
         ("x.jsonl", '{"prompt": "a"}\n\n{"prompt"\n', r"x.jsonl, line 3: is not valid JSON"),
         ("x.jsonl", '{"prompt": "a"}\n{"text": "b"}\n[1]\n', 'no text under "prompt" in line 2, line 3; expected a l'),
         ("x.jsonl", '{"prompt": " "}', 'no text under "prompt" in line 1;'),
+        ("x.jsonl", '{"text": "b"}', r"\(line 1 has no text under 'prompt'; it has 'text'\)"),
+        ("x.jsonl", r'{"prompt": "\ud83d x"}', r"line 1; .* \(line 1 has half of a character \(.ud83d\) at place 0"),
+        ("x.json", r'[{"prompt": "a", "tag": "\udc00"}]', "row 0; .* has half of a character"),
+        ("x.json", "[" * 100_000 + "]" * 100_000, r"x.json: is not valid JSON \(nested too deeply\)"),
         ("x.json", '{"prompt": "a"}', "holds no list of prompts"),
         ("x.json", json.dumps([{}] * 13), "in row 0, .* row 9 and 3 more; expected"),
         ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
@@ -90,6 +94,9 @@ def test_elements_of_own_data_sets() -> None:
     assert as_prompt_record({"prompt": "a", "metadata": {"x": 1}}, 0) == record
     assert as_prompt_record({"prompt": "a", "x": 1}, 0) == record
     assert as_prompt_record({"prompt": "a", "metadata": 3}, 0).metadata == {"metadata": 3}
+    for half in ("\ud83d x", PromptRecord("\ud83d x"), {"prompt": "a", "tag": "\ud83d x"}):
+        with pytest.raises(UserError, match=r"element 5: .* has half of a character \(.ud83d\)"):
+            as_prompt_record(half, 5)
     for raw, found in [({"text": "a"}, r"found \['text'\]"), (3, "found int"), ({"prompt": 3}, "found")]:
         with pytest.raises(UserError, match=rf"element 5: need a text or a mapping .*{found}"):
             as_prompt_record(raw, 5)

@@ -8,8 +8,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from cosmos_rl.data.items import BadSample
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+from cosmos_rl.data.texts import printable
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -47,8 +46,9 @@ def load_picture(path: Path, height: int, width: int) -> Tensor:
     try:
         with Image.open(path) as image:
             return to_tensor(fit(to_rgb(image), height, width))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BadSample(f"{path}: cannot be read as a picture ({error})") from error
+    except Exception as error:  # whatever a decoder makes of a broken file is the fault of that file
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BadSample(f"{printable(str(path))}: cannot be read as a picture ({why})") from error
 
 
 def to_uint8(pictures_N3HW: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.texts import text_problem
 from cosmos_rl.errors import UserError
 
 
@@ -49,9 +50,11 @@ def as_item(raw: Any, index: int) -> Item:
     """An element of any data set -> ``Item``. A user's data set may return mappings with ``visual`` and ``prompt``.
 
     Raises:
+        BadSample: no tokenizer would take its prompt.
         UserError: the element has another form.
     """
     if isinstance(raw, Item):
+        _check_text(raw.prompt, index)
         return raw
     if not isinstance(raw, Mapping) or not {"visual", "prompt"} <= set(raw):
         found = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
@@ -63,7 +66,14 @@ def as_item(raw: Any, index: int) -> Item:
         )
     if not isinstance(prompt, str):
         raise UserError(f"data set element {index}: 'prompt' must be a string, found {type(prompt).__name__}")
+    _check_text(prompt, index)
     largest = float(visual.detach().abs().max()) if visual.numel() else 0.0
     if not largest <= 1.01:  # NaN is refused too
         raise UserError(f"data set element {index}: 'visual' must be in [-1, 1], its largest magnitude is {largest:g}")
     return Item(visual=visual.to(torch.float32), prompt=prompt, name=str(raw.get("name", index)))
+
+
+def _check_text(prompt: str, index: int) -> None:
+    problem = text_problem(prompt)
+    if problem is not None:
+        raise BadSample(f"data set element {index}: 'prompt' {problem}")

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cosmos_rl.data.texts import parse_json, printable, prompt_problem, text_problem
 from cosmos_rl.errors import UserError
 
 _FORMS = {
@@ -65,14 +66,16 @@ def as_prompt_record(raw: object, index: int) -> PromptRecord:
     Raises:
         UserError: the element has another form.
     """
-    if isinstance(raw, PromptRecord):
-        return raw
-    if isinstance(raw, str):
-        return PromptRecord(raw)
+    if isinstance(raw, PromptRecord | str):
+        record = PromptRecord(raw) if isinstance(raw, str) else raw
+        _check_texts(record, f"data set element {index}")
+        return record
     if not isinstance(raw, Mapping) or not isinstance(raw.get("prompt"), str):
         found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
         raise UserError(f'data set element {index}: need a text or a mapping with a text "prompt", found {found}')
-    return _of_mapping(raw)
+    record = _of_mapping(raw)
+    _check_texts(record, f"data set element {index}")
+    return record
 
 
 def _of_mapping(row: Mapping[str, Any]) -> PromptRecord:
@@ -93,7 +96,9 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
     """
     path = Path(path).expanduser()
     if path.suffix not in _FORMS:
-        raise UserError(f"{path.absolute()}: is no file of prompts; known endings: {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"{printable(str(path.absolute()))}: is no file of prompts; known endings: {', '.join(SUFFIXES)}"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -106,40 +111,54 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
 def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
     """What `read_prompts` makes of the ``text`` of the file ``name``, whose ending ``suffix`` says its form."""
     expected = f"expected {_FORMS[suffix]}"
+    rows: list[tuple[str, Any]]
     if suffix == ".txt":
-        records = [PromptRecord(line.strip()) for line in text.split("\n") if line.strip()]
-        wrong = []
-    elif suffix == ".jsonl":
-        rows = list(_json_lines(text, name, expected))
-        wrong = [f"line {number}" for number, row in rows if not _has_prompt(row)]
-        records = [_of_mapping(row) for _, row in rows if _has_prompt(row)]
+        rows = [(f"line {i}", {"prompt": line.strip()}) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    elif suffix == ".jsonl":  # not splitlines: JSON may hold other line separators
+        lines = ((f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
+        rows = [(place, _json(line, f"{name}, {place}", expected)) for place, line in lines]
     else:
         content = _json(text, name, expected)
         if not isinstance(content, list):
             raise UserError(f"{name}: holds no list of prompts; {expected}")
-        wrong = [f"row {number}" for number, row in enumerate(content) if not _has_prompt(row)]
-        records = [_of_mapping(row) for row in content if _has_prompt(row)]
-    if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise UserError(f'{name}: no text under "prompt" in {", ".join(wrong[:_SHOWN])}{more}; {expected}')
-    if not records:
+        rows = [(f"row {number}", row) for number, row in enumerate(content)]
+    if not rows:
         raise UserError(f"{name}: holds no list of prompts: it is empty; {expected}")
-    return records
+    _refuse_wrong(rows, name, expected)
+    return [_of_mapping(row) for _, row in rows]
 
 
-def _has_prompt(row: object) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("prompt"), str) and bool(row["prompt"].strip())
+def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> None:
+    """Raise `UserError` that names the rows without a usable text, with what is wrong with the first."""
+    wrong = [(place, why) for place, row in rows if (why := _problem(row)) is not None]
+    if not wrong:
+        return
+    places, more = ", ".join(place for place, _ in wrong[:_SHOWN]), ""
+    if len(wrong) > _SHOWN:
+        more = f" and {len(wrong) - _SHOWN} more"
+    first, why = wrong[0]
+    raise UserError(f'{name}: no text under "prompt" in {places}{more}; {expected} ({first} {why})')
+
+
+def _problem(row: object) -> str | None:
+    """What is wrong with a row; also a text beside the prompt must be one that can be written and sent."""
+    problem = prompt_problem(row)
+    if problem is not None or not isinstance(row, dict):
+        return problem
+    if not row["prompt"].strip():
+        return "has an empty text under 'prompt'"
+    return text_problem(json.dumps(row, ensure_ascii=False))
+
+
+def _check_texts(record: PromptRecord, what: str) -> None:
+    for text in (record.prompt, *(v for v in record.metadata.values() if isinstance(v, str))):
+        problem = text_problem(text)
+        if problem is not None:
+            raise UserError(f"{what}: {printable(record.prompt[:40])!r}: {problem}")
 
 
 def _json(text: str, name: str, expected: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{name}: is not valid JSON ({error}); {expected}") from error
-
-
-def _json_lines(text: str, name: str, expected: str) -> Iterator[tuple[int, Any]]:
-    """Number, from 1, and content of every line that is not blank."""
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold other line separators
-        if line.strip():
-            yield number, _json(line, f"{name}, line {number}", expected)
+    content, problem = parse_json(text)
+    if problem is not None:
+        raise UserError(f"{name}: {problem}; {expected}")
+    return content

@@ -60,8 +60,9 @@ def check(argv: Sequence[str]) -> int:
     _print(report.sections())
     problems = list(report.problems())
     if given.env:
-        _print([Section("Environment", report.environment())])
-        problems += _environment_problems(config, BUNDLED.get(script)) + report.disk_problems()
+        found, notes = _environment_problems(config, BUNDLED.get(script))
+        _print([Section("Environment", report.environment() + notes)])
+        problems += found + report.disk_problems()
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
     return 0
@@ -280,12 +281,13 @@ def _on_cpu(config: Config, nproc: int | None) -> bool:
     return machine.gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
 
 
-def _environment_problems(config: Config, data: DataForm | None) -> list[str]:
+def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[str], list[str]]:
+    """What a launch would refuse, and what a run would leave out of its data."""
     try:
-        check_environment(config, data)
+        notes = check_environment(config, data)
     except UserError as error:
-        return str(error).splitlines()
-    return []
+        return str(error).splitlines(), []
+    return [], [line for note in notes for line in note.splitlines()]
 
 
 # ---- small parts -------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
+from cosmos_rl.data.pair_files import usable_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
-from cosmos_rl.data.prompts import read_prompts
+from cosmos_rl.data.prompts import SUFFIXES, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DatasetConfig, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
 from cosmos_rl.reward.access import missing_access
@@ -20,29 +21,35 @@ DataForm = Literal["pairs", "prompts"]
 """Captioned pictures, or a list of prompts."""
 
 
-def check_environment(config: Config, data: DataForm | None) -> None:
-    """Raise `UserError` with all folders and files that are named and are not there.
+def check_environment(config: Config, data: DataForm | None) -> list[str]:
+    """Raise `UserError` with all folders and files that are named and are not there, or hold no usable data.
 
-    `data`: what the data folders must hold; None: a script of the user's own may read anything.
+    Args:
+        config: a checked configuration.
+        data: what the data folders must hold; None: a script of the user's own may read anything.
+
+    Returns:
+        What a run would leave out of its data, a text for each folder.
     """
-    problems = _model(config)
+    problems, notes = _model(config), list[str]()
     if config.train.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
         problems.append('train.device = "cuda", but this machine has no NVIDIA device; use "auto" or "cpu"')
     if data == "pairs":
-        problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir)
+        problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
         if config.validation.enable:
-            problems += _pairs("validation.dataset", config.validation.dataset.local_dir)
+            problems += _held_out("validation.dataset", config.validation.dataset.local_dir, notes)
     if data == "prompts":
         problems += _prompts("train.train_policy.dataset", config.train.train_policy.dataset, "train")
         if config.validation.enable:
             problems += _prompts("validation.dataset", config.validation.dataset, "test")
-    problems += _rl(config)
+    problems += _rl(config, notes)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
     problems += missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
+    return notes
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -95,7 +102,7 @@ def _trackers(config: Config) -> list[str]:
     return []
 
 
-def _rl(config: Config) -> list[str]:
+def _rl(config: Config, notes: list[str]) -> list[str]:
     """Files of rewards, and folders of pairs that reinforcement learning reads beside its prompts."""
     job = config.train.train_policy
     if not isinstance(job, GrpoPolicyConfig):
@@ -108,9 +115,13 @@ def _rl(config: Config) -> list[str]:
         for entry in (table.reward_fns if table else ())
         for problem in _reward_file(f"{key}.reward_fns", entry.function)
     ]
-    problems = _pairs("train.train_policy.data_term", job.data_term.local_dir) if job.data_term.beta > 0 else []
+    problems = list[str]()
+    if job.data_term.beta > 0:
+        problems += _pairs("train.train_policy.data_term", job.data_term.local_dir, notes)
     problems += missing
-    return problems + (_pairs("train.train_policy.watch", job.watch.local_dir) if job.watch.enable else [])
+    if job.watch.enable:
+        problems += _pairs("train.train_policy.watch", job.watch.local_dir, notes)
+    return problems
 
 
 def _reward_file(key: str, place: str) -> list[str]:
@@ -200,18 +211,37 @@ def _hub(name: str, revision: str | None) -> list[str]:
     ]
 
 
-def _pairs(table: str, folder: str) -> list[str]:
+def _held_out(table: str, source: str, notes: list[str]) -> list[str]:
+    """Pairs, or a file of prompts."""
+    path = Path(source).expanduser()
+    if not source or path.is_dir() or not (path.is_file() or path.suffix in SUFFIXES):
+        return _pairs(table, source, notes)
+    try:
+        read_prompts(path)
+    except UserError as error:
+        return [f"{table}.local_dir: {error}"] if path.exists() else _missing(f"{table}.local_dir", source)
+    return []
+
+
+def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
     if not folder:
         return []  # a script may bring its own data
     key = f"{table}.local_dir"
     path = Path(folder).expanduser()
-    problems = _missing(key, folder)
-    if path.is_file() and path.suffix != ".json":
+    if not path.exists():
+        return _missing(key, folder)
+    if not path.is_dir():
         return [f'{key} = "{folder}": is a file; give the folder of the pictures']
-    if not problems and path.is_dir() and next(path.glob("*.json"), None) is None:
+    if next(path.glob("*.json"), None) is None:
         kinds = sorted({entry.suffix or f"{entry.name}/" for entry in path.iterdir()})
-        problems = [
+        return [
             f'{key} = "{folder}": no captions there; expected pairs <name>.json ({{"prompt": "..."}}) and <name>.jpg, '
             f".jpeg, .png or .webp, found {', '.join(kinds) or 'nothing'}"
         ]
-    return problems
+    try:
+        left_out = usable_pairs(path)[2]
+    except UserError as error:
+        return [f"{key}: {error}"]
+    if left_out:
+        notes.append(f"{key}: {left_out}")
+    return []

@@ -1,0 +1,137 @@
+"""A flat folder of pairs ``<name>.json`` (``{"prompt": "..."}``) and ``<name>.jpg|.jpeg|.png|.webp``.
+
+Which files belong together, and why a file is left out. No torch: `cosmos-rl check` looks at folders with it.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.data.texts import parse_json, printable, prompt_problem
+from cosmos_rl.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+"""Endings of pictures that are read, in lower case."""
+_LARGEST_CAPTION = 2**20
+"""Bytes of a caption file."""
+_SHOWN = 20
+_SHOWN_WHEN_NONE_IS_LEFT = 5
+_MAX_SKIPPED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One picture and its caption."""
+
+    name: str
+    picture: Path
+    prompt: str
+
+
+def expected_layout() -> str:
+    """One sentence that says what a folder of pairs looks like."""
+    return f'expected a flat folder of pairs <name>.json ({{"prompt": "..."}}) and <name>{"|".join(SUFFIXES)}'
+
+
+def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
+    """Pairs in ``folder`` sorted by name, and one line for each caption or picture that has no partner or is invalid.
+
+    Raises:
+        UserError: the folder does not exist or holds no usable pair.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder.absolute()}: no such folder; {expected_layout()}")
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
+    pictures, others = _by_stem(names)
+    pairs, problems = [], []
+    for caption in (name for name in names if name.endswith(".json")):
+        stem = caption.removesuffix(".json")
+        found = pictures.pop(stem, [])
+        prompt, problem = _read_prompt(folder / caption)
+        if prompt is not None and len(found) == 1:
+            pairs.append(Pair(printable(stem), folder / found[0], prompt))
+            continue
+        if problem is None:
+            problem = f"has {len(found)} pictures" if found else "has no picture" + _not_read(others.get(stem))
+        problems.append(f"{printable(caption)}: {problem}")
+    problems += [
+        f"{printable(name)}: has no caption {printable(stem)}.json" + _not_read(others.get(stem))
+        for stem, found in sorted(pictures.items())
+        for name in found
+    ]
+    if not pairs:
+        raise UserError(
+            f"{folder.absolute()}: no usable pair; {expected_layout()}; found {_summary(folder)}"
+            + _listed(problems, _SHOWN_WHEN_NONE_IS_LEFT)
+        )
+    return pairs, problems
+
+
+def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
+    """`scan_pairs`, and a text about what is left out (empty: nothing is).
+
+    Raises:
+        UserError: no usable pair, or more captions and pictures are left out than pairs used.
+    """
+    pairs, problems = scan_pairs(folder)
+    if not problems:
+        return pairs, problems, ""
+    text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _listed(problems, _SHOWN)
+    if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
+        raise UserError(f"{text}\nMore is left out than used; {expected_layout()}")
+    return pairs, problems, text
+
+
+def _by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Stem -> the pictures of that name, and stem -> its files of kinds that are not read."""
+    pictures: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for name in names:
+        stem, ending = os.path.splitext(name)
+        if ending != ".json":
+            (pictures if ending.lower() in SUFFIXES else others).setdefault(stem, []).append(name)
+    return pictures, others
+
+
+def _not_read(names: Sequence[str] | None) -> str:
+    if not names:
+        return ""
+    return f"; {', '.join(map(printable, names))} is of a kind that is not read"
+
+
+def _read_prompt(caption: Path) -> tuple[str | None, str | None]:
+    """(prompt, None) or (None, what is wrong)."""
+    try:
+        with caption.open("rb") as file:
+            content = file.read(_LARGEST_CAPTION + 1)
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    if len(content) > _LARGEST_CAPTION:
+        return None, f"is no caption: it has more than {_LARGEST_CAPTION} bytes"
+    row, problem = parse_json(content)
+    problem = problem or prompt_problem(row)
+    if problem is not None or not isinstance(row, Mapping):
+        return None, problem
+    return row["prompt"], None
+
+
+def _listed(problems: Sequence[str], shown: int) -> str:
+    """The first problems, a line each."""
+    if not problems:
+        return ""
+    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
+    return ":\n  " + "\n  ".join(problems[:shown]) + more
+
+
+def _summary(folder: Path) -> str:
+    """What the folder holds, by kind: ``3 .txt, 2 folders (metas, videos)``."""
+    entries = sorted(folder.iterdir())
+    kinds = Counter(entry.suffix or printable(entry.name) for entry in entries if entry.is_file())
+    parts = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+    folders = [printable(entry.name) for entry in entries if entry.is_dir()]
+    if folders:
+        parts.append(f"{len(folders)} folders ({', '.join(folders[:5])})")
+    return ", ".join(parts) or "nothing"

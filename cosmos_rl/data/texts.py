@@ -1,0 +1,53 @@
+"""What counts as a text: one rule for caption files, files of prompts and the data sets of a script. No torch."""
+
+import json
+from collections.abc import Mapping
+
+_SHOWN_KEYS = 5
+
+
+def parse_json(content: bytes | str) -> tuple[object, str | None]:
+    """(what the JSON holds, None) or (None, what is wrong). A byte order mark, as Windows editors write it, is fine."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return None, f"is not UTF-8 text ({error})"
+    try:
+        return json.loads(text), None
+    except ValueError as error:
+        return None, f"is not valid JSON ({error})"
+    except RecursionError:
+        return None, "is not valid JSON (nested too deeply)"
+
+
+def prompt_problem(row: object) -> str | None:
+    """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one."""
+    if not isinstance(row, Mapping):
+        return f"has no text under 'prompt'; it is no object but {_kind(row)}"
+    if isinstance(row.get("prompt"), str):
+        return text_problem(row["prompt"])
+    if "prompt" in row:
+        return f"has no text under 'prompt'; that is {_kind(row['prompt'])}"
+    keys = [repr(printable(str(key))[:40]) for key in row]
+    more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+    return f"has no text under 'prompt'; it has {', '.join(keys[:_SHOWN_KEYS]) or 'nothing'}{more}"
+
+
+def text_problem(text: str) -> str | None:
+    """Why no tokenizer takes ``text``; None: it is one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = printable(text[error.start : error.end])
+        return f"has half of a character ({half}) at place {error.start} of its text"
+    return None
+
+
+def printable(text: str) -> str:
+    """``text`` as every output takes it: halves of characters, also from file names that are not UTF-8, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return names.get(type(value), "a number")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import (
+    all_equal,
     apply_mode,
     combined_advantages,
     group_advantages,
@@ -210,8 +211,61 @@ def test_optimality_table() -> None:
 def test_share_of_groups_that_teach_nothing() -> None:
     reward = rewards(0.1, 0.1, 0.1, 1.0, 2.0, 4.0, None, None, 5.0, None)
     # equal; differs; one reward; none; the last two rows are one more group with one reward
-    assert zero_std_share(reward, groups(0, 0, 0, 1, 1, 2, 2, 3, 4, 4)) == 0.75
+    group = groups(0, 0, 0, 1, 1, 2, 2, 3, 4, 4)
+    assert zero_std_share(group_advantages(reward, group, global_std=True), group) == 0.75
     assert zero_std_share(rewards(None), groups(0)) == 0.0
+
+
+# ---- rounding ------------------------------------------------------------------------------------------------------
+
+TIES = {
+    "sums in another order": [0.3] * 12 + [0.1 + 0.2] * 12,
+    "float32": torch.nextafter(torch.full((24,), 0.7), torch.arange(24.0)).tolist(),
+    "in the thousands": [4096.0] * 12 + [4096.0 + 2.0**-12] * 12,  # float32 has 2^-11 there
+}
+
+
+@pytest.mark.parametrize("mode", ["all", "positive_only", "negative_only", "one_only", "binary"])
+@pytest.mark.parametrize("name", TIES)
+@pytest.mark.parametrize("global_std", [True, False])
+def test_rewards_that_are_equal_but_for_rounding_teach_nothing(name: str, mode: Any, global_std: bool) -> None:
+    reward, group = rewards(*TIES[name], 1.0, 2.0), groups(*[0] * 24, 1, 1)
+    assert len(set(TIES[name])) > 1
+    used = apply_mode(group_advantages(reward, group, global_std=global_std), mode)
+    assert used[:24].tolist() == [0.0] * 24
+    assert optimality(used, -5.0, 5.0)[:24].tolist() == [0.5] * 24
+    assert zero_std_share(used, group) == 0.5
+    kept = kept_rows(used, group, on_missing="neutral", drop_equal_groups=True)
+    assert kept.tolist() == [False] * 24 + [True] * 2
+
+
+def test_a_reward_at_the_mean_of_its_group_has_no_sign() -> None:
+    found = group_advantages(rewards(0.1, 0.3, 0.1 + 0.2, 0.5), groups(0, 0, 0, 0), global_std=True)
+    assert apply_mode(found, "binary").tolist() == [-1.0, 0.0, 0.0, 1.0]
+
+
+def test_small_differences_between_large_rewards_still_count() -> None:
+    found = group_advantages(rewards(1000.0, 1000.1, 1000.2), groups(0, 0, 0), global_std=True)
+    assert found.tolist() == pytest.approx([-1.2231, 0.0, 1.2231], abs=1e-3)
+
+
+def test_what_cancels_but_for_rounding_is_nothing() -> None:
+    """A reward less the same reward: what is left has the size of the terms' rounding, not of the sum."""
+    first, second = np.float32([0.3, 0.7, 0.9]).tolist(), [0.3, 0.7, 0.9]
+    left = rewards(*(a - b for a, b in zip(first, second, strict=True)))
+    assert left.unique().numel() == 3
+    group, size = groups(0, 0, 0), 2 * rewards(*second)
+    assert group_advantages(left, group, global_std=True, size_N=size).tolist() == [0.0] * 3
+    both = {"a": rewards(*first), "b": rewards(*second)}
+    assert combined_advantages(both, {"a": 1.0, "b": -1.0}, group, global_std=True).tolist() == [0.0] * 3
+
+
+def test_equal_values() -> None:
+    assert all_equal(rewards(0.3, 0.1 + 0.2, None))
+    assert all_equal(rewards())
+    assert all_equal(rewards(0.0, 0.0))
+    assert not all_equal(rewards(0.3, 0.3001))
+    assert not all_equal(rewards(0.0, 1e-9))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +284,7 @@ def test_rows_that_are_trained_on(on_missing: Any, drop_equal_groups: bool, expe
         group, reward = torch.cat([group, groups(1)]), torch.cat([reward, rewards(2)])
         expected = [*expected, 1 if on_missing == "neutral" else 0]
     advantage = group_advantages(reward, group, global_std=True)
-    kept = kept_rows(reward, advantage, group, on_missing=on_missing, drop_equal_groups=drop_equal_groups)
+    kept = kept_rows(advantage, group, on_missing=on_missing, drop_equal_groups=drop_equal_groups)
     assert kept.tolist() == [bool(row) for row in expected]
     with pytest.raises(ValueError, match=r'on_missing: found "raise"; allowed: neutral, drop_group'):
-        kept_rows(reward, advantage, group, on_missing="raise", drop_equal_groups=False)
+        kept_rows(advantage, group, on_missing="raise", drop_equal_groups=False)

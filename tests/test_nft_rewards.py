@@ -183,16 +183,73 @@ def test_the_mode_of_the_advantage_reaches_the_loss(
     assert optimality_seen[0].tolist() == pytest.approx([*r, *r], abs=1e-6)
 
 
+EACH = "--train.train_policy.normalise_rewards=each"
+
+
+def local(**keys: float) -> tuple[str, ...]:
+    return tuple(f"--train.train_policy.local_reward.{key}={value}" for key, value in keys.items())
+
+
 def test_rewards_of_different_size_can_count_alike(one_step: Callable[..., Any]) -> None:
-    small, big = [0.01, 0.02, 0.04, 0.03] * 2, [300.0, -100.0, 50.0, 20.0, 0.0, 1.0, 2.0, 3.0]
-    clip = ("--train.train_policy.local_reward.reward_clip_min=-1000.0",)
-    record, metrics, _ = one_step(
-        small, big, options=("--train.train_policy.normalise_rewards=each", *clip), weights=(1.0, 2.0)
-    )
+    small, big = [0.01, 0.02, 0.04, 0.03] * 2, [4.5, -5.0, 2.5, 2.0, 0.0, 1.0, 2.0, 3.0]
+    options = (EACH, *local(reward_clip_min=-1000.0))
+    record, metrics, _ = one_step(small, big, options=options, weights=(1.0, 2.0))
     parts = [np.array(normalised([values[:4], values[4:]])) for values in (small, big)]
     assert record.advantages == pytest.approx(list(parts[0] + 2.0 * parts[1]))
     assert metrics["train/reward/reward0_mean"] == pytest.approx(0.025)
     assert metrics["train/reward/reward1_mean"] == pytest.approx(np.mean(big))
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_scale_weight_and_clips_count_however_rewards_are_normalised(one_step: Callable[..., Any], each: bool) -> None:
+    """With one reward both ways are the same, but for the size of scale times weight."""
+    values, mode = [0.1, 0.2, 0.3, 1000.0], (EACH,) if each else ()
+    golden = [0.631, 0.583, 0.534, -1.748]  # of the scores cut at 5, turned round
+    for options, weight in ((local(scale=-1.0), 1.0), ((), -1.0)):
+        record, _, _ = one_step(values * 2, options=(*mode, *options), weights=(weight,))
+        assert record.advantages == pytest.approx(golden * 2, abs=2e-2)
+    cut = [min(value, 0.25) for value in values]
+    for options, weight in ((local(reward_clip_max=0.25), 1.0), (local(reward_clip_min=-0.25), -1.0)):
+        record, _, _ = one_step(values * 2, options=(*mode, *options), weights=(weight,))
+        assert record.advantages == pytest.approx([weight * a for a in normalised([cut, cut])], rel=1e-6)
+    doubled = (*mode, *local(scale=2.0, reward_clip_max=9.0))
+    record, _, _ = one_step(values * 2, options=doubled, weights=(1.5,))
+    cut = [min(value, 5.0) for value in values]
+    if each:
+        assert record.advantages == pytest.approx([3.0 * a for a in normalised([cut, cut])], rel=1e-6)
+    else:
+        total = [2.0 * min(1.5 * value, 9.0) for value in cut]
+        assert record.advantages == pytest.approx(normalised([total, total]), rel=1e-6)
+
+
+def test_equality_is_that_of_the_advantages_that_are_used(
+    one_step: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sum of two rewards is the same for all samples, while each reward tells them apart; and the other way."""
+    drop = "--train.train_policy.drop_equal_groups=true"
+    rising, falling = [1.0, 2.0, 3.0, 4.0] * 2, [4.0, 3.0, 2.0, 1.0] * 2
+    record, metrics, _ = one_step(rising, [value / 2 for value in falling], options=(EACH, drop), weights=(1.0, 2.0))
+    assert record.kept == [True] * 8
+    assert record.advantages == pytest.approx([-a for a in normalised([rising[:4]] * 2)], rel=1e-3)  # eps over 0.5
+    assert metrics["rollout/zero_std_ratio"] == 0.0
+    assert "all have the same reward" not in capsys.readouterr().out
+    record, metrics, _ = one_step(rising, falling, options=(EACH, drop))  # here the advantages cancel
+    assert record.kept == [False] * 8
+    assert metrics["rollout/zero_std_ratio"] == 1.0
+    assert "all have the same reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["all", "one_only", "binary"])
+def test_d17_rewards_that_differ_by_rounding_are_equal(
+    one_step: Callable[..., Any], optimality_seen: list[torch.Tensor], mode: str
+) -> None:
+    options = (f"--train.train_policy.advantage_mode={mode}",)
+    _, metrics, _ = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=options)
+    assert metrics["rollout/zero_std_ratio"] == 0.5
+    assert optimality_seen[0][[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [0.5] * 8
+    dropped = (*options, "--train.train_policy.drop_equal_groups=true")
+    record, _, _ = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=dropped)
+    assert record.kept == [False] * 4 + [True] * 4
 
 
 def test_one_sample_per_prompt_is_refused(tmp_path: Path, tiny_sd3: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_total_is_the_documented_formula(case: tuple[list[RewardSum], dict[s
             added = 0.0
             for reward in one.rewards:
                 value = scores[reward.name][k]
-                if reward.weight == 0:
+                if 0 in (one.scale, reward.weight):
                     continue
                 added += (
                     reward.weight * np.clip(value, reward.clip_min, reward.clip_max) if np.isfinite(value) else np.nan
@@ -104,6 +104,28 @@ def test_two_rewards_by_hand() -> None:
     one = RewardSum((Reward("a", 1.0, -5.0, 5.0), Reward("b", 2.0, -5.0, 5.0)), 0.5, -5.0, 5.0)
     scores = {"a": torch.tensor([21.0, 22.0]), "b": torch.tensor([-1.0, 1.0])}
     assert total([one], scores).tolist() == [0.5 * 3.0, 0.5 * 5.0]  # 5 - 2, and 5 + 2 cut to 5
+
+
+def test_bounds_of_a_reward_that_counts_alone() -> None:
+    """Its own clip, and the sum's over the weight; scale times weight is how much it counts."""
+    one = RewardSum((Reward("a", 2.0, -5.0, 5.0), Reward("b", -0.5, -1.0, 9.0), Reward("c", 0.0, 0, 1)), -3.0, -4.0, 2)
+    a, b, _ = one.rewards
+    assert [one.factor(reward) for reward in one.rewards] == [-6.0, 1.5, 0.0]
+    assert [one.bounds(reward) for reward in one.rewards] == [(-2.0, 1.0), (-1.0, 8.0), (0, 1)]
+    for reward in (a, b):
+        score = torch.linspace(-12, 12, 97, dtype=torch.float64)
+        alone = RewardSum((reward,), one.scale, one.clip_min, one.clip_max)
+        expected = one.factor(reward) * score.clamp(*one.bounds(reward))
+        torch.testing.assert_close(total([alone], {reward.name: score}), expected)
+
+
+def test_a_table_that_is_switched_off_misses_no_score(rewards_of) -> None:
+    off = RewardSum((Reward("b", 1.0, -5, 5),), 0.0, -5, 5)
+    on = RewardSum((Reward("a", 1.0, -5, 5),), 1.0, -5, 5)
+    values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([torch.nan, 1.0])}
+    table = combined([on, off], [Scores(values)])
+    assert table.total_N.tolist() == [1.0, 2.0]
+    assert table.reasons == {}
 
 
 def test_only_scores_that_count_make_a_total_missing_and_each_is_named() -> None:
@@ -383,8 +405,10 @@ def test_no_reward_at_all_and_nothing_to_train_on_are_refused(rewards_of) -> Non
         rewards_of(None)
     with pytest.raises(UserError, match="no reward"):
         rewards_of([])
-    with pytest.raises(UserError, match=r"all have weight 0 \(ink\)"):
+    with pytest.raises(UserError, match=r"all have weight 0 or scale 0 \(ink\)"):
         rewards_of([(examples.ink, 0.0)])
+    with pytest.raises(UserError, match=r"all have weight 0 or scale 0 \(ink\)"):
+        rewards_of([examples.ink], {"scale": 0.0})
     with pytest.raises(UserError, match="the name ink is there twice"):
         rewards_of([examples.ink, examples.ink])
 

@@ -13,8 +13,20 @@ from torch import Tensor
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
+ROUNDING = 1e-6
+"""Numbers that differ by at most this share of their size are equal. Scores are often float32, and equal sums of scores
+that were added in another order differ in their last digits."""
 
-def group_advantages(reward_N: Tensor, group_N: Tensor, *, global_std: bool, eps: float = 1e-4) -> Tensor:
+
+def all_equal(values: Tensor) -> bool:
+    """Whether all finite ``values`` are equal but for rounding; so are none and a single one."""
+    values = values[values.isfinite()].double()
+    return len(values) < 2 or float(values.max() - values.min()) <= ROUNDING * float(values.abs().max())
+
+
+def group_advantages(
+    reward_N: Tensor, group_N: Tensor, *, global_std: bool, eps: float = 1e-4, size_N: Tensor | None = None
+) -> Tensor:
     """``(reward - mean of its group) / (std + eps)``, float64 ``[N]``; NaN where the reward is missing.
 
     Args:
@@ -22,11 +34,15 @@ def group_advantages(reward_N: Tensor, group_N: Tensor, *, global_std: bool, eps
         group_N: ``[N]`` integer ids; samples with one id were made from one prompt entry.
         global_std: population standard deviation over all rewards of the step; else over those of the sample's group.
         eps: added to the deviation.
+        size_N: ``[N]`` size of what each reward was computed from, where that is larger than the reward: the sum of
+            the sizes of its terms. It says how far rewards may be apart by rounding alone.
 
-    Groups whose rewards are all equal, and those with one reward, give exactly 0.
+    Groups whose rewards are all equal, those with one reward, and a reward that is the mean of its group, each but for
+    rounding (``ROUNDING``), give exactly 0, so that no mode makes something of the sign of a rounding error.
     """
     groups = _Groups.of(reward_N, group_N)
     deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
+    deviation_N = groups.without_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
     if global_std:
         valid = groups.reward_N[groups.valid_N]
         std_N = (valid.std(correction=0) if len(valid) else valid.sum()).expand_as(deviation_N)
@@ -41,7 +57,8 @@ def combined_advantages(
     """Normalise each reward by itself, then add up with the weights; float64 ``[N]``.
 
     Unlike a sum of rewards, a reward with small numbers counts as much as one with large ones. A sample that lacks one
-    of the rewards is missing as a whole. Rewards of weight 0 or without a weight do not count.
+    of the rewards is missing as a whole. Rewards of weight 0 or without a weight do not count. What cancels but for
+    rounding is exactly 0.
     """
     counted = {name: weight for name, weight in weights.items() if weight != 0.0}
     absent = sorted(set(counted) - set(rewards))
@@ -53,7 +70,10 @@ def combined_advantages(
         weight * group_advantages(reward_N, group_N, global_std=global_std)
         for reward_N, weight in zip(stacked, counted.values(), strict=True)
     ]
-    return torch.stack(parts).sum(0)
+    stacked_KN = torch.stack(parts)
+    added_N = stacked_KN.sum(0)
+    groups = _Groups.of(added_N, group_N)
+    return torch.where(groups.valid_N, groups.without_rounding(added_N, stacked_KN.abs().sum(0)), torch.nan)
 
 
 def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
@@ -85,15 +105,14 @@ def optimality(advantage_N: Tensor, low: float, high: float) -> Tensor:
     return (advantage_N.clamp(low, high) / (2.0 * high) + 0.5).clamp(0.0, 1.0)
 
 
-def zero_std_share(reward_N: Tensor, group_N: Tensor) -> float:
-    """Share of the groups whose rewards are all equal, so that they teach nothing; groups without a reward left out."""
-    groups = _Groups.of(reward_N, group_N)
+def zero_std_share(advantage_N: Tensor, group_N: Tensor) -> float:
+    """Share of the groups whose advantages are all equal, so that they teach nothing; groups without any left out."""
+    groups = _Groups.of(advantage_N, group_N)
     scored_P = groups.count_P > 0
     return float((groups.equal_P & scored_P).sum() / scored_P.sum().clamp(min=1))
 
 
 def kept_rows(
-    reward_N: Tensor,
     advantage_N: Tensor,
     group_N: Tensor,
     *,
@@ -103,12 +122,13 @@ def kept_rows(
     """Which samples are trained on, bool ``[N]``.
 
     Args:
-        reward_N, advantage_N, group_N: ``[N]`` each; without an advantage a sample is never kept.
-        on_missing: leave out only the sample without a reward (``neutral``), or its whole group.
-        drop_equal_groups: leave out groups whose rewards are all equal.
+        advantage_N: ``[N]`` as the loss uses them; NaN: missing, never kept.
+        group_N: ``[N]`` integer ids.
+        on_missing: leave out only the sample without an advantage (``neutral``), or its whole group.
+        drop_equal_groups: leave out groups whose advantages are all equal.
     """
-    groups = _Groups.of(reward_N, group_N)
-    kept_N = groups.valid_N & ~advantage_N.isnan()
+    groups = _Groups.of(advantage_N, group_N)
+    kept_N = groups.valid_N
     if on_missing == "drop_group":
         whole_P = groups.count_P == torch.bincount(groups.inverse_N, minlength=len(groups.count_P))
         kept_N = kept_N & whole_P[groups.inverse_N]
@@ -119,7 +139,7 @@ def kept_rows(
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards sorted into ``P`` groups."""
+    """Rewards (or advantages) sorted into ``P`` groups."""
 
     reward_N: Tensor
     valid_N: Tensor
@@ -150,7 +170,13 @@ class _Groups:
         )
         return total_P / self.count_P.clamp(min=1)
 
+    def without_rounding(self, value_N: Tensor, size_N: Tensor) -> Tensor:
+        """``value_N`` with exactly 0 where it is rounding: at most ``ROUNDING`` of the largest size in its group."""
+        size_N = torch.where(self.valid_N, size_N.double().abs(), 0.0)
+        largest_P = size_N.new_zeros(len(self.count_P)).scatter_reduce(0, self.inverse_N, size_N, "amax")
+        return torch.where(value_N.abs() <= ROUNDING * largest_P[self.inverse_N], 0.0, value_N)
+
     @property
     def equal_P(self) -> Tensor:
-        """bool ``[P]``: all rewards of the group that are there are equal."""
+        """bool ``[P]``: all numbers of the group that are there are exactly equal."""
         return self.mean_P(self.offset_N) == 0

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.diffusion.kernels import clean_prediction, kernel_named
 from cosmos_rl.distributed import randomness
@@ -20,6 +21,7 @@ from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows
 from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.combine import counted_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped
 
@@ -162,7 +164,8 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
     for name in rewards.names:
         yield _reward(name, table, probed.scores[name])
     total = table.total_N[~table.missing_N]
-    if len(total) == count and any(map(_varied, table.scores.values())) and not _varied(total):
+    counted = [total] if job.normalise_rewards == "sum" else list(counted_scores(rewards, table.scores).values())
+    if len(total) == count and any(map(_varied, table.scores.values())) and not any(map(_varied, counted)):
         text = f"{float(total[0]):.4g} for every sample: weights or clips take away all difference"
         yield Finding(FAIL, "reward in all", text, "look at clip_min, clip_max, reward_clip_min and reward_clip_max")
 
@@ -195,7 +198,7 @@ def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
 
 
 def _varied(values: Tensor) -> bool:
-    return len(values) > 1 and float(values.max() - values.min()) > 1e-9 * max(1.0, float(values.abs().max()))
+    return not all_equal(values)
 
 
 def _probes(media: Tensor) -> Tensor:

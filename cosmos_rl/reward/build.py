@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -64,14 +65,14 @@ def make_rewards(
     try:
         if functions:
             scorers.append(LocalScorer(functions, table))
-        if remote is not None and any(entry.weight for entry in remote.reward_fns):
+        if remote is not None and remote.scale and any(entry.weight for entry in remote.reward_fns):
             scorers.append(RemoteScorer(remote))
         _check(scorers, validation)
     except BaseException:
         for scorer in scorers:
             scorer.close()
         raise
-    return _AllRewards(scorers)
+    return _AllRewards(scorers, each=job.normalise_rewards == "each")
 
 
 def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:
@@ -110,22 +111,28 @@ def _check(scorers: Sequence[Scorer], validation: bool) -> None:
     twice = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
     if twice:
         raise UserError(f"rewards: the name {twice[0]} is there twice; give each a name of its own")
-    if not validation and all(reward.weight == 0 for reward in rewards):
+    factors = [scorer.sum.factor(reward) for scorer in scorers for reward in scorer.sum.rewards]
+    if not validation and not any(factors):
         names = ", ".join(reward.name for reward in rewards)
-        raise UserError(f"rewards: all have weight 0 ({names}), so there is nothing to train on")
+        raise UserError(f"rewards: all have weight 0 or scale 0 ({names}), so there is nothing to train on")
 
 
 class _AllRewards:
     """Asks all scorers at once and adds their scores up."""
 
-    def __init__(self, scorers: Sequence[Scorer]) -> None:
+    def __init__(self, scorers: Sequence[Scorer], *, each: bool) -> None:
+        """``each``: every reward is normalised by itself, so the bounds of its table's sum cut it alone."""
         self._scorers = scorers
         self._sums = [scorer.sum for scorer in scorers]
         rewards = [reward for one in self._sums for reward in one.rewards]
         self._names = tuple(reward.name for reward in rewards)
-        self._weights = {reward.name: reward.weight for reward in rewards}
+        self._weights = {reward.name: one.factor(reward) for one in self._sums for reward in one.rewards}
+        self.bounds: Mapping[str, tuple[float, float]] = {
+            reward.name: one.bounds(reward) for one in self._sums for reward in one.rewards
+        }
         self.origins: Mapping[str, str] = {reward.name: reward.origin for reward in rewards}
-        self._watch = Watch(rewards)
+        alone = [replace(r, clip_min=self.bounds[r.name][0], clip_max=self.bounds[r.name][1]) for r in rewards]
+        self._watch = Watch(alone if each else rewards)
 
     @property
     def names(self) -> Sequence[str]:
@@ -173,6 +180,7 @@ class _NoRewards:
 
     names: Sequence[str] = ()
     weights: Mapping[str, float] = MappingProxyType({})
+    bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     origins: Mapping[str, str] = MappingProxyType({})
 
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":

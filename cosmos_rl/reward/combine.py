@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cosmos_rl.reward.table import RewardTable
+from cosmos_rl.reward.table import Rewards, RewardTable
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,17 @@ class RewardSum:
     clip_min: float
     clip_max: float
 
+    def factor(self, reward: Reward) -> float:
+        """How much the reward counts in the total; 0: not at all."""
+        return self.scale * reward.weight
+
+    def bounds(self, reward: Reward) -> tuple[float, float]:
+        """Between which scores the reward differs when it is all that the sum has: its own clip and the sum's."""
+        if reward.weight == 0:
+            return reward.clip_min, reward.clip_max
+        low, high = sorted((self.clip_min / reward.weight, self.clip_max / reward.weight))
+        return min(max(reward.clip_min, low), high), min(max(reward.clip_max, low), high)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -50,12 +61,24 @@ def total(sums: Sequence[RewardSum], values: Mapping[str, Tensor]) -> Tensor:
 def _one_sum(one: RewardSum, values: Mapping[str, Tensor]) -> Tensor:
     first = next(iter(values.values()))
     added = torch.zeros_like(first, dtype=torch.float64)
+    if one.scale == 0:  # switched off: a score that is missing is not missed
+        return added
     for reward in one.rewards:
         if reward.weight != 0:  # 0 * NaN would be NaN
-            score = values[reward.name].to(torch.float64)
-            score = torch.where(torch.isfinite(score), score, torch.nan)  # a clip would make inf a number
-            added = added + reward.weight * score.clamp(reward.clip_min, reward.clip_max)
+            added = added + reward.weight * _clipped(values[reward.name], reward.clip_min, reward.clip_max)
     return one.scale * added.clamp(one.clip_min, one.clip_max)
+
+
+def _clipped(score: Tensor, low: float, high: float) -> Tensor:
+    score = score.to(torch.float64)
+    return torch.where(torch.isfinite(score), score, torch.nan).clamp(low, high)  # a clip would make inf a number
+
+
+def counted_scores(rewards: Rewards, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the rewards that count, the scores float64 ``[N]`` within their bounds; NaN: missing."""
+    return {
+        name: _clipped(scores[name], *rewards.bounds[name]) for name, factor in rewards.weights.items() if factor != 0
+    }
 
 
 def combined(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable:
@@ -63,7 +86,7 @@ def combined(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable
     values = {name: value for part in scores for name, value in part.values.items()}
     reasons = {name: rows for part in scores for name, rows in part.reasons.items()}
     totals = total(sums, values)
-    counted = [reward.name for one in sums for reward in one.rewards if reward.weight != 0]
+    counted = [reward.name for one in sums for reward in one.rewards if one.factor(reward) != 0]
     why = {}
     for row in torch.isnan(totals).nonzero().flatten().tolist():
         missing = [name for name in counted if not torch.isfinite(values[name][row])]

@@ -66,7 +66,12 @@ class Rewards(Protocol):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weight of each; 0: measured, not trained on."""
+        """Scale times weight of each; 0: measured, not trained on."""
+        ...
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """Between which scores each of them counts."""
         ...
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.reward.combine import Reward
 from cosmos_rl.utils.logging import logger
 
@@ -43,12 +44,11 @@ class Watch:
                 "clip",
                 f"reward {reward.name}: {at_bound:.0%} of a batch's scores ({score.min().item():g} ... "
                 f"{score.max().item():g}) are cut at clip_min = {reward.clip_min:g} or clip_max = {reward.clip_max:g}; "
-                "set the bounds of this reward to its range",
+                "set the bounds of this reward, and reward_clip_min and reward_clip_max of its table, to its range",
             )
 
     def _see_equal(self, reward: Reward, score: Tensor) -> None:
-        equal = bool((score == score[0]).all())
-        self._equal[reward.name] = self._equal[reward.name] + 1 if equal else 0
+        self._equal[reward.name] = self._equal[reward.name] + 1 if all_equal(score) else 0
         if self._equal[reward.name] >= _EQUAL_BATCHES:
             self._tell(
                 reward.name,

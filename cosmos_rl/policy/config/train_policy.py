@@ -171,9 +171,10 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """Which part of an advantage counts: all of it, above 0, below 0, 1 where it is above 0, its sign."""
     normalise_rewards: Literal["sum", "each"] = "sum"
-    """Advantages of the weighted sum of the rewards, or the weighted sum of each reward's advantages."""
+    """Advantages of the weighted sum of the rewards, or the sum of each reward's advantages times its table's scale and
+    its weight. Both know a score only within its clips."""
     drop_equal_groups: StrictBool = False
-    """Leave out prompts whose samples all have the same reward."""
+    """Leave out prompts whose samples all have the same advantage, so that they teach nothing."""
     mu_iterations: PositiveInt = 1
     """Passes over the samples of a step."""
     batch_size_per_optimize: PositiveInt | None = None

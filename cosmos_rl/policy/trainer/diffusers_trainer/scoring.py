@@ -19,7 +19,8 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import share
-from cosmos_rl.reward.table import RewardTable, ScoringRequest
+from cosmos_rl.reward.combine import counted_scores
+from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, Slot
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
 
@@ -42,13 +43,14 @@ class Scored:
     """Each reward by itself, float64 ``[N]``."""
     advantage_N: Tensor
     """float64 ``[N]``; NaN: missing."""
+    used_N: Tensor
+    """float64 ``[N]``: the advantages as the loss uses them, after the mode and within the bounds; NaN: missing."""
     kept_N: Tensor
     """bool ``[N]``: trained on."""
 
     def optimality(self, job: GrpoPolicyConfig) -> Tensor:
         """r in [0, 1], float64 ``[N]``; NaN: missing."""
-        advantage_N = apply_mode(self.advantage_N, job.advantage_mode)
-        return optimality(advantage_N, job.advantage_low, job.advantage_high)
+        return optimality(self.used_N, job.advantage_low, job.advantage_high)
 
     @property
     def group_N(self) -> Tensor:
@@ -74,8 +76,7 @@ def scored(
     own: Rollouts,
     tables: Sequence[RewardTable],
     *,
-    names: Sequence[str],
-    weights: Mapping[str, float],
+    rewards: Rewards,
     job: GrpoPolicyConfig,
     global_std: bool,
     context: Context,
@@ -85,31 +86,43 @@ def scored(
     Args:
         slots: all samples of the step, in the order of the ranks.
         own, tables: this rank's samples, and their rewards chunk by chunk.
-        names, weights: of the rewards.
+        rewards: what gave them.
 
     Raises:
         UserError: more rewards are missing than the configuration allows.
     """
+    names = rewards.names
     table_NF = context.gather_rows(torch.cat([columns(table, names) for table in tables]))
     reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
     _check_missing(reward_N, own, tables, job)
     group_N = torch.tensor([slot.group for slot in slots])
     if job.bypass_reward:
         advantage_N, kept_N = torch.zeros_like(reward_N), torch.ones(len(reward_N), dtype=torch.bool)
-    else:
-        if job.normalise_rewards == "each":
-            advantage_N = combined_advantages(scores, weights, group_N, global_std=global_std)
-        else:
-            advantage_N = group_advantages(reward_N, group_N, global_std=global_std)
-        kept_N = kept_rows(
-            reward_N,
-            advantage_N,
-            group_N,
-            on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
-            drop_equal_groups=job.drop_equal_groups,
-        )
-    first = context.dp_rank * len(own.slots)
-    return Scored(tuple(slots), own, first, reward_N, scores, advantage_N, kept_N)
+        return Scored(tuple(slots), own, _first(own, context), reward_N, scores, advantage_N, advantage_N, kept_N)
+    advantage_N = _advantages(reward_N, scores, group_N, rewards, each=job.normalise_rewards == "each", std=global_std)
+    used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
+    kept_N = kept_rows(
+        used_N,
+        group_N,
+        on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
+        drop_equal_groups=job.drop_equal_groups,
+    )
+    return Scored(tuple(slots), own, _first(own, context), reward_N, scores, advantage_N, used_N, kept_N)
+
+
+def _first(own: Rollouts, context: Context) -> int:
+    return context.dp_rank * len(own.slots)
+
+
+def _advantages(
+    reward_N: Tensor, scores: Mapping[str, Tensor], group_N: Tensor, rewards: Rewards, *, each: bool, std: bool
+) -> Tensor:
+    """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
+    counted = counted_scores(rewards, scores)
+    if each:
+        return combined_advantages(counted, rewards.weights, group_N, global_std=std)
+    size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
+    return group_advantages(reward_N, group_N, global_std=std, size_N=size_N)
 
 
 def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable], job: GrpoPolicyConfig) -> None:
@@ -169,8 +182,8 @@ def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, flo
 
 
 def teaches_nothing(step: Scored) -> bool:
-    """Whether the rewards of every prompt's samples are all alike."""
-    return zero_std_share(step.reward_N, step.group_N) == 1.0
+    """Whether the advantages of every prompt's samples are all alike."""
+    return zero_std_share(step.used_N, step.group_N) == 1.0
 
 
 def reward_metrics(step: Scored) -> dict[str, float]:
@@ -178,7 +191,7 @@ def reward_metrics(step: Scored) -> dict[str, float]:
     metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}
     metrics |= {f"rollout/advantage_{name}": value for name, value in statistics(step.advantage_N).items()}
     metrics |= {f"train/reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
-    metrics["rollout/zero_std_ratio"] = zero_std_share(step.reward_N, step.group_N)
+    metrics["rollout/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
     metrics["train/samples_used"] = float(step.kept_N.sum())
     return metrics

@@ -50,7 +50,7 @@ def job(folder: Path, resume: str) -> None:
     config = Config.from_dict({"policy": policy, "train": table})
     with process_group("cpu") as context:
         before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts here
         trainer = SFTTrainer(config, context, dataset=LocalPairs(folder / "data", 32, 32))
         optimizer = trainer.optimizer.torch_optimizer
         if resume == "resume":
@@ -69,7 +69,7 @@ def job(folder: Path, resume: str) -> None:
 
 def memory(key: str) -> int:
     """A line of this process's status, bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
@@ -85,7 +85,11 @@ def run_ranks(count: int, folder: Path, what: str) -> int:
     for rank in range(count):
         environment = {**os.environ, **{k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}}
         command = [sys.executable, "-m", "benchmarks.memory", str(folder), what]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace"
+            )
+        )
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise RuntimeError("a rank failed")

@@ -13,4 +13,6 @@ def write_pictures(folder: Path, count: int, size: int) -> None:
     rng = np.random.default_rng(0)
     for i in range(count):
         Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / f"{i:04d}.png")
-        (folder / f"{i:04d}.json").write_text(json.dumps({"prompt": f"a photo of the digit {i % 10}"}))
+        (folder / f"{i:04d}.json").write_text(
+            json.dumps({"prompt": f"a photo of the digit {i % 10}"}), encoding="utf-8"
+        )

@@ -33,7 +33,12 @@ def serve() -> None:
 def measure() -> list[tuple[str, str, str]]:
     """Rows (what, result, target)."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.reward_submit"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.reward_submit"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     assert server.stdout is not None
     assert server.stdin is not None

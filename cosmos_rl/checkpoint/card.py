@@ -84,7 +84,7 @@ def _newest_pictures(validation: Path, step: int) -> list[tuple[Path, str]]:
         return []
     folder = validation / f"step_{max(steps)}"
     first_of_prompt: dict[str, Path] = {}
-    for row in json.loads((folder / "index.json").read_text()):
+    for row in json.loads((folder / "index.json").read_text(encoding="utf-8")):
         first_of_prompt.setdefault(row["prompt"], folder / row["file"])
     return [(file, prompt) for prompt, file in first_of_prompt.items()][:MAX_PICTURES]
 

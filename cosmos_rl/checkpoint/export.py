@@ -45,7 +45,7 @@ class LoraExport:
                 lora_adapter_metadata=metadata,
             )
             config = _plain(self.peft_config.to_dict()) | {"base_model_name_or_path": self.base_model}
-            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
             _check_pairs(folder / LORA_FILE)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 
@@ -82,7 +82,7 @@ class PipelineExport:
         """
         earlier = _earlier_export(step_dir)
         with atomic.staging(step_dir) as stage:
-            index = json.loads((self.base_folder / "model_index.json").read_text())
+            index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
             shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
             for name, value in index.items():
                 part = self.base_folder / name

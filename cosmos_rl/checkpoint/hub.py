@@ -91,12 +91,14 @@ def _without_local_paths(folder: Path) -> Iterator[Path]:
         for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
             target = Path(made) / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            content = json.loads(file.read_text()) if file.suffix == ".json" else None
+            content = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else None
             named = [key for key in _NAMES_A_SOURCE if isinstance(content, dict) and is_local(content.get(key))]
             if content is None or not named:
                 target.symlink_to(file.absolute())
             else:
-                target.write_text(json.dumps({**content, **dict.fromkeys(named)}, indent=2, sort_keys=True))
+                target.write_text(
+                    json.dumps({**content, **dict.fromkeys(named)}, indent=2, sort_keys=True), encoding="utf-8"
+                )
         yield Path(made)
 
 

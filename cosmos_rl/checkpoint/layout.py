@@ -40,7 +40,7 @@ def why_not_whole(policy: Path) -> str | None:
     if not marker.is_file():
         return f"{marker} is missing"
     try:
-        files: dict[str, int] = json.loads(marker.read_text())["files"]
+        files: dict[str, int] = json.loads(marker.read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError):
         return f"{marker} cannot be read"
     for name, size in files.items():

@@ -157,8 +157,8 @@ class CheckpointManager:
         dcp.save(state, checkpoint_id=policy, process_group=self._group, no_dist=self._group is None)
         if not self._is_main:
             return
-        (policy / layout.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=1))
-        (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy))
+        (policy / layout.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
+        (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy), encoding="utf-8")
         atomic.commit(final)
         where = layout.policy_dir(self._checkpoints, step).absolute()
         logger.info(f"[Policy] Step: {step}, checkpoint saved successfully at {where}.")
@@ -179,5 +179,5 @@ class CheckpointManager:
 
 def read_trainer_state(policy: Path) -> dict[str, Any]:
     """The ``trainer_state.json`` of a checkpoint."""
-    state: dict[str, Any] = json.loads((policy / layout.TRAINER_STATE).read_text())
+    state: dict[str, Any] = json.loads((policy / layout.TRAINER_STATE).read_text(encoding="utf-8"))
     return state

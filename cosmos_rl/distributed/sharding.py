@@ -83,7 +83,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {
+            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
     single = folder / "diffusion_pytorch_model.safetensors"
     if not single.is_file():
         raise UserError(f"{folder}: no diffusion_pytorch_model.safetensors (or its index) there")

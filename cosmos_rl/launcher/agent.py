@@ -77,7 +77,9 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
     """The exit code that the workers' ends amount to, and what failed or is wrong."""
     if stop.insisted:
         return EXIT_INTERRUPTED, ""
-    messages = dict.fromkeys(path.read_text() for path in sorted(exit_file.parent.glob("exit.*.message")))
+    messages = dict.fromkeys(
+        path.read_text(encoding="utf-8") for path in sorted(exit_file.parent.glob("exit.*.message"))
+    )
     if messages:  # a rank that has something to say takes the others down with it, by a lost connection
         return EXIT_USER_ERROR if EXIT_USER_ERROR in _codes(exit_file) else EXIT_FAILED, "\n".join(messages)
     if result.is_failed():
@@ -94,7 +96,7 @@ def _outcome(result: RunResult, stop: StopRequest, exit_file: Path) -> tuple[int
 
 def _codes(exit_file: Path) -> set[int]:
     """The codes with which workers have ended on purpose."""
-    texts = [path.read_text() for path in exit_file.parent.glob("exit.*[0-9]")]
+    texts = [path.read_text(encoding="utf-8") for path in exit_file.parent.glob("exit.*[0-9]")]
     return {int(text) for text in texts if text}  # an empty one is just being written
 
 

@@ -305,7 +305,7 @@ def _time_per_step(output_dir: Path) -> str:
 
 def _seconds(metrics: Path) -> list[float]:
     try:
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         found = [row.get("train/iteration_time") for row in rows]
     except (OSError, ValueError, AttributeError):
         return []

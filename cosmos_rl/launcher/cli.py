@@ -10,6 +10,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.launch import launch
 from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_USER_ERROR
+from cosmos_rl.utils.logging import print_anything
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
@@ -26,12 +27,17 @@ VERBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (0, 1, 2, 75 or 130)."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    print_anything()
     try:
         if argv and argv[0] in VERBS:
             return _printed(_verb(argv[0]), argv[1:])
         return launch(parse_launch(argv, _version(), _verb_help()), ["cosmos-rl", *argv])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except UnicodeEncodeError as error:
+        hint = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        print(f"error: {error.object!a} cannot be written in this locale ({error.encoding}); {hint}", file=sys.stderr)
         return EXIT_USER_ERROR
     except SystemExit as end:  # argparse ends the process itself for --help, --version and misuse
         return end.code if isinstance(end.code, int) else EXIT_USER_ERROR

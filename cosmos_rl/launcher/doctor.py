@@ -185,7 +185,7 @@ def _torch_build() -> str | None:
     if spec is None or spec.origin is None:
         return None
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     for name, kind in (("cuda", "cuda"), ("hip", "rocm")):
@@ -225,7 +225,7 @@ def _tokens() -> Iterator[Finding]:
 
 def _mentions(path: Path, word: str) -> bool:
     try:
-        return word in path.read_text()
+        return word in path.read_text(encoding="utf-8")
     except OSError:
         return False
 

@@ -66,7 +66,9 @@ def counted(number: int, noun: str) -> str:
 
 def _asked(command: Sequence[str]) -> list[str]:
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
@@ -74,7 +76,7 @@ def _asked(command: Sequence[str]) -> list[str]:
 
 def _number_after(path: str, word: str) -> int | None:
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith(word)), None)
@@ -82,7 +84,7 @@ def _number_after(path: str, word: str) -> int | None:
 
 def _whole_file(path: str) -> int | None:
     try:
-        text = Path(path).read_text().strip()
+        text = Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return None
     return int(text) if text.isdecimal() else None

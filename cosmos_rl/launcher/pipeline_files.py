@@ -93,7 +93,11 @@ def served_classes() -> set[str]:
     found = set()
     for path in _FAMILIES.glob("*.py"):
         try:
-            functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+            functions = [
+                node
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.FunctionDef)
+            ]
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
         for function in functions:

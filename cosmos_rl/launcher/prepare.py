@@ -66,7 +66,7 @@ def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str
 def _earlier(run_json: Path) -> list[object]:
     """The records of the commands that worked on this run before, oldest first."""
     try:
-        record = json.loads(run_json.read_text())
+        record = json.loads(run_json.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     return [*record.pop("earlier", []), record] if isinstance(record, dict) else []
@@ -84,7 +84,15 @@ def _versions() -> dict[str, str]:
 
 def _git_commit() -> str | None:
     try:
-        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()

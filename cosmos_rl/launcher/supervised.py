@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.signals import EXIT_INTERRUPTED, ON_PURPOSE, StopRequest, listening
+from cosmos_rl.utils.logging import print_anything
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.3
@@ -24,6 +25,7 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
     process itself ends with 0, so that it is not restarted.
     """
     follow_launcher()
+    print_anything()
     stop = StopRequest()
 
     def leave_now() -> None:
@@ -79,7 +81,7 @@ def tell(message: str) -> None:
     if exit_file is None:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
-        message_file(exit_file).write_text(message)
+        message_file(exit_file).write_text(message, encoding="utf-8")
 
 
 def _exit_file() -> Path | None:
@@ -91,5 +93,5 @@ def _process_code(code: int) -> int:
     exit_file = _exit_file()
     if exit_file is None or code not in ON_PURPOSE:
         return code
-    exit_file.write_text(str(code))
+    exit_file.write_text(str(code), encoding="utf-8")
     return 0

@@ -131,7 +131,7 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
     for folder in (place, place / "lora"):
         config = folder / "adapter_config.json"
         if config.is_file():
-            base = json.loads(config.read_text()).get("base_model_name_or_path")
+            base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
             if not base:
                 raise UserError(
                     f"{config} does not name its base model, which was a local folder: write the path or the hub name "

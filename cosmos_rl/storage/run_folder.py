@@ -92,7 +92,7 @@ def begin(run: RunFolder) -> None:
     for target in (run.config, run.run_json):
         waiting = run.next / target.name
         if waiting.is_file():
-            write_text(target, waiting.read_text())
+            write_text(target, waiting.read_text(encoding="utf-8"))
     point_links(run)
 
 

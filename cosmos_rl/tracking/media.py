@@ -59,7 +59,7 @@ def save_gallery(folder: Path, shown: Sequence[Shown]) -> list[Path]:
         for name, one in zip(names, shown, strict=True):
             Image.fromarray(one.picture_HW3.numpy()).save(stage / name)
         rows = [_row(name, one) for name, one in zip(names, shown, strict=True)]
-        (stage / "index.json").write_text(json.dumps(rows, indent=1))
+        (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return [folder / name for name in names]
 
 

@@ -20,12 +20,12 @@ class MetricsFile:
         """Forget all lines after ``step`` (and a line cut off by a kill): the resumed run will write them again."""
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         atomic.write_text(self._path, "".join(f"{line}\n" for line in kept))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **{k: _plain(v) for k, v in metrics.items()}}) + "\n")
 
 
@@ -44,4 +44,4 @@ def _step_of(line: str) -> float:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; the last one may be half written while the run goes on."""
-    return [json.loads(line) for line in path.read_text().splitlines() if math.isfinite(_step_of(line))]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if math.isfinite(_step_of(line))]

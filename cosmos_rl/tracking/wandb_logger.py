@@ -69,6 +69,6 @@ def _has_key() -> bool:
         return True
     for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         path = Path(name).expanduser() if name else None
-        if path is not None and path.is_file() and "wandb" in path.read_text(errors="replace"):
+        if path is not None and path.is_file() and "wandb" in path.read_text(errors="replace", encoding="utf-8"):
             return True
     return False

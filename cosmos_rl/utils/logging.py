@@ -1,5 +1,6 @@
 """The one logger of the package: a line per message on standard output."""
 
+import io
 import logging
 import os
 import sys
@@ -8,6 +9,12 @@ import sys
 def _prefix() -> str:
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return f"[rank{os.environ.get('RANK', '0')}]:" if several else ""
+
+
+def print_anything() -> None:
+    """Characters that standard output cannot show, as in a locale without them, are printed as their codes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _StandardOutput(logging.StreamHandler):

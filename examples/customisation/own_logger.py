@@ -12,7 +12,7 @@ class CsvFile:
     path = Path("loss.csv")
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{step},{metrics.get('train/loss_avg')},{metrics.get('val/avg_loss')}\n")
 
 

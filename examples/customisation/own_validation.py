@@ -8,7 +8,7 @@ from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs
 
 
 def prompts(config: Config) -> list[str]:
-    return Path(config.validation.dataset.local_dir).read_text().splitlines()
+    return Path(config.validation.dataset.local_dir).read_text(encoding="utf-8").splitlines()
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def tint(picture: Image.Image, rgb: tuple[int, int, int]) -> Image.Image:
 def write_pair(folder: Path, name: str, picture: Image.Image, prompt: str) -> None:
     """Writes `<name>.png` and `<name>.json`."""
     picture.convert("RGB").save(folder / f"{name}.png")
-    (folder / f"{name}.json").write_text(json.dumps({"prompt": prompt}) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({"prompt": prompt}) + "\n", encoding="utf-8")
 
 
 def write_grey(folder: Path, part: str) -> int:
@@ -91,7 +91,7 @@ def write_red(folder: Path, per_digit: int = 12) -> int:
 def write_all(out: Path) -> dict[str, int]:
     """Writes the three folders and the list of prompts below `out`; returns the number of pictures in each folder."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "prompts.txt").write_text("".join(f"{prompt_of(label)}\n" for label in range(10)))
+    (out / "prompts.txt").write_text("".join(f"{prompt_of(label)}\n" for label in range(10)), encoding="utf-8")
     return {
         "train": write_grey(out / "train", "train"),
         "validation": write_grey(out / "validation", "validation"),

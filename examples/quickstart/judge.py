@@ -85,7 +85,7 @@ def read_folder(folder: Path) -> tuple[list[Image.Image], np.ndarray]:
     """Returns a folder's pictures and the digits `[N]` that their prompts ask for."""
     pictures, asked = [], []
     for record in sorted(folder.glob("*.json")):
-        words = json.loads(record.read_text())["prompt"].split()
+        words = json.loads(record.read_text(encoding="utf-8"))["prompt"].split()
         with Image.open(record.with_suffix(".png")) as picture:
             pictures.append(picture.convert("RGB"))
         asked.append(next(index for index, word in enumerate(WORDS) if word in words))

@@ -110,7 +110,7 @@ def fine_tune(out: Path, seed: int) -> Path:
 def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     """Return when `metrics.jsonl` of the run holds `step` lines."""
     end = time.monotonic() + DEADLINE_S
-    while sum(len(path.read_text().splitlines()) for path in output.glob("2*/metrics.jsonl")) < step:
+    while sum(len(path.read_text(encoding="utf-8").splitlines()) for path in output.glob("2*/metrics.jsonl")) < step:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early with exit code {process.returncode}")
         if time.monotonic() > end:
@@ -215,7 +215,7 @@ def sample(pipe: Any, labels: list[int], seed: int, guidance: float | None = Non
     """One picture for each label, with the settings of sft.toml; `guidance` replaces the one there, 1 is none."""
     import torch
 
-    table = tomllib.loads((HERE / "sft.toml").read_text())["policy"]["diffusers"]
+    table = tomllib.loads((HERE / "sft.toml").read_text(encoding="utf-8"))["policy"]["diffusers"]
     pictures: list[Image.Image] = []
     generator = torch.Generator().manual_seed(seed)
     for first in range(0, len(labels), BATCH):
@@ -274,7 +274,9 @@ def few_of(pictures: list[Image.Image]) -> list[Image.Image]:
 def compare(out: Path, before: list[Image.Image], after: list[Image.Image], asked: Any) -> dict[str, float]:
     """What reinforcement learning changed, by a judge that nothing was tuned for, and what it cost."""
     second = SecondJudge()
-    lines = [json.loads(line) for path in (out / "nft").glob("2*/metrics.jsonl") for line in path.open()]
+    lines = [
+        json.loads(line) for path in (out / "nft").glob("2*/metrics.jsonl") for line in path.open(encoding="utf-8")
+    ]
     last = {key: value for line in lines for key, value in line.items()}
     return {
         "cfg_free_before": second.accuracy(before, asked),
@@ -320,7 +322,7 @@ def write_summary(out: Path, verdict: Verdict, free: dict[str, float], seed: int
     cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     print(f"CPU-seconds: {cpu_seconds:.0f}")
     summary = {**asdict(verdict), **free, "cpu_seconds": round(cpu_seconds, 1), "seed": seed}
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,15 @@ def _redis(options: argparse.Namespace) -> int:
         f'logfile "{options.logfile}"',
         *([f'requirepass "{password}"'] if password else []),
     ]
-    done = subprocess.run([find_server(), "-"], input="\n".join(lines), text=True, capture_output=True, timeout=30)
+    done = subprocess.run(
+        [find_server(), "-"],
+        input="\n".join(lines),
+        text=True,
+        capture_output=True,
+        timeout=30,
+        encoding="utf-8",
+        errors="surrogateescape",  # of paths
+    )
     if done.returncode:
         raise UserError(f"the server did not start: {(done.stdout + done.stderr).strip()[-500:]}")
     print(f"redis://{options.bind}:{port}")

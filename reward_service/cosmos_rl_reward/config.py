@@ -202,7 +202,7 @@ def load(path: Path | None, **overrides: Any) -> ServiceConfig:
     """
     path = path or PACKAGED
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the path of a rewards.toml with --config") from error
     except tomllib.TOMLDecodeError as error:

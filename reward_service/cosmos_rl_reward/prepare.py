@@ -105,7 +105,7 @@ async def _install(args: RewardArgs, offline: bool, wheels: Path | None, locks: 
         await _run([*pip, "install", "--quiet", "--no-deps", *source, *bare], "pip")
     if lock is not None and not locked:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.write_text(await _run([*pip, "freeze", "--exclude-editable"], "pip freeze"))
+        lock.write_text(await _run([*pip, "freeze", "--exclude-editable"], "pip freeze"), encoding="utf-8")
 
 
 async def _run(command: list[str], what: str) -> str:

@@ -86,7 +86,7 @@ def own_folder(base: Path) -> tuple[Path, IO[str]]:
     """
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(base / "lock", "a") as turn:
+        with open(base / "lock", "a", encoding="utf-8") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)  # one process at a time tidies up and makes a folder
             for folder in base.iterdir():
                 if folder.is_dir() and (left := _lock(folder)) is not None:
@@ -101,7 +101,7 @@ def own_folder(base: Path) -> tuple[Path, IO[str]]:
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    file = open(folder / "lock", "a")  # noqa: SIM115 - open as long as the folder is in use
+    file = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115 - open as long as the folder is in use
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -111,7 +111,7 @@ def lock(folder: Path) -> IO[str]:
     """
     try:
         private_folder(folder)
-        file = open(folder / "lock", "a+")  # noqa: SIM115 - open as long as the service runs
+        file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the service runs
     except OSError as error:
         raise UserError(f"state_dir {folder}: {error.strerror}; set state_dir to a folder of your own") from error
     try:

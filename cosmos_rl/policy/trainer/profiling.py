@@ -34,7 +34,7 @@ def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int)
         profiler.export_chrome_trace(str(trace))
         by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         averages = profiler.key_averages(group_by_input_shape=window.record_shape)
-        (folder / f"{name}.txt").write_text(averages.table(sort_by=by, row_limit=_TABLE_ROWS) + "\n")
+        (folder / f"{name}.txt").write_text(averages.table(sort_by=by, row_limit=_TABLE_ROWS) + "\n", encoding="utf-8")
         written.append(trace)
         logger.info(f"profiler: {trace} and {name}.txt written")
 

@@ -54,7 +54,7 @@ def page(record: Record) -> str:
         words.provenance(record),
         f"<footer>Made by cosmos-rl on {escaped(now)} from {escaped(record.root.name)}.</footer>",
     ]
-    style = importlib.resources.files("cosmos_rl.tracking.report").joinpath("style.css").read_text()
+    style = importlib.resources.files("cosmos_rl.tracking.report").joinpath("style.css").read_text(encoding="utf-8")
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>'

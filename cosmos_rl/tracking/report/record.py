@@ -139,14 +139,14 @@ def read_record(root: Path) -> Record:
     """Everything that the run folder ``root`` has by now; what is not there yet is empty."""
     run = RunFolder(root)
     described = run if run.config.is_file() else RunFolder(run.next)  # a command that has not begun to train
-    config_text = described.config.read_text() if described.config.is_file() else ""
+    config_text = described.config.read_text(encoding="utf-8") if described.config.is_file() else ""
     exists = run.metrics.is_file()
     by_step = {row["step"]: row for row in (read_metrics(run.metrics) if exists else [])}
     return Record(
         root=root,
         config=tomllib.loads(config_text),
         config_text=config_text,
-        started=json.loads(described.run_json.read_text()) if described.run_json.is_file() else {},
+        started=json.loads(described.run_json.read_text(encoding="utf-8")) if described.run_json.is_file() else {},
         rows=[by_step[step] for step in sorted(by_step)],
         validation=_galleries(run.media / "validation"),
         rollout=_galleries(run.media / "rollout"),
@@ -178,7 +178,7 @@ def _galleries(folder: Path) -> dict[int, Gallery]:
     for step, place in sorted(_step_folders(folder).items()):
         index = place / "index.json"
         if index.is_file():
-            rows = json.loads(index.read_text())
+            rows = json.loads(index.read_text(encoding="utf-8"))
             found[step] = [Entry(place / r["file"], r["prompt"], r["sample_id"], r["group"], r["scores"]) for r in rows]
     return found
 

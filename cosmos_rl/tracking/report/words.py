@@ -187,5 +187,5 @@ def _joined(names: list[str]) -> str:
 
 def _snippet_of_card(card: Path) -> str:
     """The Python of the card that the export was published with; empty without one."""
-    found = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL) if card.is_file() else None
+    found = re.search(r"```python\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL) if card.is_file() else None
     return found[1].strip() if found else ""

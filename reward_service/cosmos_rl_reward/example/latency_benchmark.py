@@ -192,7 +192,9 @@ def own_service() -> Iterator[str]:
     """A service with the mock reward for the time of the measurement."""
     with tempfile.TemporaryDirectory() as state:
         command = [sys.executable, "-m", "cosmos_rl_reward.cli", "--rewards", "mock", "--port", "0"]
-        process = subprocess.Popen([*command, "--state-dir", state], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*command, "--state-dir", state], stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace"
+        )
         assert process.stderr is not None
         try:
             host = next(line.split()[-1] for line in process.stderr if "listening on" in line)
@@ -221,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         _say(f"p50 {total['p50']:.3f} p90 {total['p90']:.3f} p95 {total['p95']:.3f} p99 {total['p99']:.3f}")
     _say(f"{report['jobs_per_second']:.2f} jobs a second, errors: {report['errors'] or 'none'}")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
+        options.json.write_text(json.dumps(report, indent=2), encoding="utf-8")
     return int(bool(report["errors"]))
 
 

@@ -72,7 +72,7 @@ async def rewards(request: Request) -> Response:
 @router.get("/")
 async def page() -> Response:
     """The page for people; it asks ``/api/reward/rewards`` with the token typed into it."""
-    return HTMLResponse(Path(__file__).with_name("page.html").read_text())
+    return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -62,7 +62,7 @@ class Auth:
             status = self._file.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if stamp != self._stamp:
-                tokens = parse_tokens(self._file.read_text(), str(self._file))
+                tokens = parse_tokens(self._file.read_text(encoding="utf-8"), str(self._file))
                 if not tokens:
                     raise UserError(f"token_file {self._file}: holds no token")
                 self._tokens, self._stamp = {**self._environment, **tokens}, stamp

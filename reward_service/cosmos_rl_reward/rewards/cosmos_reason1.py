@@ -67,7 +67,7 @@ class CosmosReason1(BaseRewardHandler):
         path = Path(self.options["system_prompt"] or _SYSTEM)
         if not path.is_file():
             raise NotReady(f"reward_args.options.system_prompt: no file {path}")
-        self._system, self._system_digest = path.read_text().strip(), digest([path])
+        self._system, self._system_digest = path.read_text(encoding="utf-8").strip(), digest([path])
         self.fetch(offline=False)
         if self.endpoint_url:
             self._critic = EndpointCritic(ChatEndpoint.of(self))

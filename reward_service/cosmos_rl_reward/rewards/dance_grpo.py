@@ -78,7 +78,11 @@ class DanceGRPO(BaseRewardHandler):
                 f"reward_args.options.template: no file {path}; the model was trained with one fixed question, which is"
                 f" in {_TEMPLATE_FILE} of the VideoAlign repository: run cosmos-rl-reward-prepare, or copy it there"
             )
-        text = special_tokens.read_constants(path, _TEMPLATE)[0] if path.suffix == ".py" else path.read_text()
+        text = (
+            special_tokens.read_constants(path, _TEMPLATE)[0]
+            if path.suffix == ".py"
+            else path.read_text(encoding="utf-8")
+        )
         if "{text_prompt}" not in text or any(text.count(token) != 1 for token in _TOKENS):
             raise NotReady(f"reward_args.options.template: {path} needs {{text_prompt}} and once each {_TOKENS}")
         self._template_digest = digest([path])
@@ -162,7 +166,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "model_config.json"
     if not path.is_file():
         raise NotReady(f"weights {folder}: no model_config.json")
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     wanted = {
         "inference_config": [f"{d}_{kind}" for d in _DIMENSIONS for kind in ("mean", "std")],
         "data_config": ["fps", "max_frame_pixels"],

@@ -141,7 +141,9 @@ class ImageReward(BaseRewardHandler):
         from transformers import AutoTokenizer
 
         path = file_of(self._folder, _FILES)
-        text_heads = json.loads(file_of(self._folder, ["med_config.json"]).read_text())["num_attention_heads"]
+        text_heads = json.loads(file_of(self._folder, ["med_config.json"]).read_text(encoding="utf-8"))[
+            "num_attention_heads"
+        ]
         vision, text, head = build(load_state(path), (self._image_heads, text_heads), path)
         dtype = torch_dtype(self.dtype, self.device)
         self._vision, self._text = vision.to(self.device, dtype), text.to(self.device, dtype)

@@ -20,7 +20,7 @@ def read_constants(path: Path, *names: str) -> list[str]:
     if not path.is_file():
         raise NotReady(f"no file {path}")
     found: dict[str, str] = {}
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             found.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
     for name in names:

@@ -55,7 +55,7 @@ class UnifiedReward(BaseRewardHandler):
         path = Path(self.options["template"] or _TEMPLATE)
         if not path.is_file():
             raise NotReady(f"reward_args.options.template: no file {path}")
-        self._template = path.read_text()
+        self._template = path.read_text(encoding="utf-8")
         if "{prompt}" not in self._template:
             raise NotReady(f"reward_args.options.template: {path} has no {{prompt}}")
         try:

@@ -310,7 +310,9 @@ class DiffuserModel(VelocityModel):
         import diffusers
 
         folder = self.base_folder / "transformer"
-        model_class = getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"])
+        model_class = getattr(
+            diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"]
+        )
         with torch.device("meta"):
             shell = model_class.from_config(model_class.load_config(folder))
         return shell if self._master_dtype == torch.float32 else shell.to(self._master_dtype)

@@ -192,7 +192,7 @@ def _stored_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if METADATA_KEY in metadata:
         return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
     beside = file.parent / "adapter_config.json"
-    return json.loads(beside.read_text()) if beside.is_file() else {}
+    return json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
 
 
 def _check_scales(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> None:

@@ -60,8 +60,26 @@ def test_folders_of_another_kind_are_described(
     assert "found .jpg, videos/" in message
 
 
+def pixels(file: Path) -> bytes:
+    with Image.open(file) as picture:
+        return picture.tobytes()
+
+
+def drawn_by_diffusers(adapter: Path, base: Path, text_length: int) -> bytes:
+    """What `cosmos-rl sample` should make of "a dog" with seed 1 and 2 steps."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(base)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(str(adapter), weight_name="model.safetensors")
+    size = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 4.5}
+    generator = torch.Generator().manual_seed(1)
+    return pipe("a dog", max_sequence_length=text_length, generator=generator, **size).images[0].tobytes()
+
+
 def test_the_verbs_export_and_sample_work_on_a_run(
-    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, write_toml: Callable[..., Path], tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from safetensors.torch import load_file
 
@@ -82,6 +100,8 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     files = capsys.readouterr().out.split()
     assert [Path(file).name for file in files] == ["000_a-cat.png", "001_a-cat.png", "002_a-dog.png", "003_a-dog.png"]
     assert len(json.loads((tmp_path / "made" / "index.json").read_text())) == 4
+    assert pixels(tmp_path / "made/003_a-dog.png") == drawn_by_diffusers(tmp_path / "exported/lora", tiny_sd3, 16)
+    assert pixels(tmp_path / "made/003_a-dog.png") != drawn_by_diffusers(tmp_path / "exported/lora", tiny_sd3, 256)
 
     assert main(["sample", str(tmp_path / "exported"), *command]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -8,18 +8,20 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import DiffuserModel, lora
 from cosmos_rl.policy.model.diffusers.lora import adapter_state
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+from tests.test_resume import saved_state
 from tests.trainer_runs import train
 
 PROMPT = "a photo of the number 3"
 LORAS = {
+    "alpha is the rank": "r = 4\nlora_alpha = 4",
     "rank and alpha differ": "r = 4\nlora_alpha = 16",
     "rslora": "r = 4\nlora_alpha = 6\nuse_rslora = true",
     "patterns": 'r = 4\nlora_alpha = 8\nr_pattern = { "attn.to_q" = 2, "transformer_blocks.1.attn.to_v" = 6 }\n'
@@ -35,6 +37,24 @@ def snippet(base: str, adapter_dir: Path | None, latents: torch.Tensor) -> torch
         pipe.load_lora_weights(str(adapter_dir), weight_name="model.safetensors", adapter_name="default")
         pipe.set_adapters("default")
     pipe = pipe.to("cpu")
+    result = pipe(
+        prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=latents, height=32, width=32, output_type="pt"
+    )
+    return result.images
+
+
+def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor) -> torch.Tensor:
+    """As ComfyUI and what follows it load: base + up @ down x (alpha tensor / r where there is one, else 1)."""
+    pipe = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    state = load_file(adapter_dir / "model.safetensors")
+    names = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
+    assert len(names) == 8
+    for name in names:
+        down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
+        alpha = state.get(f"{name}.alpha")
+        weight = pipe.transformer.get_submodule(name.removeprefix("transformer.")).weight
+        weight.data += up @ down * (1.0 if alpha is None else float(alpha) / len(down))
     result = pipe(
         prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=latents, height=32, width=32, output_type="pt"
     )
@@ -87,6 +107,8 @@ def test_the_lora_snippet_gives_the_trainers_picture(
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
     assert (ours - theirs).abs().max() <= 1e-5
     assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
+    others = loaded_by_the_other_rule(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
+    assert (ours - others).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
@@ -126,6 +148,7 @@ def test_a_bf16_export_holds_the_bf16_cast_policy(
     if lora:
         stored = load_file(export / "lora/model.safetensors")
         own = {f"transformer.{k}": v for k, v in adapter_state(trainer.model.transformer, "default").items()}
+        own = {k: v * 2 if ".lora_B." in k else v for k, v in own.items()}  # alpha / r = 8 / 4, folded
     else:
         stored = load_file(export / "transformer/diffusion_pytorch_model.safetensors")
         own = trainer.model.transformer.state_dict()
@@ -139,11 +162,12 @@ def test_the_adapter_file_says_how_strongly_it_acts(write_toml: Callable[..., Pa
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         metadata = json.loads(file.metadata()["lora_adapter_metadata"])
         keys = list(file.keys())
-    assert (metadata["transformer.r"], metadata["transformer.lora_alpha"]) == (4, 8)
-    assert metadata["transformer.rank_pattern"] == {"attn.to_q": 2}
+    assert (metadata["transformer.r"], metadata["transformer.lora_alpha"]) == (4, 4)
+    assert metadata["transformer.rank_pattern"] == metadata["transformer.alpha_pattern"] == {"attn.to_q": 2}
+    assert not metadata["transformer.use_rslora"]
     assert len(keys) == 2 * 2 * 4
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA"
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 4)
     assert config["base_model_name_or_path"] == str(tiny_sd3)
 
 
@@ -160,14 +184,43 @@ def test_export_safetensors_false_writes_the_last_step_only(write_toml: Callable
     assert all(part is not None for name, part in pipe.components.items() if not name.startswith(("image", "feature")))
 
 
-def test_a_warm_start_from_an_export_continues_its_policy(write_toml: Callable[..., Path], tiny_sd3: Path) -> None:
-    run = train(write_toml(), "--train.max_num_steps=3")
-    folder = run / "safetensors/step_3/lora"
-    config = load_config(write_toml(), [f"--policy.lora.lora_path={folder}"])
-    model = ModelRegistry.build_diffusers_model(config)
-    stored = load_file(folder / "model.safetensors")
-    own = adapter_state(model.transformer, "default")
-    assert all(torch.equal(stored[f"transformer.{k}"], v) for k, v in own.items())
+@pytest.mark.parametrize("name", LORAS)
+def test_a_warm_start_from_an_export_keeps_its_strength(
+    write_toml: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    """From an export of today, whatever alpha goes on with it; and from one as older versions wrote them."""
+    table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
+    config = write_toml(table + 'init_lora_weights = "gaussian"', lora=False)
+    run = train(config, "--train.max_num_steps=3")
+    folder, trained = run / "safetensors/step_3/lora", saved_state(run, 3)
+
+    def products(model: DiffuserModel) -> dict[str, torch.Tensor]:
+        """Layer -> factor x up @ down."""
+        state, factors = adapter_state(model.transformer, "default"), lora.scales(model.transformer, "default")
+        return {k: f * state[f"{k}.lora_B.weight"] @ state[f"{k}.lora_A.weight"] for k, f in factors.items()}
+
+    def built(path: Path, *options: str) -> DiffuserModel:
+        overrides = [f"--policy.lora.lora_path={path}", *options]
+        return ModelRegistry.build_diffusers_model(load_config(config, overrides))
+
+    same = built(folder)
+    own = adapter_state(same.transformer, "default")
+    before = {k.removeprefix("model.").replace(".default.", "."): v for k, v in trained.items() if k[:6] == "model."}
+    assert before.keys() == own.keys()
+    for key, value in before.items():
+        torch.testing.assert_close(own[key], value, rtol=1e-6, atol=0)
+    expected = products(same)
+    stronger = built(folder, "--policy.lora.lora_alpha=32", "--policy.lora.use_rslora=false")
+    for key, value in products(stronger).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-8)
+
+    older = tmp_path / "older.safetensors"
+    table_then = {f"transformer.{k}": v for k, v in same.transformer.peft_config["default"].to_dict().items()}
+    table_then["transformer.target_modules"] = sorted(table_then["transformer.target_modules"])
+    weights = {f"transformer.{k}": v.detach().clone() for k, v in own.items()}
+    save_file(weights, older, metadata={lora.METADATA_KEY: json.dumps(table_then)})
+    for key, value in products(built(older)).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=0)
 
 
 def test_an_adapter_of_another_name_is_exported_alone_and_loads(

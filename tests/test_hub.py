@@ -257,6 +257,9 @@ def test_the_card_of_a_pipeline_says_what_it_is_and_names_no_path_of_this_machin
     names: dict[str, Any] = {}
     exec(code.replace("path/to/this/folder", str(export)), names)
     assert isinstance(names["pipe"], DiffusionPipeline)
+    assert names["picture"].size == (32, 32)
+    assert "'a photo of the number 0'" in code
+    assert "max_sequence_length=16" in code
 
 
 def test_the_snippet_of_an_adapter_loads_it(write_toml: Callable[..., Path], tiny_sd3: Path) -> None:
@@ -269,6 +272,8 @@ def test_the_snippet_of_an_adapter_loads_it(write_toml: Callable[..., Path], tin
     names: dict[str, Any] = {}
     exec(code.replace("path/to/the/base", str(tiny_sd3)).replace("path/to/this/folder", str(export)), names)
     assert names["pipe"].get_active_adapters() == ["default"]
+    assert names["picture"].size == (32, 32)
+    assert "ComfyUI" in card
 
 
 def test_a_base_of_the_hub_is_named_and_strange_prompts_stay_in_their_cell(tmp_path: Path) -> None:

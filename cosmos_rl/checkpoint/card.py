@@ -18,6 +18,12 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.storage import atomic
 
 MAX_PICTURES = 4
+_OTHER_TOOLS = (
+    "The adapter's strength is in its weights (alpha is the rank of every layer), so it acts alike in diffusers and in "
+    "tools that look for no alpha, ComfyUI among them: strength 1 is that of the training."
+)
+_LONGEST_PROMPT = 80
+"""Characters of a prompt that stands in the code."""
 _PACKAGES = ("cosmos_rl", "torch", "diffusers", "transformers", "peft")
 _PRIVATE = {"custom", "redis", "eth_ips"}  # a user's own table may hold anything, the others name machines
 
@@ -38,7 +44,7 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         with atomic.staging(export / "media") as stage:
             for file, _ in pictures:
                 shutil.copyfile(file, stage / file.name)
-    parts = [_front_matter(config), _about(config, step), _snippet(config, repository), _gallery(pictures)]
+    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, pictures), _gallery(pictures)]
     parts += [_configuration(config), _versions()]
     atomic.write_text(export / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
@@ -62,7 +68,7 @@ def _about(config: Config, step: int) -> str:
     return f"# {name}\n\n{what} {named}, trained with cosmos-rl for {step} steps.{averaged}"
 
 
-def _snippet(config: Config, repository: str | None) -> str:
+def _snippet(config: Config, repository: str | None, pictures: list[tuple[Path, str]]) -> str:
     base = "path/to/the/base" if is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
     here = repository or "path/to/this/folder"
     lora = config.policy.lora is not None
@@ -73,7 +79,23 @@ def _snippet(config: Config, repository: str | None) -> str:
     if lora:
         lines.append(f'pipe.load_lora_weights("{here}", weight_name="model.safetensors", adapter_name="default")')
         lines.append('pipe.set_adapters("default")')
-    return "## Load\n\n```python\n" + "\n".join(lines) + "\n```"
+    diffusers = config.policy.diffusers
+    if not diffusers.is_video:
+        fits = (prompt for _, prompt in pictures if len(prompt) <= _LONGEST_PROMPT and "`" not in prompt)
+        prompt = next(fits, "a prompt like those of the training")
+        sample, (height, width) = diffusers.sample, diffusers.inference_size
+        lines += [
+            "picture = pipe(",
+            f"    {prompt!r},",
+            f"    height={height},",
+            f"    width={width},",
+            f"    num_inference_steps={sample.eval_num_steps or sample.num_steps},",
+            f"    guidance_scale={sample.guidance_scale},",
+            f"    max_sequence_length={diffusers.max_prompt_length},  # as in training; another changes pictures",
+            ").images[0]",
+        ]
+    other = f"\n\n{_OTHER_TOOLS}" if lora else ""
+    return "## Load\n\n```python\n" + "\n".join(lines) + f"\n```{other}"
 
 
 def _newest_pictures(validation: Path, step: int) -> list[tuple[Path, str]]:

@@ -13,10 +13,13 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.storage import atomic
 from cosmos_rl.utils.logging import logger
 
 LORA_FILE = "model.safetensors"
+SAMPLING_FILE = "cosmos_rl.json"
+"""What an export says about its use that no file of diffusers or PEFT has a place for."""
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
 
@@ -26,13 +29,15 @@ class LoraExport:
 
     weights: Mapping[str, Tensor]
     """Names in the transformer without the adapter's name, ``….lora_A.weight`` and ``….lora_B.weight``."""
-    peft_config: Any
-    """The adapter's ``peft.LoraConfig``; rank, alpha and patterns are not in the weights."""
+    peft_config: Mapping[str, Any]
+    """The table of its ``peft.LoraConfig``; alpha is the rank, as every layer's factor is in its up matrix."""
     base_model: str
+    text_length: int
+    """Tokens that prompts had in training; text encoders that pad to it give others at another length."""
 
     def write(self, step_dir: Path) -> None:
         """Write ``<step_dir>/lora/model.safetensors`` and ``adapter_config.json``, whole or not at all."""
-        metadata = LoraBaseMixin.pack_weights(_plain(self.peft_config.to_dict()), "transformer")
+        metadata = LoraBaseMixin.pack_weights(_plain(self.peft_config), "transformer")
         with atomic.staging(step_dir) as stage:
             folder = stage / "lora"
             LoraBaseMixin.write_lora_layers(
@@ -44,8 +49,9 @@ class LoraExport:
                 safe_serialization=True,
                 lora_adapter_metadata=metadata,
             )
-            config = _plain(self.peft_config.to_dict()) | {"base_model_name_or_path": self.base_model}
+            config = _plain(self.peft_config) | {"base_model_name_or_path": self.base_model}
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+            _write_sampling(folder, self.text_length)
             _check_pairs(folder / LORA_FILE)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 
@@ -73,6 +79,8 @@ class PipelineExport:
     """State dict of the transformer."""
     base_folder: Path
     """Local folder of the base pipeline."""
+    text_length: int
+    """Tokens that prompts had in training."""
 
     def write(self, step_dir: Path) -> None:
         """Write the pipeline folder ``step_dir``, whole or not at all.
@@ -88,6 +96,7 @@ class PipelineExport:
                 part = self.base_folder / name
                 if name != "transformer" and isinstance(value, list) and part.is_dir():
                     _copy_part(part, stage / name, earlier / name if earlier else None)
+            _write_sampling(stage, self.text_length)
             transformer = stage / "transformer"
             transformer.mkdir()
             shutil.copyfile(self.base_folder / "transformer" / "config.json", transformer / "config.json")
@@ -100,6 +109,26 @@ class PipelineExport:
             for file in transformer.iterdir():
                 file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
+
+
+def text_length_of(folder: Path) -> int | None:
+    """The ``max_sequence_length`` of the training that made an export; None: it does not say.
+
+    Raises:
+        UserError: the file that says it is not as it was written.
+    """
+    file = folder / SAMPLING_FILE
+    if not file.is_file():
+        return None
+    try:
+        return int(json.loads(file.read_bytes())["max_sequence_length"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{file}: expected like {{"max_sequence_length": 256}} ({error})') from error
+
+
+def _write_sampling(folder: Path, text_length: int) -> None:
+    text = json.dumps({"max_sequence_length": text_length}, indent=2)
+    (folder / SAMPLING_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def _umask() -> int:

@@ -65,7 +65,7 @@ def sample(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=_count, default=28, help="sampling steps (28)")
     parser.add_argument("--guidance", type=float, default=4.5, help="classifier-free guidance (4.5)")
     parser.add_argument("--size", type=_count, nargs=2, metavar=("H", "W"), help="pixels; default: the pipeline's own")
-    parser.add_argument("--max-prompt-length", type=_count, default=256, help="tokens, as in training (256)")
+    parser.add_argument("--max-prompt-length", type=_count, help="tokens; default: as in training, else 256")
     parser.add_argument("--seed", type=int, default=0, help="picture k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
     if given.out.exists():
@@ -73,8 +73,10 @@ def sample(argv: Sequence[str]) -> int:
     base, adapter = _base_and_adapter(given.source)
     import torch  # seconds, so only once the command line is known to be right
 
+    from cosmos_rl.checkpoint.export import text_length_of
     from cosmos_rl.tracking.media import Shown, save_gallery
 
+    length = given.max_prompt_length or text_length_of(adapter or Path(base).expanduser()) or 256
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
@@ -88,7 +90,7 @@ def sample(argv: Sequence[str]) -> int:
             prompt,
             num_inference_steps=given.steps,
             guidance_scale=given.guidance,
-            max_sequence_length=given.max_prompt_length,
+            max_sequence_length=length,
             generator=generator,
             output_type="np",
             **size,

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
+from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
 METADATA_KEY = "lora_adapter_metadata"
+_UP = ".lora_B.weight"
 
 
 def linear_names(transformer: torch.nn.Module) -> list[str]:
@@ -132,6 +134,31 @@ def adapter_state(transformer: Any, adapter: str) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(transformer, adapter_name=adapter)
 
 
+def scales(transformer: Any, adapter: str) -> dict[str, float]:
+    """Adapted layer -> the factor of its ``up @ down``: alpha / r, with rslora alpha / sqrt(r), patterns included."""
+    layers = ((name, getattr(module, "scaling", None)) for name, module in transformer.named_modules())
+    return {
+        name: float(scaling[adapter]) for name, scaling in layers if isinstance(scaling, dict) and adapter in scaling
+    }
+
+
+def folded_weights(transformer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """`adapter_state` with each layer's factor multiplied into its up matrix, so that the factor left is 1.
+
+    Loaders disagree about where a file says its alpha, and take 1 where they find none.
+    """
+    factors = scales(transformer, adapter)
+    for key, value in adapter_state(transformer, adapter).items():
+        yield key, value.detach() * factors[key.removesuffix(_UP)] if key.endswith(_UP) else value
+
+
+def folded_config(peft_config: Any) -> dict[str, Any]:
+    """The table of an adapter whose factors are in its up matrices: alpha is the rank of every layer."""
+    table = peft_config.to_dict()
+    same = {"lora_alpha": table["r"], "alpha_pattern": dict(table["rank_pattern"]), "use_rslora": False}
+    return table | same
+
+
 def adapter_file(path: str) -> Path:
     """The safetensors file of an exported adapter: the file itself, or the one in a folder.
 
@@ -163,7 +190,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
     with safe_open(file, framework="pt") as opened:
         weights = {_plain_key(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    _check_scales(transformer, adapter, _stored_scales(file, metadata), file)
+    folded = _is_folded(transformer, adapter, _stored_scales(file, metadata), file)
     own = adapter_state(transformer, adapter)
     problems = [f"  {key}: not in the adapter" for key in sorted(weights.keys() - own.keys())]
     problems += [f"  {key}: not in the file" for key in sorted(own.keys() - weights.keys())]
@@ -179,8 +206,10 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
             + "\n".join(problems[:10])
             + more
         )
+    factors = scales(transformer, adapter) if folded else {}
     for key, value in own.items():
-        copy_full(value, weights[key])
+        factor = factors.get(key.removesuffix(_UP), 1.0) if key.endswith(_UP) else 1.0
+        copy_full(value, weights[key] if factor == 1.0 else weights[key].float() / factor)
 
 
 def _plain_key(key: str) -> str:
@@ -195,12 +224,25 @@ def _stored_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     return json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
 
 
-def _check_scales(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> None:
-    """The scale alpha / r is not in the weights: when the file says it, it must be the adapter's."""
+def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> bool:
+    """Whether the factor alpha / r is in the up matrices of a file; otherwise it must be the adapter's.
+
+    Raises:
+        UserError: the file says another factor than the adapter's, and not 1.
+    """
     own = transformer.peft_config[adapter]
+    if not stored:
+        logger.warning(
+            f"policy.lora.lora_path: {file} does not say its alpha; that of policy.lora is taken, {own.lora_alpha:g}"
+        )
+        return False
+    patterns = [stored.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    if not stored.get("use_rslora") and stored.get("lora_alpha") == stored.get("r") and patterns[0] == patterns[1]:
+        return True  # the factor is 1: as exported, or trained with alpha = r
     for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if name in stored and (stored[name] or None) != (getattr(own, name) or None):
             raise UserError(
                 f"policy.lora.lora_path: {file} was trained with {name} = {stored[name]!r}, policy.lora says "
                 f"{getattr(own, name)!r}; the adapter would act with another strength"
             )
+    return False

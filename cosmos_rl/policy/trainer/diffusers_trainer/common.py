@@ -1,7 +1,7 @@
 """What every diffusers job builds in the same way."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
-from cosmos_rl.policy.model.diffusers.lora import adapter_state
+from cosmos_rl.policy.model.diffusers.lora import folded_config, folded_weights
 
 
 def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig, total_steps: int) -> Optimizer:
@@ -56,15 +56,16 @@ def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path
     """
     if model.lora_config is not None:
         adapter = model.primary_adapter
-        weights = _copied(adapter_state(model.transformer, adapter), model.param_dtype, keep=keep)
-        return LoraExport(weights, model.transformer.peft_config[adapter], model.model_str).write
-    weights = _copied(model.transformer.state_dict(), model.param_dtype, keep=keep)
-    return PipelineExport(weights, model.base_folder).write
+        weights = _copied(folded_weights(model.transformer, adapter), model.param_dtype, keep=keep)
+        table = folded_config(model.transformer.peft_config[adapter])
+        return LoraExport(weights, table, model.model_str, model.config.max_prompt_length).write
+    weights = _copied(model.transformer.state_dict().items(), model.param_dtype, keep=keep)
+    return PipelineExport(weights, model.base_folder, model.config.max_prompt_length).write
 
 
-def _copied(state: Mapping[str, torch.Tensor], dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
+def _copied(state: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU where ``keep``; nothing on the other ranks, which only take part in the gathering."""
-    copies = ((name, full_cpu(value, dtype, keep=keep)) for name, value in state.items())
+    copies = ((name, full_cpu(value, dtype, keep=keep)) for name, value in state)
     return {name: copy for name, copy in copies if copy is not None}
 
 

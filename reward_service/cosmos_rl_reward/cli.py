@@ -75,11 +75,13 @@ def main(argv: list[str] | None = None) -> int:
 def _work(config: ServiceConfig, rewards: list[str]) -> int:
     if not config.external_broker or not config.blob_store:
         raise UserError("worker: needs broker_url and blob_store in the configuration, shared with the service")
+    import uvloop
+
     from cosmos_rl_reward.store import open_spool
     from cosmos_rl_reward.worker.host import Host
 
     open_spool(config).check()
-    asyncio.run(Host(config, config.external_broker, rewards).run())
+    uvloop.run(Host(config, config.external_broker, rewards).run())
     return 0
 
 

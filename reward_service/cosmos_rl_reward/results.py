@@ -9,8 +9,14 @@ FAILED, EXPIRED, CANCELLED, SUCCEEDED = "failed", "expired", "cancelled", "succe
 
 
 def encode(result: dict[str, Any]) -> bytes:
-    """Compact JSON; raises ValueError for numbers that JSON does not have."""
-    return json.dumps(result, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+    """Compact JSON; raises ValueError for numbers that JSON does not have. A lone surrogate becomes its escape."""
+    text = json.dumps(result, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.encode(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """The same text, with a backslash escape for what UTF-8 cannot carry (lone surrogates)."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def without_scores(reward: str, state: str, error: str) -> bytes:
@@ -18,7 +24,7 @@ def without_scores(reward: str, state: str, error: str) -> bytes:
     return encode(
         {
             "scores": None,
-            "error": error,
+            "error": printable(error),
             "input_info": {},
             "duration": "0.00",
             "decoded_duration": "N/A",

@@ -2,12 +2,15 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 
 from cosmos_rl_reward import logs
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import UserError
+
+RESTARTS_VARIABLE = "COSMOS_RL_REWARD_RESTARTS"  # how often this process was started again by its supervisor
 
 
 def main() -> int:
@@ -25,7 +28,10 @@ def main() -> int:
         else:
             import uvloop
 
+            from cosmos_rl_reward.broker.embedded import die_with_parent
             from cosmos_rl_reward.worker.host import Host
+
+            die_with_parent(signal.SIGHUP)  # not SIGKILL: what the rewards have started has to end too
 
             uvloop.run(Host(config, broker, arguments).run())
     except UserError as error:

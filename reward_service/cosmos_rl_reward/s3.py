@@ -119,7 +119,6 @@ class S3Spool(Spool):
     remote = True
     look_s = 5.0  # word comes by events and by ``answered``
     sweep_s = 600.0  # a listing of all finished jobs
-    secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
     def __init__(
         self, folder: Path, client: Any, bucket: str, prefix: str, limits: tuple[int, int], lock: IO[str]

@@ -131,13 +131,11 @@ class Spool:
         remote: calls go over a network, so an event loop makes them in threads.
         look_s: seconds between two looks for a result that somebody waits for.
         sweep_s: seconds between two calls of ``sweep``.
-        secrets: environment variables that open it, which are not for the processes of rewards.
     """
 
     remote = False
     look_s = 0.5
     sweep_s = 60.0
-    secrets: tuple[str, ...] = ()
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)

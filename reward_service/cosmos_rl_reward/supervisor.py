@@ -19,7 +19,9 @@ from cosmos_rl_reward.broker.embedded import die_with_parent, private_folder, se
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
+from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import open_spool
+from cosmos_rl_reward.worker import family
 
 logger = logging.getLogger(__name__)
 BROKER_VARIABLE = "COSMOS_RL_REWARD_INTERNAL_BROKER"
@@ -38,6 +40,7 @@ class Child:
     before: Callable[[], None] | None = None
     process: asyncio.subprocess.Process | None = None
     wanted: bool = True
+    restarts: int = 0
 
     async def keep(self) -> int:
         """Run it, and again whenever it dies, until ``end``. Returns 2 when it says that its settings are wrong."""
@@ -52,6 +55,7 @@ class Child:
                 pass_fds=self.fds,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
+                env={**os.environ, RESTARTS_VARIABLE: str(self.restarts)},
             )
             with contextlib.suppress(ConnectionError):
                 await self.process.communicate(self.text)
@@ -60,6 +64,7 @@ class Child:
                 return 0
             if code == 2:
                 return 2
+            self.restarts += 1
             failures = failures + 1 if asyncio.get_running_loop().time() - began < 10 else 0
             logger.error("%s ended with code %s, starting it again", self.name, code)
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
@@ -191,6 +196,7 @@ class Service:
         self.workers.signal(signal.SIGKILL if now.is_set() else 0)
         await draining
         hurry.cancel()
+        await asyncio.to_thread(family.kill_leftovers)
         await self.front.end(8)
         await self.broker.end(3)
         self._listener.close()

@@ -1,6 +1,7 @@
 """A third-party reward that does what its first prompt says; lives outside the package."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -54,6 +55,16 @@ class Moody(BaseRewardHandler):
                 return None
             if word == "envelope":
                 return {"scores": None, "error": "as told"}
+            if word == "surrogate":
+                raise BadInput("bad prompt \ud800")
+            if word == "leave":  # children in sessions of their own, one of them without our environment
+                whole, bare = (subprocess.Popen(["sleep", "600"], start_new_session=True, env=e) for e in (None, {}))
+                forked = os.fork()
+                if forked == 0:
+                    time.sleep(600)
+                    os._exit(0)
+                with open(rest, "w") as file:
+                    file.write(f"{whole.pid} {bare.pid} {forked}")
             if word == "diefirst" and not os.path.exists(rest):
                 open(rest, "w").close()
                 os.kill(os.getpid(), 9)

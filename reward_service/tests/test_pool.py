@@ -11,7 +11,9 @@ import pytest
 
 from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.payload.media import read_payload
+from cosmos_rl_reward.results import encode, without_scores
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
+from cosmos_rl_reward.worker import pool as pool_module
 from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.inputs import Input, batches, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
@@ -114,36 +116,101 @@ def test_good_output_becomes_plain_numbers():
     assert errors == {1: "no text"}
 
 
-@pytest.mark.process
-def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
-    """The disk is full when a result is to be written; the job is not scored again and not lost."""
-    spool, told, full = Spool(tmp_path), [], [2]
-    job = spooled(spool, body(picture(51), "mock"), ident(1))
-    write = Spool.write_results
+class Disk:
+    """Fails the first ``times`` calls of one of the spool's functions."""
 
-    def write_results(self, results):
-        if full[0]:
-            full[0] -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, results)
+    def __init__(self, monkeypatch, name, times, error=None):
+        self.left, self.calls = times, 0
+        self.error = error or OSError(errno.ENOSPC, "No space left on device")
+        work = getattr(Spool, name)
+
+        def function(spool, *arguments):
+            self.calls += 1
+            if self.left:
+                self.left -= 1
+                raise self.error
+            return work(spool, *arguments)
+
+        monkeypatch.setattr(Spool, name, function)
+
+
+def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
+    """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
+    monkeypatch.setattr(pool_module, "_WRITE_PAUSES_S", (0.02,), raising=False)
+    told = []
 
     async def announce(event):
         told.append(event)
 
     async def test():
-        monkeypatch.setattr(Spool, "write_results", write_results)
-        pool = Pool(reward_spec(RewardArgs(reward_type="mock", device="cpu"), 3), spool, announce, announce)
+        args = {"reward_type": reward, "device": "cpu", **more}
+        pool = Pool(reward_spec(RewardArgs(**args), 3), spool, announce, requeue or announce)
         serving = asyncio.create_task(pool.serve())
-        await asyncio.wait_for(asyncio.gather(pool.run(job.id, 1), pool.run(job.id, 2)), 60)  # handed out twice
-        await asyncio.wait_for(pool.run(job.id, 3), 60)  # and once more, after its end
+        runs = [pool.run(*job) for job in jobs]
+        done, _ = await asyncio.wait(
+            {serving, asyncio.gather(*runs, return_exceptions=True)}, timeout=120, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert done, "neither scored nor failed"
+        assert not serving.done(), serving.exception()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        return pool.health.restarts
 
-    asyncio.run(test())
+    return told, asyncio.run(test())
+
+
+@pytest.mark.process
+def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
+    """The disk is full for long when a result is to be written; the job is not scored again and not lost."""
+    spool, full = Spool(tmp_path), Disk(monkeypatch, "write_results", 40)
+    job = spooled(spool, body(picture(51), "mock"), ident(1))
+    # handed out twice, and once more after its end
+    told, restarts = served(spool, [(job.id, 1), (job.id, 2)], monkeypatch)
+    again, _ = served(spool, [(job.id, 3)], monkeypatch)
     result = json.loads(spool.result(job.id, "mock"))
-    assert (result["scores"], full) == ({"mock": [0.2]}, [0])
+    assert (result["scores"], full.left, full.calls) == ({"mock": [0.2]}, 0, 41)
     assert [event["state"] for event in told] == ["succeeded"]
+    assert (again, restarts) == ([], 0)
     assert [j.id for j in spool.open_jobs()] == [job.id]  # the front, which knows all its rewards, cuts it off
     spool.finish(job)
     assert list(spool.open_jobs()) == []
     assert spool.job(job.id) == job
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("without_result", OSError(errno.ENOSPC, "full")),
+        ("write_results", PermissionError(13, "not allowed")),
+        ("write_results", FileNotFoundError(2, "no such folder")),
+        ("job", NotADirectoryError(20, "not a folder")),
+        ("borrow", OSError(errno.EIO, "broken")),
+    ],
+)
+def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, error):
+    spool = Spool(tmp_path)
+    jobs = [spooled(spool, body(picture(51 * n), "mock"), ident(n)) for n in range(1, 4)]
+    disk = Disk(monkeypatch, name, 9, error)
+    told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch)
+    found = [json.loads(spool.result(job.id, "mock"))["scores"]["mock"] for job in jobs]
+    assert (found, disk.left, restarts) == ([[0.2], [0.4], [pytest.approx(0.6)]], 0, 0)
+    assert len(told) == 3
+
+
+@pytest.mark.process
+def test_a_result_that_cannot_be_written_for_another_reason_costs_its_own_job(tmp_path, monkeypatch):
+    """An error that is ours: the job goes back to its queue, the scorer and the host live on."""
+    spool = Spool(tmp_path)
+    first, second = [spooled(spool, body(picture(51 * n), "mock"), ident(n)) for n in (1, 2)]
+    disk = Disk(monkeypatch, "write_results", 1, ValueError("of our own"))
+    told, restarts = served(spool, [(first.id, 1)], monkeypatch, max_wait_ms=0)
+    assert (told, disk.left, restarts, spool.result(first.id, "mock")) == ([], 0, 0, None)
+    told, restarts = served(spool, [(first.id, 2), (second.id, 1)], monkeypatch)
+    assert sorted(event["id"] for event in told) == [first.id, second.id]
+
+
+def test_text_that_is_no_unicode_becomes_escapes():
+    result = json.loads(without_scores("moody", "failed", "bad prompt: \ud800 ü"))
+    assert result["error"] == "bad prompt: \\ud800 ü"
+    assert json.loads(encode({"ocr_text": "a\udfffb"})) == {"ocr_text": "a\udfffb"}

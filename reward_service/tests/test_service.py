@@ -114,7 +114,7 @@ def test_a_bare_prompt_channels_first_and_fortran_order(service):
         ("nothing", "calculate_reward returned NoneType"),
         ("envelope", "as told"),
         ("die", "gave up after 3 attempts: the worker process ended by signal SIGKILL; its last lines: dying as told"),
-        ("exit", "gave up after 3 attempts: the worker process ended with exit code 3"),
+        ("exit", "gave up after 3 attempts: RuntimeError: the reward raised SystemExit: 3"),
         ("sleep 60", "gave up after 3 attempts: no answer within 2 s (deadline_s)"),
     ],
 )
@@ -134,6 +134,32 @@ def test_a_job_that_killed_its_worker_once_is_scored_in_the_end(service, tmp_pat
     assert service.result(job)["scores"]["mean"] == [4.0]
 
 
+def test_an_exit_of_the_handler_fails_the_try_and_not_the_process(service):
+    before = service.result(service.submit(picture(1)))["scores"]["pid"]
+    assert service.result(service.submit(picture(), prompts=["exit"]))["state"] == "failed"
+    assert service.result(service.submit(picture(1)))["scores"]["pid"] == before
+
+
+def test_an_error_that_is_no_unicode_is_answered(service):
+    """It used to end the worker host, again and again, with all its rewards."""
+    hosts = [process.pid for process in service.processes()["workers"]]
+    result = service.result(service.submit(picture(), prompts=["surrogate"]), wait=30)
+    assert (result["state"], result["error"]) == ("failed", "bad prompt \\ud800")
+    assert [process.pid for process in service.processes()["workers"]] == hosts
+
+
+def test_bad_jobs_of_one_client_close_no_reward_for_others(service):
+    """Each kills the scorer three times; what the others send meanwhile is taken and scored."""
+    bad, good, end = [service.submit(picture(i), prompts=["die"]) for i in range(3)], [], time.monotonic() + 100
+    while time.monotonic() < end and any(service.pull(job, wait=0).status_code != 200 for job in bad):
+        good.append(service.submit(picture(len(good) % 200)))  # asserts that it was accepted
+        time.sleep(0.1)
+    assert [service.result(job, wait=60)["state"] for job in bad] == ["failed"] * 3
+    scores = [service.result(job, wait=60)["scores"]["mean"] for job in good]
+    assert scores == [[float(n % 200)] for n in range(len(good))]
+    assert service.get("/api/reward/rewards").json()["rewards"]["moody"]["state"] != "failed"
+
+
 def test_a_bad_job_does_not_spoil_those_it_was_merged_with(service):
     slow = service.submit(picture(), prompts=["sleep 0.5"])  # the next ones gather meanwhile
     jobs = [service.submit(picture(i), prompts=["raise x" if i == 2 else "fine"]) for i in range(5)]
@@ -145,7 +171,7 @@ def test_a_bad_job_does_not_spoil_those_it_was_merged_with(service):
 
 
 def test_jobs_that_kill_every_worker_end_and_the_others_are_scored(service):
-    """More deaths in a row than the reward is trusted with: it counts as failed for a while, and comes back."""
+    """More deaths in a row than a reward is trusted with, but of jobs that were tried before."""
     jobs = [service.submit(picture(i), prompts=["die" if i < 2 else "fine"]) for i in range(5)]
     states = [service.result(job, wait=60)["state"] for job in jobs]
     assert states == ["failed", "failed", "succeeded", "succeeded", "succeeded"]

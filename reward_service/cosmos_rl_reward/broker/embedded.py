@@ -17,10 +17,10 @@ from cosmos_rl_reward.errors import UserError
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """In a child: be killed when the parent dies, however it dies (Linux; elsewhere nothing happens)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """In a child: get a signal when the parent dies, however it dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def find_server() -> str:

@@ -19,7 +19,7 @@ from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import without_scores
 from cosmos_rl_reward.spool import Job, Spool
 from cosmos_rl_reward.store import ask
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST
 
 logger = logging.getLogger(__name__)
 BROKER_S = 5.0  # longest wait for an answer of the broker
@@ -124,6 +124,14 @@ class Ledger:
                 if status["state"] == state:
                     return state, status["reason"]
         return "absent", "no worker serves it yet"
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """The worker hosts by machine, with how often each was started again; one that just died may still be known."""
+        found: dict[str, dict[str, Any]] = {}
+        for host in [status[HOST] for status in self.statuses.values() if HOST in status]:
+            known = found.setdefault(host["machine"], {"restarts": 0})
+            known["restarts"] = max(known["restarts"], host["restarts"])
+        return found
 
     async def add(self, job: Job) -> None:
         """Take an accepted job in and queue it. The broker may be away: then it is queued when that is back."""

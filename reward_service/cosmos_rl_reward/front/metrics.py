@@ -30,6 +30,7 @@ class Metrics:
         self.spool = gauge("reward_spool_bytes", "Bytes of unfinished jobs")
         self.up = gauge("reward_worker_up", "Replicas that are ready", "reward")
         self.restarts = gauge("reward_worker_restarts", "Replicas that died and were started again", "reward")
+        self.host_restarts = gauge("reward_host_restarts", "Worker hosts that died and were started again")
         stages = ("stage", "reward")
         self.stage = Histogram("reward_stage_seconds", "Time per stage", stages, registry=registry, buckets=_SECONDS)
         batches = (1, 2, 4, 8, 16, 32, 64)

@@ -66,6 +66,7 @@ class Front:
             "version": __version__,
             "time": time.time(),
             "rewards": rewards,
+            "hosts": self.ledger.hosts(),
             "limits": {name: getattr(config, name) for name in limits},
             "spool_bytes": self.ledger.bytes,
             "errors": list(self.ledger.errors),

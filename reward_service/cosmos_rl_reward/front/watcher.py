@@ -123,6 +123,7 @@ class Watcher:
             for reward in entry.missing:
                 oldest[reward] = min(oldest.get(reward, now), entry.job.accepted)
         metrics.spool.set(ledger.bytes)
+        metrics.host_restarts.set(sum(host["restarts"] for host in ledger.hosts().values()))
         for reward in ledger.rewards:
             metrics.depth.labels(reward).set(ledger.depth(reward))
             metrics.age.labels(reward).set(now - oldest.get(reward, now))

@@ -14,10 +14,14 @@ from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.queue import Control, StreaqQueue
 from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import more_threads, open_spool
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE, Pool, PoolSpec
+from cosmos_rl_reward.worker import family
+from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST, Pool, PoolSpec
+from cosmos_rl_reward.worker.replica import Replica
 
 logger = logging.getLogger(__name__)
+_REAP_S = 30.0
 
 
 def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
@@ -85,6 +89,7 @@ class Host:
             self._specs.append(decode_spec(config))
         self._names = {*(args.reward_type for args in config.enabled), DECODE_QUEUE}
         self._controls: dict[str, Control] = {}
+        self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; then finish what runs within ``drain_s`` and hand the rest back."""
@@ -92,6 +97,10 @@ class Host:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _end_at_once)
+        family.adopt_orphans()
+        if left := await asyncio.to_thread(family.kill_leftovers):
+            logger.warning("killed what rewards of an earlier run had left behind: PIDs %s", left)
         async with Board(self.broker_url) as board, StreaqQueue(self.broker_url, self._names) as queue:
 
             async def requeue(name: str, job_id: str) -> None:
@@ -103,15 +112,17 @@ class Host:
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
             telling = asyncio.create_task(self._tell(board, pools))
             posting = asyncio.create_task(_post(board, news))
+            reaping = asyncio.create_task(_reap())
             stopping = asyncio.create_task(stop.wait())
             try:
-                tasks = {stopping, telling, posting, *workers, *consumers}
+                tasks = {stopping, telling, posting, reaping, *workers, *consumers}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
                     task.result()  # nothing but the signal ends them: show what did
             finally:
                 await self._drain(consumers)
-                await _end([telling, posting, stopping, *workers])
+                await _end([telling, posting, reaping, stopping, *workers])
+                await asyncio.to_thread(family.kill_descendants)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
         for control in self._controls.values():
@@ -140,7 +151,8 @@ class Host:
         beat = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            status = {pool.spec.name: pool.status() for pool in pools}
+            status: dict[str, Any] = {pool.spec.name: pool.status() for pool in pools}
+            status[HOST] = {"machine": socket.gethostname(), "restarts": self.restarts}
             if status != last or loop.time() - beat > 1:
                 with contextlib.suppress(Exception):  # the broker is away: it will be told when it is back
                     await board.set_status(self.name, status)
@@ -160,6 +172,19 @@ async def _post(board: Board, news: asyncio.Queue[dict[str, Any]]) -> None:
             events.append(news.get_nowait())
         with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
             await board.publish(events)
+
+
+async def _reap() -> None:
+    while True:
+        await asyncio.sleep(_REAP_S)
+        await asyncio.to_thread(family.reap, Replica.running)
+
+
+def _end_at_once() -> None:
+    """The service's root is gone, however that came: nothing of the rewards may stay."""
+    logger.error("the service's first process is gone; everything ends")
+    family.kill_descendants()
+    os._exit(1)
 
 
 async def _either(event: asyncio.Event, stop: asyncio.Event) -> bool:

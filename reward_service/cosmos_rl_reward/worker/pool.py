@@ -8,15 +8,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cosmos_rl_reward.results import FAILED, SUCCEEDED, without_scores
+from cosmos_rl_reward.results import FAILED, SUCCEEDED, printable, without_scores
 from cosmos_rl_reward.spool import Files, Job, Spool
 from cosmos_rl_reward.worker.replica import Died, Failed, Replica
 
 logger = logging.getLogger(__name__)
 DECODE_QUEUE = "_decode"
+HOST = "_host"  # key of a host's own state among those of its rewards; no reward can have either name
 _MAX_TRIES = 20  # times a job is handed out by the broker; its hosts may die for other reasons than the job
 _YIELD_S = 3.0
 _LAST_S = 16.0  # for writing the last results when the host ends
+_WRITE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to read or write jobs and results; the last one repeats
 _BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
 _MAX_DEATH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
@@ -81,6 +83,7 @@ class Pool:
         self._items: dict[str, _Item] = {}
         self._up: set[int] = set()
         self._deaths = 0
+        self._failures: dict[int, int] = {}  # of each replica, in a row: what its back-off depends on
         if spec.lazy:
             self.available.set()  # jobs may come; the first one starts the process
         else:
@@ -142,7 +145,7 @@ class Pool:
 
     async def _borrow(self, job: Job) -> Files:
         if not self._spool.remote:
-            return self._spool.borrow(job, not self._decoding)
+            return await self._ask(self._spool.borrow, job, not self._decoding)
         borrowing = asyncio.ensure_future(self._ask(self._spool.borrow, job, not self._decoding))
         try:
             return await asyncio.shield(borrowing)
@@ -155,21 +158,26 @@ class Pool:
             self._spool.give_back(borrowing.result())
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the spool; a store that is away is asked again until it answers."""
-        return await self._patiently(function, *arguments) if self._spool.remote else function(*arguments)
+        """Look into the spool, until it answers. A job that is not there (any more) is an answer."""
+        try:
+            if not self._spool.remote:
+                return function(*arguments)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a full disk has no room for a folder either
+            logger.debug("%s: %s", self.spec.name, error)
+        return await self._patiently(function, *arguments, missing_is_final=True)
 
-    async def _patiently(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the spool in a thread, again when it fails: a full disk may be emptied, a store comes back."""
-        pauses = itertools.chain((0.5, 1, 2, 4, 8), itertools.repeat(8) if self._spool.remote else ())
-        while True:
+    async def _patiently(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
+        """Call the spool in a thread, again without end when it fails: a full disk is emptied, a store comes back."""
+        for number in itertools.count():
             try:
                 return await asyncio.to_thread(function, *arguments)
             except OSError as error:
-                pause = next(pauses, None)
-                logger.error("%s: jobs or results cannot be read or written: %s", self.spec.name, error)
-                if pause is None or isinstance(error, FileNotFoundError):
+                if missing_is_final and isinstance(error, FileNotFoundError):
                     raise
-                await asyncio.sleep(pause)
+                logger.error("%s: jobs or results cannot be read or written: %s", self.spec.name, error)
+            await asyncio.sleep(_WRITE_PAUSES_S[min(number, len(_WRITE_PAUSES_S) - 1)])
 
     @property
     def _decoding(self) -> bool:
@@ -188,48 +196,56 @@ class Pool:
                 group.create_task(self._keep(number))
 
     async def _keep(self, number: int) -> None:
-        failures = 0
-        delivery: asyncio.Task[None] | None = None
         while True:
             await self.wanted.wait()
-            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment, self._spool.secrets)
+            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment)
+            writing: list[asyncio.Task[None]] = []
+            failures = self._failures.get(number, 0)
             try:
-                self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
-                self.health.about = await replica.start(self.spec.message, self.spec.start_timeout_s)
-                self._up.add(number)
-                self._set("ready", "")
-                if self.health.about["warning"]:
-                    logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
-                while True:
-                    writing = await self._score(replica, await self._take_or_die(replica))
-                    failures = self._deaths = 0
-                    if delivery is not None:
-                        await delivery
-                    delivery = writing
+                await self._work(replica, number, writing)
             except asyncio.CancelledError:
-                if delivery is not None:  # the store may stay away; what is not written then is scored elsewhere
-                    await asyncio.wait({delivery}, timeout=_LAST_S)
-                    delivery.cancel()
-                    delivery = None
+                if writing:  # the store may stay away; what is not written then is scored elsewhere
+                    await asyncio.wait(writing, timeout=_LAST_S)
+                    writing.pop().cancel()
                 raise
             except Failed as error:
                 failures += 1
                 await self._fail(number, f"{error} (interpreter {replica.python})")
             except Died as error:
-                self._deaths += 1
+                self._deaths += not error.repeated
                 failures = min(max(0, self._deaths - 1), _MAX_DEATH_BACK_OFF)
                 self.health.restarts += 1
                 logger.error("%s: %s; starting it again", self.spec.name, error)
                 self._up.discard(number)
                 if self._deaths >= _BREAKER:
                     await self._fail(number, f"{self._deaths} times in a row: {error}")
+            except Exception:  # an error of ours: the other rewards of this host have nothing to do with it
+                failures = self._failures.get(number, 0) + 1
+                self.health.restarts += 1
+                logger.exception("%s: replica %d is started again", self.spec.name, number)
             finally:
                 self._up.discard(number)
                 await replica.kill()
-                if delivery is not None:
-                    await delivery
-                    delivery = None
+                if writing:
+                    await writing.pop()
+            self._failures[number] = failures
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
+
+    async def _work(self, replica: Replica, number: int, writing: list[asyncio.Task[None]]) -> None:
+        """Start a replica and have batches scored until it ends. ``writing`` has the task that writes the last one."""
+        self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
+        self.health.about = await replica.start(self.spec.message, self.spec.start_timeout_s)
+        self._up.add(number)
+        self._set("ready", "")
+        if self.health.about["warning"]:
+            logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
+        while True:
+            task = await self._score(replica, await self._take_or_die(replica))
+            self._failures[number] = self._deaths = 0
+            if writing:
+                await writing.pop()
+            if task is not None:
+                writing.append(task)
 
     def _set(self, state: str, reason: str) -> None:
         if (state, reason) != (self.health.state, self.health.reason):
@@ -258,10 +274,14 @@ class Pool:
         """Hand all jobs that wait back to the queue."""
         while not self._waiting.empty():
             self._waiting.get_nowait()
-        for item in self._items.values():
-            self._give_back(item)
-            item.done.cancel()
-        self._items.clear()
+        for item in list(self._items.values()):
+            self._hand_back(item)
+
+    def _hand_back(self, item: _Item) -> None:
+        """The queue hands the job out again, here or elsewhere."""
+        self._items.pop(item.job.id, None)
+        self._give_back(item)
+        item.done.cancel()
 
     async def _take_or_die(self, replica: Replica) -> list[_Item]:
         """The next batch, unless the replica ends while it waits for one: then raises ``Died``."""
@@ -315,6 +335,16 @@ class Pool:
 
     async def _score(self, replica: Replica, batch: list[_Item]) -> asyncio.Task[None] | None:
         """Have a batch scored; the returned task writes its results, while the next one is scored."""
+        try:
+            return await self._score_unfinished(replica, batch)
+        except Died:
+            raise
+        except Exception:
+            for item in batch:
+                self._hand_back(item)
+            raise
+
+    async def _score_unfinished(self, replica: Replica, batch: list[_Item]) -> asyncio.Task[None] | None:
         unfinished = await self._ask(self._unfinished, [item.job for item in batch])
         batch = [item for item in batch if item.job.id in unfinished or self._done(item)]
         if not batch:
@@ -324,10 +354,20 @@ class Pool:
         try:
             replies = await replica.score(jobs, self.spec.deadline_s)
         except Died as error:
+            error.repeated = all(item.attempts for item in batch)
             for item in batch:
                 await self._again(item, str(error), count=len(batch) == 1)
             raise
-        return asyncio.create_task(self._deliver(list(zip(batch, replies, strict=True)), began))
+        return asyncio.create_task(self._deliver_safely(list(zip(batch, replies, strict=True)), began))
+
+    async def _deliver_safely(self, answers: list[tuple[_Item, dict[str, Any]]], began: float) -> None:
+        """Deliver; an error of ours costs these jobs another round through the queue, and nothing else."""
+        try:
+            await self._deliver(answers, began)
+        except Exception:
+            logger.exception("%s: results cannot be written", self.spec.name)
+            for item, _ in answers:
+                self._hand_back(item)
 
     async def _deliver(self, answers: list[tuple[_Item, dict[str, Any]]], began: float) -> None:
         """Write what was scored; what was not is tried again or fails."""
@@ -336,9 +376,11 @@ class Pool:
             for item, _ in scored:
                 await self._patiently(self._spool.share_decoded, item.job)
                 for reward in await self._patiently(self._spool.missing_rewards, item.job):
-                    await self._requeue(reward, item.job.id)
+                    await self._queue(reward, item.job.id)
         elif scored:
-            results = [(item.job.id, self.spec.name, reply["body"].encode()) for item, reply in scored]
+            results = [
+                (item.job.id, self.spec.name, reply["body"].encode(errors="backslashreplace")) for item, reply in scored
+            ]
             await self._patiently(self._spool.write_results, results)
         for item, reply in scored:
             self.health.last_success = time.time()
@@ -360,6 +402,13 @@ class Pool:
                 await self._again(item, reply["error"], count=True)
             elif "body" not in reply:
                 await self._give_up(item, reply["error"])
+
+    async def _queue(self, reward: str, job_id: str) -> None:
+        """Queue a job; while the broker is away that is left to the fronts, which queue what the broker lost."""
+        try:
+            await self._requeue(reward, job_id)
+        except Exception as error:
+            logger.warning("job %s waits in the spool, the broker does not answer: %r", job_id, error)
 
     def _done(self, item: _Item) -> bool:
         """Somebody else finished it. Always false, so that it can end a filter."""
@@ -386,6 +435,7 @@ class Pool:
 
     async def _give_up(self, item: _Item, error: str) -> None:
         """The job has failed for good."""
+        error = printable(error)
         logger.error("%s: job %s failed: %s", self.spec.name, item.job.id, error)
         names = await self._patiently(self._spool.missing_rewards, item.job) if self._decoding else [self.spec.name]
         prefix = "decoding latents: " if self._decoding else ""

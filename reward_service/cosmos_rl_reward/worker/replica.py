@@ -10,14 +10,17 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from cosmos_rl_reward.worker import family
+from cosmos_rl_reward.worker.environment import passed_on
 from cosmos_rl_reward.worker.wire import HEAD, pack
 
 logger = logging.getLogger(__name__)
 _SCORER = Path(__file__).with_name("scorer.py")
-_SECRETS = ("COSMOS_RL_REWARD_TOKENS", "COSMOS_RL_REWARD_BROKER_URL", "REDIS_TOKEN")
 _MAX_REPLY = 64 << 20  # bytes
+_GRACE_S = 0.2
+_KILLED_S = 10.0  # longest wait for a process that got SIGKILL
 
 
 class Failed(Exception):
@@ -25,7 +28,13 @@ class Failed(Exception):
 
 
 class Died(Exception):
-    """The scorer ended, or was killed, while it had jobs."""
+    """The scorer ended, or was killed, while it had jobs.
+
+    Attributes:
+        repeated: all these jobs had been tried before, so it says nothing about the reward.
+    """
+
+    repeated = False
 
 
 def interpreter(venv_python: str) -> str:
@@ -36,17 +45,21 @@ def interpreter(venv_python: str) -> str:
 class Replica:
     """A scorer process. ``start`` once, then ``score`` any number of times, then ``kill``."""
 
-    def __init__(self, name: str, venv_python: str, environment: dict[str, str], secrets: tuple[str, ...] = ()) -> None:
-        """``secrets``: variables of this process that the scorer does not get, besides those of the service."""
+    running: ClassVar[set[int]] = set()  # PIDs of all scorers of this process
+
+    def __init__(self, name: str, venv_python: str, environment: dict[str, str], downloads: bool = False) -> None:
+        """``environment``: variables on top of those that every reward gets; ``downloads``: it may use the hub."""
         self.name = name
-        self._secrets = (*_SECRETS, *secrets)
         self.python = interpreter(venv_python)
-        self._environment = environment
+        self._mark = family.new_mark()
+        self._environment = {**passed_on(os.environ, downloads), **environment, "PYTHONUNBUFFERED": "1"}
+        self._environment[family.MARK] = self._mark
         self._log: collections.deque[str] = collections.deque(maxlen=20)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._logging: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Start the process and load the reward; returns what the reward says of itself.
@@ -55,11 +68,10 @@ class Replica:
             Failed: with the reason.
         """
         ours, theirs = socket.socketpair()
-        environment = {k: v for k, v in os.environ.items() if k not in self._secrets} | {"PYTHONUNBUFFERED": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(self.python, str(_SCORER), str(theirs.fileno()), str(os.getpid())),
-                env={**environment, **self._environment},
+                env=self._environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -68,11 +80,15 @@ class Replica:
             )
         except OSError as error:
             ours.close()
-            raise Failed(f"interpreter {self.python} cannot be started: {error.strerror}") from error
+            raise Failed(
+                f"interpreter {self.python} cannot be started: {error.strerror}; run cosmos-rl-reward-prepare"
+            ) from error
         finally:
             theirs.close()
+        self.running.add(self._process.pid)
         self._logging = asyncio.create_task(self._keep_log(self._process))
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._watching = asyncio.create_task(self._close_when_ended())
         try:
             answer = await self._ask(message, timeout_s)
         except TimeoutError:
@@ -92,10 +108,17 @@ class Replica:
             Died: the process ended or passed the deadline; it is gone in both cases.
         """
         try:
-            return (await self._ask({"jobs": jobs}, deadline_s))["replies"]
+            replies = (await self._ask({"jobs": jobs}, deadline_s))["replies"]
         except TimeoutError:
             await self.kill()
             raise Died(f"no answer within {deadline_s:g} s (deadline_s)") from None
+        except (ValueError, KeyError, TypeError) as error:  # somebody else wrote into its channel
+            await self.kill()
+            raise Died(f"the worker's answer cannot be read: {type(error).__name__}: {error}") from error
+        if len(replies) != len(jobs):
+            await self.kill()
+            raise Died(f"the worker answered {len(replies)} of {len(jobs)} jobs")
+        return replies
 
     async def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._reader is not None
@@ -118,6 +141,13 @@ class Replica:
         assert self._process is not None
         await self._process.wait()
 
+    async def _close_when_ended(self) -> None:
+        """Nobody answers any more, even when a child of the scorer still holds its end of the channel."""
+        await self.ended()
+        await asyncio.sleep(_GRACE_S)  # its last answer may be on the way
+        assert self._writer is not None
+        self._writer.close()
+
     async def obituary(self) -> str:
         """How the process ended; it is gone afterwards."""
         await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
@@ -136,9 +166,13 @@ class Replica:
                 self._writer.close()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), patience_s)
+        children = await asyncio.to_thread(family.descendants, self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await asyncio.to_thread(family.kill, self._mark, children)
+        with contextlib.suppress(TimeoutError):  # asyncio also waits for whoever still has its standard output
+            await asyncio.wait_for(self._process.wait(), _KILLED_S)
+        self.running.discard(self._process.pid)
         if self._logging is not None:
             await asyncio.wait({self._logging}, timeout=1)
 

@@ -5,6 +5,7 @@ Needs Python >= 3.10 and numpy there; nothing of the service has to be installed
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,10 @@ class Scorer:
         }
 
     def _call(self, images: Any, metadata: dict[str, Any]) -> Any:
-        if self.torch is None:
+        if self.torch is not None:
+            images = self.torch.from_numpy(images).to(self.handler.device)
+        with _no_exit():
             return self.handler.calculate_reward(images, metadata)
-        tensor = self.torch.from_numpy(images).to(self.handler.device)
-        return self.handler.calculate_reward(tensor, metadata)
 
     def _self_test(self) -> str:
         from cosmos_rl_reward.worker.inputs import describe
@@ -175,12 +177,24 @@ class Decoding:
         for request in requests:
             try:
                 began = time.perf_counter()
-                self.decoder.decode(Path(request["path"]), Path(request["decoded"]))
+                with _no_exit():
+                    self.decoder.decode(Path(request["path"]), Path(request["decoded"]))
                 seconds = time.perf_counter() - began
                 replies.append({"id": request["id"], "body": "", "failed": 0, "batch": 1, "s": seconds})
             except Exception as error:
                 replies.append(_failure(request["id"], error))
         return replies
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """``sys.exit`` and the like fail this try, they do not end the process with its loaded model."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"the reward raised {type(error).__name__}: {error}") from error
 
 
 def _import_torch(name: str) -> Any:
@@ -201,12 +215,13 @@ def _failure(job_id: str, error: Exception) -> dict[str, Any]:
     """A reply for a job that has no result; ``again`` says whether another try could help."""
     from cosmos_rl_reward.handler import BadInput
     from cosmos_rl_reward.payload.errors import Refused
+    from cosmos_rl_reward.results import printable
     from cosmos_rl_reward.worker.outcome import BadOutput
 
     final = isinstance(error, (BadInput, BadOutput, Refused))
     if not final:
         traceback.print_exception(error)
-    text = str(error) if final else f"{type(error).__name__}: {error}"
+    text = printable(str(error) if final else f"{type(error).__name__}: {error}")
     return {"id": job_id, "error": text or type(error).__name__, "again": not final}
 
 

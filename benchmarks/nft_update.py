@@ -89,13 +89,12 @@ def plain_update(
 ) -> Callable[[float], None]:
     """Algorithm 1 of the paper, lines 8 to 12, in the fewest lines; ``others``: modules, or none (LoRA)."""
     transformer: Any = model.transformer
-    total = len(rows.prompts)
 
     def velocity(module: Any, noised: Tensor, sigma: Tensor, text: Mapping[str, Tensor]) -> Tensor:
         return module(hidden_states=noised, timestep=sigma * 1000, **text, return_dict=False)[0]
 
     def run(kl_beta: float) -> None:
-        for first in range(0, total, MICRO):
+        for first in range(0, len(rows.prompts), MICRO):
             which = slice(first, first + MICRO)
             clean, sigma, r = rows.latents[which], rows.sigma[which], rows.optimality[which]
             noise = randomness.normal(clean.shape[1:], *KEY, rows.noise_ids[which])
@@ -122,7 +121,7 @@ def plain_update(
                 fits.append((error**2 / weight).mean(dims))
             loss = (HIGH / BETA * (r * fits[0] + (1 - r) * fits[1])).sum()
             loss = loss + kl_beta * ((new - reference) ** 2).mean(dims).sum()
-            (loss / total).backward()
+            loss.backward()
 
     return run
 
@@ -167,7 +166,6 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
             rows,
             cond,
             row_cond=row_cond,
-            total_weight=float(len(rows.prompts)),
             noise_key=KEY,
             old_is_current=setting.old_is_current,
             kl_beta=setting.kl_beta,

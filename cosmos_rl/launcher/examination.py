@@ -179,22 +179,21 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
     index = torch.tensor([(2 * i + 1) * model.train_sampling_steps // (2 * len(ids)) for i in ids])
     model.transformer.train()
     total, weight = model.training_sft_step(latents, cond, timestep=index, noise=noise)
-    loss = total / weight
-    value = float(loss.detach())
+    value = float(total.detach() / weight)
     yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {len(latents)} samples")
     if not math.isfinite(value):
         return
-    loss.backward()
-    yield from gradients(model)
+    total.backward()
+    yield from gradients(model, float(weight))
 
 
-def gradients(model: DiffuserModel) -> Iterator[Finding]:
-    """Whether the trained weights have gradients, of which norm."""
+def gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
+    """Whether the trained weights have gradients, of which norm; these are of a sum of losses of ``weight``."""
     grads = {name: p.grad for name, p in model.trainable().items()}
     without = [name for name, grad in grads.items() if grad is None]
     norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
     sound = math.isfinite(norm) and norm > 0
-    yield Finding(OK if sound else FAIL, "backward", f"gradient norm {norm:.4g}")
+    yield Finding(OK if sound else FAIL, "backward", f"gradient norm {norm / weight:.4g}")
     if without:
         yield Finding(WARN, "gradients", f"{len(without)} of {len(grads)} trained tensors get none, as {without[0]}")
 

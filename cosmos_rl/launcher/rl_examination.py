@@ -234,7 +234,6 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
         rows,
         sampled.conditions.all(),
         row_cond=places,
-        total_weight=float(count),
         noise_key=(randomness.key(config.train.seed, "doctor"), "doctor/noise", 0),
         old_is_current=False,
         kl_beta=job.kl_beta,
@@ -242,4 +241,4 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
     value = terms.sums["policy_loss"] / count
     yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {count} samples")
     if math.isfinite(value):
-        yield from gradients(model)
+        yield from gradients(model, count)

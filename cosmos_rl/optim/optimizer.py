@@ -1,8 +1,9 @@
 """One optimiser step: clip, refuse what is not finite, follow the schedule. Learning rates may differ by name."""
 
+import enum
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.eight_bit import eight_bit_optimizer
+from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.schedule import LrSchedule
+
+
+class Refusal(enum.Enum):
+    """Why a step was not applied."""
+
+    NOT_FINITE = enum.auto()
+    """Loss or gradient is not finite."""
+    OVERFLOW = enum.auto()
+    """The gradient is not finite, and the loss scale was lowered: this happens now and then to a healthy run."""
+    ZERO = enum.auto()
+    """All gradients are 0 where they cannot be: they are too small for the type that they went through."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,19 @@ class StepResult:
 
     grad_norm: float
     learning_rate: float
-    applied: bool
-    """False when the gradient was not finite: the weights and the moments are then untouched."""
+    refusal: Refusal | None = None
+    """None: it was applied. Else the weights and the moments are untouched."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights moved."""
+        return self.refusal is None
+
+
+def foremost(results: Sequence[StepResult]) -> Refusal | None:
+    """The most serious refusal of several steps."""
+    found = {result.refusal for result in results}
+    return next((kind for kind in (Refusal.NOT_FINITE, Refusal.ZERO, Refusal.OVERFLOW) if kind in found), None)
 
 
 class Optimizer:
@@ -40,13 +64,16 @@ class Optimizer:
         schedule: LrSchedule,
         max_grad_norm: float,
         lr_patterns: Mapping[str, float] | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """``lr_patterns``: regular expression over parameter names -> base learning rate in place of ``lr``; the first
-        match counts. The schedule's factor is the same for all.
+        match counts. The schedule's factor is the same for all. ``loss_scale``: None for gradients of a type that holds
+        small numbers.
 
         Raises:
             UserError: a pattern that matches nothing, or an 8-bit optimiser without torchao.
         """
+        self.loss_scale = loss_scale
         self._params = list(params.values())
         self._lr = lr
         self.lr_factor = 1.0
@@ -65,35 +92,69 @@ class Optimizer:
         """The learning rate of 0-based optimiser step ``step``."""
         return self._lr * self._schedule.factor(step) * self.lr_factor
 
-    def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0) -> StepResult:
+    @property
+    def loss_factor(self) -> float:
+        """What every loss must be multiplied with before its backward pass; ``step`` divides by it again."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def progress(self) -> list[float] | None:
+        """State of the loss scale (JSON-ready)."""
+        return None if self.loss_scale is None else self.loss_scale.state()
+
+    def restore_progress(self, progress: Sequence[float] | None) -> None:
+        """Take over the loss scale of a checkpoint, where it had one."""
+        if self.loss_scale is not None and progress is not None:
+            self.loss_scale.restore(progress)
+
+    def metrics(self) -> dict[str, float]:
+        """The loss scale, where there is one."""
+        return {} if self.loss_scale is None else {"optimizer/loss_scale": self.loss_scale.value}
+
+    def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0, expects_gradient: bool = False) -> StepResult:
         """Scale the gradients, clip them by their global L2 norm (0 or less: only measure), step, and clear them.
 
         Args:
             step: 0-based step of the schedule.
             scale: factor on the gradients; one over the weight of the whole step where losses were sums.
             loss: the step's loss, the same on all ranks; when it is not finite nothing is applied.
+            expects_gradient: a gradient that is 0 everywhere is an error, and is not applied.
         """
+        lr = self.learning_rate(step)
         if not math.isfinite(loss):
             self.torch_optimizer.zero_grad(set_to_none=True)
-            return StepResult(grad_norm=math.nan, learning_rate=self.learning_rate(step), applied=False)
-        if scale != 1.0:
+            return StepResult(math.nan, lr, Refusal.NOT_FINITE)
+        factor = scale / self.loss_factor
+        if factor != 1.0:
             grads = [param.grad for param in self._params if param.grad is not None]
-            torch._foreach_mul_(grads, scale)
-        lr = self.learning_rate(step)
-        for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
-            rate = base * self._schedule.factor(step) * self.lr_factor
-            if isinstance(group["lr"], torch.Tensor):  # a compiled step would be compiled anew for another number
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            torch._foreach_mul_(grads, factor)
+        self._set_rates(step)
         bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        finite = math.isfinite(norm)
-        if finite:
+        refusal = self._judged(norm, expects_gradient)
+        if refusal is None:
             self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=norm, learning_rate=lr, applied=finite)
+        return StepResult(norm, lr, refusal)
+
+    def _set_rates(self, step: int) -> None:
+        for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
+            rate = base * self._schedule.factor(step) * self.lr_factor
+            if isinstance(group["lr"], torch.Tensor):  # a compiled step would be compiled again for another number
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _judged(self, norm: float, expects_gradient: bool) -> Refusal | None:
+        """Whether a gradient of this norm, which is that of all ranks, may be applied; the loss scale follows."""
+        if math.isfinite(norm):
+            if norm == 0.0 and expects_gradient:
+                return Refusal.ZERO
+            if self.loss_scale is not None:
+                self.loss_scale.note_good()
+            return None
+        lowered = self.loss_scale is not None and self.loss_scale.lower()
+        return Refusal.OVERFLOW if lowered else Refusal.NOT_FINITE
 
 
 def _optimizer_class(name: str) -> Any:

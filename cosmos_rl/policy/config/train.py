@@ -81,9 +81,9 @@ class TrainConfig(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
     param_dtype: FloatDtype = "bfloat16"
-    """Type in which the model computes, and type of exported weights."""
+    """Type in which the model computes, and type of exported weights. "float16" trains with a dynamic loss scale."""
     fsdp_reduce_dtype: FloatDtype = "float32"
-    """Type in which gradients are added up over ranks."""
+    """Type in which gradients are added up over ranks. "float16" trains with a dynamic loss scale."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward pass; "default": all but the last block's."""
     fsdp_offload: Later[StrictBool] = False
@@ -126,7 +126,8 @@ class TrainConfig(Table):
     """Optimiser steps between two updates of the average; 0 and 1 both mean every step."""
 
     max_nonfinite_steps: PositiveInt = 5
-    """So many steps in a row with a loss or gradient that is not finite are skipped before the run stops."""
+    """So many steps in a row with a loss or gradient that is not finite, or a gradient that is zero everywhere although
+    the losses differ, are skipped before the run stops. Overflows that only lower the loss scale do not count."""
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """When and how the run is saved."""

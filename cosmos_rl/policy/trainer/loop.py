@@ -16,6 +16,7 @@ from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
+from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
 from cosmos_rl.policy.trainer.task import Alarm, Task
@@ -36,6 +37,10 @@ HOOKS = (
     "load_checkpoint_hook",
 )
 EXIT_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGHUP": 75, "SIGINT": 130}
+_REFUSED = {
+    Refusal.NOT_FINITE: "loss or gradient is not finite and is not applied",
+    Refusal.ZERO: "the gradient is zero everywhere although the losses differ, and is not applied",
+}
 
 
 class TrainLoop:
@@ -103,8 +108,7 @@ class TrainLoop:
             with memory_phase("training"):
                 report = task.train_step(step)
             done = step + 1
-            self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
-            self._guard(done, self._skipped_in_a_row)
+            self._guard(done, report.refusal)
             metrics = {"train/iteration_time": time.perf_counter() - began, **report.metrics}
             if self._validation_due(done):
                 metrics |= self._validate(done)
@@ -165,19 +169,33 @@ class TrainLoop:
         (number,) = self._context.max_over_ranks([names.index(self._stop.requested or "")])
         return names[int(number)] or None
 
-    def _guard(self, done: int, skipped_in_a_row: int) -> None:
-        if skipped_in_a_row == 0:
+    def _guard(self, done: int, refusal: Refusal | None) -> None:
+        """Count the steps in a row that were not applied; too many of them end the run.
+
+        Raises:
+            FloatingPointError: as many as ``train.max_nonfinite_steps``.
+        """
+        if refusal is Refusal.OVERFLOW:  # it ends by itself: the loss scale is lowered each time, a few times at most
+            logger.info(f"Step {done}: a float16 gradient overflowed and is not applied; the loss scale is lowered")
             return
-        limit = self._config.train.max_nonfinite_steps
-        logger.warning(
-            f"Step {done}: loss or gradient is not finite and is not applied ({skipped_in_a_row} steps in a row)"
-        )
-        if skipped_in_a_row >= limit:
+        self._skipped_in_a_row = 0 if refusal is None else self._skipped_in_a_row + 1
+        if refusal is None:
+            return
+        limit, count = self._config.train.max_nonfinite_steps, self._skipped_in_a_row
+        logger.warning(f"Step {done}: {_REFUSED[refusal]} ({count} steps in a row)")
+        if count < limit:
+            return
+        if refusal is Refusal.ZERO:
             raise FloatingPointError(
-                f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
-                f"step {done}; what is not finite was never applied, so the weights are finite. Lower train.optm_lr or "
-                "train.optm_grad_norm_clip, or look at the data of these steps."
+                f"the gradient was zero everywhere in {limit} steps in a row (train.max_nonfinite_steps), the last is "
+                f"step {done}, although the losses differ: it is too small for its type. Use train.param_dtype and "
+                'train.fsdp_reduce_dtype "bfloat16" or "float32", and see that the trained weights reach the output.'
             )
+        raise FloatingPointError(
+            f"loss or gradient was not finite in {limit} steps in a row (train.max_nonfinite_steps), the last is "
+            f"step {done}; what is not finite was never applied, so the weights are finite. Lower train.optm_lr or "
+            "train.optm_grad_norm_clip, or look at the data of these steps."
+        )
 
     # ---- saving ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.optim.ema import Ema
-from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.optim.optimizer import Optimizer, Refusal
 from cosmos_rl.tracking.media import Shown
 
 
@@ -30,13 +30,18 @@ class StepReport:
     """What one training step did."""
 
     metrics: Mapping[str, float]
-    applied: bool
-    """False when a loss or gradient was not finite: it was not applied. Other optimiser steps of the same training step
-    may have been."""
+    refusal: Refusal | None = None
+    """Why an optimiser step was not applied; None: all were. Other optimiser steps of the same training step may have
+    been."""
     gallery: Sequence[Shown] = ()
     """Samples to be shown; the same on all ranks."""
     alarm: Alarm | None = None
     """The same on all ranks."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether all optimiser steps were applied."""
+        return self.refusal is None
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,10 @@ class VelocityModel(abc.ABC):
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
+    def has_dropout(self) -> bool:
+        """Whether the transformer in train mode gives other velocities than in eval mode: dropout of any kind."""
+        return any(map(_drops, self.transformer.modules()))
+
     @property
     def primary_adapter(self) -> str:
         """Name of the adapter that is trained and exported."""
@@ -289,6 +293,13 @@ class _RecordingStep:
         if self._keep_states:
             self.states.append(moved)
         return moved
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """Dropout is a module with a probability ``p``, or a number that a module hands to its attention and the like."""
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p > 0.0
+    return any("drop" in name and isinstance(value, float) and value > 0.0 for name, value in vars(module).items())
 
 
 def _keywords(values: Sequence[Tensor | None]) -> dict[str, Tensor]:

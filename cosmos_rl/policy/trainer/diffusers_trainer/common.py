@@ -12,6 +12,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, full_cpu
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.policy.config import Config, TrainConfig
@@ -41,6 +42,7 @@ def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig
         impl=train.optimizer_impl,
         schedule=schedule,
         max_grad_norm=train.optm_grad_norm_clip,
+        loss_scale=LossScale() if "float16" in (train.param_dtype, train.fsdp_reduce_dtype) else None,
     )
 
 

@@ -20,14 +20,13 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.ema import Ema
-from cosmos_rl.optim.optimizer import StepResult
+from cosmos_rl.optim.optimizer import Refusal, StepResult, foremost
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
-from cosmos_rl.policy.trainer.diffusers_trainer import scoring
+from cosmos_rl.policy.trainer.diffusers_trainer import nft_update, scoring
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import optimizer_batches, over_ranks, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, TermSums, drawn_rows
 from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
@@ -35,9 +34,6 @@ from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped, joined
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
-
-GALLERY_INTERVAL = 10
-"""Steps between two galleries where logging.multi_modal_log_interval says nothing."""
 
 
 class NFTTrainer:
@@ -103,8 +99,8 @@ class NFTTrainer:
         self._sampler = RolloutSampler(model, RolloutSpec.training(diffusers), conditions, self._seed)
         self._evaluator = RolloutSampler(model, RolloutSpec.evaluation(diffusers), conditions, self._seed)
         self._levels = model.sampling_levels(diffusers.sample.num_steps)[:-1]
-        settings = NftSettings(diffusers.nft_beta, job.kl_beta, job.advantage_high)
-        self._update = NftUpdate(model, self.policies, settings, job.mini_batch)
+        settings = nft_update.NftSettings(diffusers.nft_beta, job.kl_beta, job.advantage_high)
+        self._update = nft_update.NftUpdate(model, self.policies, settings, job.mini_batch)
         self._chunk = config.rollout.n_generation_mini_batch or self._group * config.rollout.batch_size
         self.watch = Watch(
             job.watch,
@@ -157,7 +153,7 @@ class NFTTrainer:
         tables = [self._scores(future) for future in futures]
         judged = time.perf_counter()
         scored = self._judged(step, own, tables)
-        terms, applied = self._learn(step, scored)
+        terms, refusal = self._learn(step, scored)
         learnt = time.perf_counter()
         (spread,) = self._context.sum_over_ranks([diversity(own.media, [slot.group for slot in own.slots])])
         spread /= self._context.dp_size
@@ -179,8 +175,9 @@ class NFTTrainer:
             metrics |= {**measured, "watch/alarms": float(len(wrong)), "watch/rewinds": float(self._rewinds)}
             alarm = self._alarm(done, wrong)
         metrics["train/network_evaluations"] = self._count_evaluations()
-        shown = scoring.gallery(scored, self._context) if self._gallery_due(done) else ()
-        return StepReport(metrics, applied, gallery=shown, alarm=alarm)
+        due = scoring.gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
+        shown = scoring.gallery(scored, self._context) if due else ()
+        return StepReport(metrics, refusal, gallery=shown, alarm=alarm)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
@@ -270,6 +267,7 @@ class NFTTrainer:
         """Counters that a resumed run goes on from."""
         return {
             "optimizer_steps": self._optimizer_steps,
+            "loss_scale": self.optimizer.progress(),
             "evaluations": self._evaluations,
             "rewinds": self._rewinds,
             "last_good": self._last_good,
@@ -283,6 +281,7 @@ class NFTTrainer:
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint."""
         self._optimizer_steps = int(progress["optimizer_steps"])
+        self.optimizer.restore_progress(progress.get("loss_scale"))
         self._evaluations = int(progress["evaluations"])
         self._set_rewinds(int(progress["rewinds"]))
         self._last_good = int(progress["last_good"])
@@ -356,8 +355,8 @@ class NFTTrainer:
 
     # ---- learning ----------------------------------------------------------------------------------------------
 
-    def _learn(self, step: int, scored: Scored) -> tuple[dict[str, float], bool]:
-        """All optimiser steps of this training step, then the old policy follows; (metrics, were all applied)."""
+    def _learn(self, step: int, scored: Scored) -> tuple[dict[str, float], Refusal | None]:
+        """All optimiser steps of this training step, then the old policy follows; (metrics, what was refused)."""
         job, ranks = self._job, self._context.dp_size
         size = job.batch_size_per_optimize
         batches = optimizer_batches(
@@ -369,7 +368,7 @@ class NFTTrainer:
             step=step,
         )
         latents = scoring.latents_by_place(scored, batches, self._context)
-        total, results = TermSums(), []
+        total, results = nft_update.TermSums(), []
         self.model.transformer.train()
         for number, ids in enumerate(batches):
             result, terms = self._optimizer_step(step, number, ids, latents, scored)
@@ -379,19 +378,25 @@ class NFTTrainer:
             kind = self._config.policy.diffusers.weight_copy_decay_type
             self.policies.follow(old_policy_decay(kind, self._optimizer_steps))
         norms = [result.grad_norm for result in results]
-        metrics = {**self._term_metrics(total), "train/grad_norm": sum(norms) / max(len(norms), 1)}
-        return metrics, all(result.applied for result in results)
+        metrics = {
+            **total.metrics(self._context, self._loss_weights),
+            "train/grad_norm": sum(norms) / max(len(norms), 1),
+            "optimizer/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
+            **self.optimizer.metrics(),
+        }
+        return metrics, foremost(results)
 
     def _optimizer_step(
         self, step: int, number: int, places: Sequence[int], latents: Mapping[int, Tensor], scored: Scored
-    ) -> tuple[StepResult, TermSums]:
+    ) -> tuple[StepResult, nft_update.TermSums]:
         """The gradient of the samples at ``places`` of the step, over all ranks, and one step along it."""
-        context, lora = self._context, self._config.policy.lora
+        context = self._context
         own = share(places, context.dp_rank, context.dp_size)
-        rows = drawn_rows(
+        r_N = scored.optimality(self._job).float()
+        rows = nft_update.drawn_rows(
             [scored.slots[place] for place in own.ids],
             torch.stack([latents[place] for place in own.ids]),
-            scored.optimality(self._job)[list(own.ids)].float(),
+            r_N[list(own.ids)],
             torch.tensor(own.weights),
             levels=self._levels,
             count=self._levels_per_sample,
@@ -400,22 +405,27 @@ class NFTTrainer:
         row_cond = self._conditions.places(rows.prompts)
         torch.manual_seed(randomness.key(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
         total_weight = float(len(places) * self._levels_per_sample)
-        data_share = self._data_term(step, number)
+        data_share = self._data_term(step, number, total_weight)
         terms = self._update.accumulate(
             rows,
             self._conditions.all(),
             row_cond=row_cond,
-            total_weight=total_weight,
+            loss_factor=self.optimizer.loss_factor,
             noise_key=(self._seed, self._purpose(f"nft/noise/{number}"), step),
-            old_is_current=self.policies.old_is_default and not (lora is not None and lora.lora_dropout > 0),
+            old_is_current=self.policies.old_is_default and not self.model.has_dropout(),
             kl_beta=self._kl_beta,
         )
         if data_share is not None:
             terms.sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
-        policy, kl, data = context.sum_over_ranks([terms.sums.get(f"{n}_loss", 0.0) for n in ("policy", "kl", "data")])
-        loss = (policy + self._kl_beta * kl + self._job.data_term.beta * data) / total_weight
-        # sharded gradients are averaged over the ranks; what is wanted is their sum
-        result = self.optimizer.step(step, scale=float(context.dp_size), loss=loss)
+        parts = context.sum_over_ranks([terms.sums.get(name, 0.0) for name in self._loss_weights])
+        loss = sum(weight * part for weight, part in zip(self._loss_weights.values(), parts, strict=True))
+        # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
+        result = self.optimizer.step(
+            step,
+            scale=context.dp_size / total_weight,
+            loss=loss / total_weight,
+            expects_gradient=parts[-1] > 0.0 or bool((r_N[list(places)] != 0.5).any()),
+        )
         if result.applied:
             self.policies.old_is_default = False
             if self.ema is not None:
@@ -423,26 +433,16 @@ class NFTTrainer:
             self._optimizer_steps += 1
         return result, terms
 
-    def _data_term(self, step: int, number: int) -> float | None:
-        """Add the gradient of the real samples; this rank's share of their mean loss (the shares add up to it)."""
+    def _data_term(self, step: int, number: int, total_weight: float) -> float | None:
+        """Add ``total_weight`` times the gradient of real samples; this rank's share of their mean loss."""
         beta = self._job.data_term.beta
         if self._data_loss is None or beta == 0.0:
             return None
         self.model.synchronise_gradients(False)
-        total = 0.0
-        for loss in self._data_loss(step, number):
-            (beta * loss).backward()
-            total += float(loss.detach())
-        return total
+        factor = beta * total_weight * self.optimizer.loss_factor
+        return sum(nft_update.add_gradient(loss, factor) for loss in self._data_loss(step, number))
 
     # ---- what is told ------------------------------------------------------------------------------------------
-
-    def _term_metrics(self, terms: TermSums) -> dict[str, float]:
-        """Means over all pairs of the step, and maxima; the same on all ranks."""
-        metrics = terms.metrics(self._context)
-        metrics["train/loss_avg"] = metrics.get("train/policy_loss_avg", 0.0)
-        metrics["train/loss_avg"] += self._kl_beta * metrics.get("train/kl_loss_avg", 0.0)
-        return metrics
 
     def _count_evaluations(self) -> float:
         """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must
@@ -452,15 +452,16 @@ class NFTTrainer:
         self._evaluations += int(count)
         return float(self._evaluations)
 
-    def _gallery_due(self, done: int) -> bool:
-        interval = self._config.logging.multi_modal_log_interval or GALLERY_INTERVAL
-        return done == 1 or done % interval == 0 or done == self.total_steps
-
     # ---- going back --------------------------------------------------------------------------------------------
 
     @property
     def _kl_beta(self) -> float:
         return self._job.kl_beta * self._job.watch.rewind_kl_factor**self._rewinds
+
+    @property
+    def _loss_weights(self) -> dict[str, float]:
+        """The parts of the loss by their names among the terms."""
+        return {"policy_loss": 1.0, "kl_loss": self._kl_beta, "data_loss": self._job.data_term.beta}
 
     def _set_rewinds(self, count: int) -> None:
         """Learning rate, KL weight and the random draws depend on how often the run went back."""

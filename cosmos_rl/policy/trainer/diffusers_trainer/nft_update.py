@@ -1,6 +1,6 @@
 """The gradient of DiffusionNFT for one optimiser step (arXiv 2509.16117, algorithm 1, lines 8 to 12)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -80,6 +80,12 @@ def drawn_rows(
     )
 
 
+def add_gradient(loss: Tensor, factor: float) -> float:
+    """Add the gradient of ``factor * loss``; the loss."""
+    (factor * loss).backward()
+    return float(loss.detach())
+
+
 @dataclass
 class TermSums:
     """Sums and maxima over rows, ready to be reduced over ranks."""
@@ -116,14 +122,18 @@ class TermSums:
             self.maxima[name] = max(self.maxima.get(name, value), value)
         self.count += other.count
 
-    def metrics(self, context: Context) -> dict[str, float]:
-        """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks."""
+    def metrics(self, context: Context, loss_weights: Mapping[str, float]) -> dict[str, float]:
+        """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks.
+
+        ``loss_weights``: the terms that the loss is made of, and their factors in it.
+        """
         names, tops = sorted(self.sums), sorted(self.maxima)
         *sums, count = context.sum_over_ranks([*(self.sums[name] for name in names), self.count])
         found = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
         for name, value in zip(tops, context.max_over_ranks([self.maxima[name] for name in tops]), strict=True):
             found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
-        return found
+        loss = sum(weight * found.get(f"train/{name}_avg", 0.0) for name, weight in loss_weights.items())
+        return {**found, "train/loss_avg": loss}
 
 
 @dataclass(frozen=True)
@@ -156,21 +166,24 @@ class NftUpdate:
         cond: Cond,
         *,
         row_cond: Tensor,
-        total_weight: float,
         noise_key: tuple[int, str, int],
         old_is_current: bool,
         kl_beta: float,
+        loss_factor: float = 1.0,
     ) -> TermSums:
-        """Add the gradient of ``sum(loss) / total_weight`` of this rank's rows.
+        """Add the gradient of ``loss_factor * sum(loss)`` of this rank's rows.
+
+        The sum is not divided by the number of rows before its backward pass: at 512 px and 10,000 rows the gradient of
+        one number of the velocity would be 1e-8, which float16 does not have.
 
         Args:
             rows: the pairs.
             cond: conditions of the distinct prompts.
             row_cond: int64 ``[R]``: each row's place in ``cond``.
-            total_weight: rows that count over all ranks.
             noise_key: (seed, purpose, step) of the rows' noise.
             old_is_current: the old policy's velocity is the trained one's, so it is not run.
             kl_beta: weight of the distance to the reference; 0 does not run it.
+            loss_factor: the loss scale of float16.
         """
         told: list[_Told] = []
         micros = [slice(i, i + self._micro_batch) for i in range(0, len(rows.prompts), self._micro_batch)]
@@ -178,7 +191,7 @@ class NftUpdate:
             drawn = [self._drawn(rows, which, row_cond[which], noise_key) for which in block]
             for micro in self._with_targets(drawn, cond, old=not old_is_current, reference=kl_beta > 0.0):
                 self._model.synchronise_gradients(len(told) + 1 == len(micros))
-                told.append(self._backward(micro, cond.rows(micro.places), total_weight, kl_beta))
+                told.append(self._backward(micro, cond.rows(micro.places), kl_beta, loss_factor))
         terms = TermSums()
         if told:
             terms.add(*_joined(told))  # all at once: to read a number is to wait for the device
@@ -212,7 +225,7 @@ class NftUpdate:
             found = [replace(m, **{name: v}) for m, v in zip(found, velocities, strict=True)]
         return found
 
-    def _backward(self, micro: _Micro, cond: Cond, total_weight: float, kl_beta: float) -> "_Told":
+    def _backward(self, micro: _Micro, cond: Cond, kl_beta: float, loss_factor: float) -> "_Told":
         settings = self._settings
         velocity = self._model.velocity(micro.noised, micro.sigma, cond)
         self._model.evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
@@ -235,7 +248,7 @@ class NftUpdate:
             kl_B = velocity_kl(velocity, micro.reference, cond.element_mask)
             old_kl_B = velocity_kl(old, micro.reference, cond.element_mask)
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
-        (loss / total_weight).backward()
+        (loss_factor * loss).backward()
         found = replace(found, loss_sum=found.loss_sum.detach())
         return found, micro.weight, None if kl_B is None else kl_B.detach(), old_kl_B
 

@@ -26,6 +26,8 @@ from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
 
 GALLERY = 4
 """Best and worst samples of a gallery, each."""
+GALLERY_INTERVAL = 10
+"""Steps between two galleries where logging.multi_modal_log_interval says nothing."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,11 @@ def score_dict(row: Tensor, names: Sequence[str]) -> dict[str, float | None]:
     """A row of `columns` as what a gallery shows; None: missing."""
     values = [None if math.isnan(value) else value for value in row.tolist()]
     return dict(zip([TOTAL, *names], values, strict=True))
+
+
+def gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
+    """Whether the samples of the step that makes it ``done`` steps are shown."""
+    return done == 1 or done % (interval or GALLERY_INTERVAL) == 0 or done == total_steps
 
 
 def gallery(step: Scored, context: Context) -> list[Shown]:

@@ -16,6 +16,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
@@ -136,13 +137,14 @@ class SFTTrainer:
         for first in range(0, count, size):
             self.model.synchronise_gradients(first + size >= count)
             micro_sum, micro_weight = whole.rows(slice(first, first + size)).loss(self.model)
-            micro_sum.backward()
+            (micro_sum * self.optimizer.loss_factor).backward()
             own_sum, own_weight = own_sum + float(micro_sum.detach()), own_weight + float(micro_weight)
         loss_sum, weight = self._context.sum_over_ranks([own_sum, own_weight])
         (loss_max,) = self._context.max_over_ranks([own_sum / max(own_weight, 1e-12)])
         loss = loss_sum / max(weight, 1e-12)
         # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
-        result = self.optimizer.step(step, scale=self._context.dp_size / max(weight, 1e-12), loss=loss)
+        scale = self._context.dp_size / max(weight, 1e-12)
+        result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=loss > 0.0)
         if result.applied:
             if self.ema is not None:
                 self.ema.update(self._optimizer_steps)
@@ -154,8 +156,10 @@ class SFTTrainer:
             "train/learning_rate": result.learning_rate,
             "train/epoch": self.epoch(step),
             "data/skipped": len(self._skipped.reasons),
+            "optimizer/zero_gradients": float(result.refusal is Refusal.ZERO),
+            **self.optimizer.metrics(),
         }
-        return StepReport(metrics=metrics, applied=result.applied)
+        return StepReport(metrics, result.refusal)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Held-out loss at fixed levels and noise, and pictures from fixed noise, both with the EMA weights if kept."""
@@ -223,11 +227,12 @@ class SFTTrainer:
 
     def progress(self) -> dict[str, Any]:
         """Counters that a resumed run goes on from."""
-        return {"optimizer_steps": self._optimizer_steps}
+        return {"optimizer_steps": self._optimizer_steps, "loss_scale": self.optimizer.progress()}
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint."""
         self._optimizer_steps = int(progress["optimizer_steps"])
+        self.optimizer.restore_progress(progress.get("loss_scale"))
 
     def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
         """None."""

@@ -15,9 +15,11 @@ import numpy as np
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef, load, row_major
 from cosmos_rl_reward.rewards.pictures import whole_pixels
+from cosmos_rl_reward.rewards.weights import folder_of, need
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.worker.inputs import describe, read_header
 
+_FILES = ("vae/*.json", "vae/*.safetensors")
 _NOTE_BYTES = 1024
 _REASON_BYTES = 96  # of the note, for the reason of one sample that could not be decoded
 
@@ -37,17 +39,30 @@ class LatentDecoder:
         self.dtype_name, self.device = dtype, device
         self.models: dict[int, Any] = {}
 
+    def fetch(self, offline: bool) -> str | None:
+        """Download the VAEs that are named by the hub; returns a line for the report.
+
+        Raises:
+            NotReady: they are neither here nor available from the hub.
+        """
+        need("torch", "diffusers")
+        names = [path for path in self.paths.values() if path]
+        for name in names:
+            if not Path(name).expanduser().exists():
+                folder_of(name, _FILES, offline=offline)
+            elif Path(name).is_file() and not offline:  # its configuration comes from the hub
+                self._load(name, False)
+        return f"latent decoder: {', '.join(names)}" if names else None
+
     def set_up(self) -> None:
-        """Load the VAEs.
+        """Load the VAEs; nothing is downloaded.
 
         Raises:
             NotReady: torch, diffusers or the weights are missing.
         """
-        try:
-            import torch
-            from diffusers import AutoencoderKLWan
-        except ImportError as error:
-            raise NotReady(f"decoding latents needs torch and diffusers: {error}") from error
+        self.fetch(offline=True)
+        import torch
+
         self.torch = torch
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,21 +70,25 @@ class LatentDecoder:
         if not isinstance(dtype, torch.dtype):
             raise NotReady(f"decode_args.dtype = {self.dtype_name!r} is not a torch type")
         for channels, path in self.paths.items():
-            if not path:
-                continue
-            try:
-                if Path(path).is_file():
-                    model = AutoencoderKLWan.from_single_file(path, torch_dtype=dtype)
-                else:
-                    inside = (Path(path) / "vae").is_dir() or not Path(path).exists()
-                    model = AutoencoderKLWan.from_pretrained(
-                        path, subfolder="vae" if inside else None, torch_dtype=dtype
-                    )
-            except (OSError, ValueError) as error:
-                raise NotReady(f"decode_args: the VAE {path!r} cannot be loaded: {str(error)[:300]}") from error
-            if model.config.z_dim != channels:
-                raise NotReady(f"decode_args: the VAE {path!r} has {model.config.z_dim} channels, not {channels}")
-            self.models[channels] = model.to(self.device).eval()
+            if path:
+                model = self._load(path, True, torch_dtype=dtype)
+                if model.config.z_dim != channels:
+                    raise NotReady(f"decode_args: the VAE {path!r} has {model.config.z_dim} channels, not {channels}")
+                self.models[channels] = model.to(self.device).eval()
+
+    def _load(self, path: str, offline: bool, **how: Any) -> Any:
+        from diffusers import AutoencoderKLWan
+
+        try:
+            if Path(path).is_file():
+                return AutoencoderKLWan.from_single_file(path, local_files_only=offline, **how)
+            inside = (Path(path) / "vae").is_dir() or not Path(path).exists()
+            folder = {"subfolder": "vae"} if inside else {}
+            return AutoencoderKLWan.from_pretrained(path, local_files_only=offline, **folder, **how)
+        except (OSError, ValueError) as error:
+            raise NotReady(
+                f"decode_args: the VAE {path!r} cannot be loaded: {str(error)[:300]}; run cosmos-rl-reward-prepare"
+            ) from error
 
     def pixels(self, latents: Any) -> np.ndarray:
         """Decode one sample ``[C, T, h, w]`` to uint8 ``[3, frames, H, W]``.

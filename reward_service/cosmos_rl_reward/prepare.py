@@ -4,12 +4,15 @@ import asyncio
 import importlib.metadata
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
 from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.rewards.weights import write_whole
 from cosmos_rl_reward.worker.host import decode_spec, reward_spec
 from cosmos_rl_reward.worker.pool import PoolSpec
 from cosmos_rl_reward.worker.replica import Failed, Replica
@@ -18,6 +21,15 @@ _ALWAYS = ("numpy", "pillow")  # what every reward's environment needs
 # read as text only: its own pins are for training and do not fit the environment
 _WITHOUT_DEPENDENCIES = {"hpsv3": ["hpsv3==1.0.0"]}
 _SCRIPT_S = 3 * 3600.0
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """Where packages come from: nothing from the network if ``offline``, a folder of wheels, one of lock files."""
+
+    offline: bool
+    wheels: Path | None
+    locks: Path | None
 
 
 def requirements(reward: str) -> list[str]:
@@ -43,28 +55,20 @@ async def prepare(
     chosen = [args for args in config.enabled if not only or args.reward_type in only]
     if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
         raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
+    tools = _Tools(offline, wheels, locks)
+    jobs = [(args.reward_type, args, reward_spec(args, config.max_attempts)) for args in chosen]
     failed, wants_decoder = 0, False
-    for args in chosen:
-        spec = reward_spec(args, config.max_attempts)
+    for name, args, spec in jobs:
         try:
-            if not check:
-                await _install(args, offline, wheels, locks)
-                note = await _start(spec, {**spec.message, "op": "fetch", "offline": offline})
-            else:
-                note = await _start(spec, spec.message)
-            wants_decoder |= note.pop("needs_latent_decoder", False)
-            print(f"{args.reward_type}: ok{_words(note)}", flush=True)
+            note = await (_start(spec) if check else _fetch(args, spec, tools))
+            print(f"{name}: ok{_words(note)}", flush=True)
+            if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
+                wants_decoder = True
+                latent = RewardArgs(reward_type="latent", venv_python=config.decode_args.venv_python)
+                jobs.append(("latent decoder", latent, decode_spec(config)))
         except (Failed, UserError) as error:
             failed += 1
-            print(f"{args.reward_type}: failed: {error}", flush=True)
-    if check and wants_decoder and not config.no_latent_decoder:
-        spec = decode_spec(config)
-        try:
-            await _start(spec, spec.message)
-            print("latent decoder: ok", flush=True)
-        except Failed as error:
-            failed += 1
-            print(f"latent decoder: failed: {error}", flush=True)
+            print(f"{name}: failed: {error}", flush=True)
     return int(failed > 0)
 
 
@@ -73,39 +77,57 @@ def _words(note: dict[str, object]) -> str:
     return f" ({'; '.join(words)})" if words else ""
 
 
-async def _start(spec: PoolSpec, message: dict[str, object]) -> dict[str, object]:
+async def _fetch(args: RewardArgs, spec: PoolSpec, tools: _Tools) -> dict[str, Any]:
+    """Make the environment, and have the worker download what it needs."""
+    await _install(args, tools)
+    op = "fetch decoder" if spec.message["op"] == "decode" else "fetch"
+    return await _start(spec, {"op": op, "offline": tools.offline}, downloads=not tools.offline)
+
+
+async def _start(spec: PoolSpec, more: dict[str, Any] | None = None, downloads: bool = False) -> dict[str, Any]:
     """Start the worker as the service would, and end it."""
-    replica = Replica(spec.name, spec.venv_python, spec.environment)
+    replica = Replica(spec.name, spec.venv_python, spec.environment, downloads)
     try:
-        return await replica.start(message, spec.start_timeout_s)
+        return await replica.start({**spec.message, **(more or {})}, spec.start_timeout_s)
     finally:
         await replica.kill()
 
 
-async def _install(args: RewardArgs, offline: bool, wheels: Path | None, locks: Path | None) -> None:
+async def _install(args: RewardArgs, tools: _Tools) -> None:
     """Make the environment and install into it: by the reward's script, by a lock file, or by the package's extra."""
     python = sys.executable if args.venv_python == "python" else str(Path(args.venv_python).expanduser())
     folder = Path(python).parents[1]
-    if not Path(python).exists():
+    if not Path(python).exists() or (args.setup_script and await _half_made(python)):
         venv.EnvBuilder(with_pip=bool(args.setup_script)).create(folder)
         if not Path(python).exists():
             raise UserError(f"venv_python = {args.venv_python!r}: not the interpreter of the environment {folder}")
     if args.setup_script:
         await _run(["bash", args.setup_script, args.download_path, str(folder)], "setup_script")
         return
-    lock = locks / f"{args.reward_type}.txt" if locks is not None else None
+    lock = tools.locks / f"{args.reward_type}.txt" if tools.locks is not None else None
     locked = lock is not None and lock.exists()
     # a lock names everything, and pip would find what is installed without dependencies at odds with it
     what = ["--no-deps", "-r", str(lock)] if locked else requirements(args.reward_type)
-    source = ["--no-index"] if offline else []
-    source += ["--find-links", str(wheels)] if wheels is not None else []
+    source = ["--no-index"] if tools.offline else []
+    source += ["--find-links", str(tools.wheels)] if tools.wheels is not None else []
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input"]
     await _run([*pip, "install", "--quiet", *source, *what], "pip")
     if bare := [] if locked else _WITHOUT_DEPENDENCIES.get(args.reward_type, []):
         await _run([*pip, "install", "--quiet", "--no-deps", *source, *bare], "pip")
     if lock is not None and not locked:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.write_text(await _run([*pip, "freeze", "--exclude-editable"], "pip freeze"), encoding="utf-8")
+        write_whole(lock, (await _run([*pip, "freeze", "--exclude-editable"], "pip freeze")).encode())
+
+
+async def _half_made(python: str) -> bool:
+    """Whether this is an environment that was left without pip, as by a kill while it was made."""
+    if not (Path(python).parents[1] / "pyvenv.cfg").is_file() or Path(python) == Path(sys.executable):
+        return False
+    try:
+        await _run([python, "-m", "pip", "--version"], "pip")
+    except UserError:
+        return True
+    return False
 
 
 async def _run(command: list[str], what: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from cosmos_rl_reward import cli
 from cosmos_rl_reward.prepare import requirements
+from cosmos_rl_reward.rewards.weights import write_whole
 from tests.service import MOODY, Service, picture, toml
 
 pytestmark = pytest.mark.process
@@ -138,6 +139,26 @@ def test_a_setup_script_that_fails_is_a_failure(tmp_path, monkeypatch, capfd):
     script.write_text(f'echo "$1 $2" > {tmp_path}/seen\n')
     assert run_prepare(tmp_path, monkeypatch, rewards) == 0
     assert (tmp_path / "seen").read_text().strip() == f"/weights; touch oops {Path(sys.executable).parents[1]}"
+
+
+def test_an_environment_that_was_left_without_pip_is_made_whole(tmp_path, monkeypatch, capfd):
+    folder, script = tmp_path / "env", tmp_path / "setup.sh"
+    venv.EnvBuilder(with_pip=False).create(folder)  # as a kill leaves it
+    script.write_text('"$2/bin/python" -m pip --version\n')
+    rewards = [{**MOODY, "setup_script": str(script), "venv_python": str(folder / "bin" / "python")}]
+    assert run_prepare(tmp_path, monkeypatch, rewards) == 1
+    assert "moody: failed: every reward's environment needs numpy" in (shown := capfd.readouterr().out)
+    assert "No module named pip" not in shown
+    assert "run cosmos-rl-reward-prepare" in shown
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    lock = tmp_path / "reward.txt"
+    lock.write_text("old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        write_whole(lock, b"new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("reward.txt", "old")]
 
 
 def test_requirements_come_from_the_extra_of_the_reward():

@@ -74,6 +74,8 @@ class BaseRewardHandler:
     Attributes:
         model_path, device, dtype, download_path, endpoint_url, endpoint_api_key: as configured (strings).
         options: ``OPTIONS`` with the configured values in place.
+        warning: what a reader of every score has to know; ``set_up`` may set it. It is shown with the reward and put
+            into each result.
     """
 
     reward_name: ClassVar[str] = ""
@@ -94,6 +96,7 @@ class BaseRewardHandler:
         self.download_path: str = kwargs.get("download_path", "")
         self.endpoint_url: str = kwargs.get("endpoint_url", "")
         self.endpoint_api_key: str = kwargs.get("endpoint_api_key", "")
+        self.warning = ""
         self.options: dict[str, Any] = {**self.OPTIONS, **self._checked(kwargs.get("options") or {})}
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class BaseRewardHandler:
         return options
 
     def set_up(self) -> None:
-        """Load models. Runs once in the worker, before any job.
+        """Load models. Runs once in the worker, before any job. Nothing is downloaded here: ``fetch`` does that.
 
         Raises:
             NotReady: something is missing; the message says what and what to do.
@@ -116,7 +119,8 @@ class BaseRewardHandler:
 
         Args:
             images: uint8, ``[B, H, W, 3]`` for images and ``[B, 3, T, H, W]`` for videos and decoded latents, 0..255;
-                a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only.
+                a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only. A sample that is no
+                picture (NaN, out of range) arrives black, and its score is dropped.
             metadata: the request's metadata (``prompts`` is always a list of length B) plus ``uuid``, ``media_type``
                 (``image`` or ``video``), ``input_info``,
                 ``decode_duration`` and ``decoded_info``.
@@ -124,7 +128,8 @@ class BaseRewardHandler:
         Returns:
             ``{"scores": {key: list of length B}}``. An entry is a number, a string, or ``None`` for a sample that could
             not be scored; then ``"item_errors": {index: message}`` says why. Other keys of the result object
-            (``input_info``, ``duration``, ``decoded_duration``, ``type``) are filled in when they are not given.
+            (``input_info``, ``duration``, ``decoded_duration``, ``type``) are filled in when they are not given, and
+            ``warning`` is a text for the reader of this result.
             The documented envelope ``{"scores": None, "error": message}`` fails the whole job.
 
         Raises:
@@ -154,7 +159,8 @@ class BaseRewardHandler:
 
         Add ``model_digest`` (see ``digest``) and the names of pre-processing choices in an override.
         """
-        return {"reward_version": self.reward_version, "device": self.device, "dtype": self.dtype, **self.options}
+        about = {"reward_version": self.reward_version, "device": self.device, **self.options}
+        return about if self.array_type == "numpy" else {**about, "dtype": self.dtype}
 
     def fetch(self, offline: bool) -> str | None:
         """Download the weights ``set_up`` needs; called by ``cosmos-rl-reward-prepare`` in the reward's environment.

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
-from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import video_frames
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint
 from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_share
 from cosmos_rl_reward.rewards.pictures import SampleError, as_videos, frame_rates, prompts_of, score_samples
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, bfloat16_or_wider, folder_of, need
+from cosmos_rl_reward.rewards.special_tokens import read_constants
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, bfloat16_or_wider, fetch_text, folder_of, need
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = Path(__file__).parent / "cosmos_reason1.txt"
+_PUBLISHED = "cosmos_reason1.py"
+_PUBLISHED_URL = (
+    "https://raw.githubusercontent.com/nvidia-cosmos/cosmos-rl/9f39936ce9a6f36e9cdea3f6e1ef63d8143c3d97"
+    f"/reward_service/cosmos_rl_reward/model/{_PUBLISHED}"
+)
+_OWN_WORDS = (
+    "system prompt or question are in our own words, so scores do not compare with published ones; run"
+    " cosmos-rl-reward-prepare, which fetches the published ones, or give both in reward_args.options"
+)
 _QUESTION = "Are there physical anomalies or artifacts in this video?"
 _MIN_PIXELS = 16 * 28 * 28 * 2
 _ALL_PIXELS = 9216 * 28 * 28 * 2  # of all frames together
@@ -35,8 +45,9 @@ class CosmosReason1(BaseRewardHandler):
     loaded: a server that takes videos as JPEG frames (vLLM) is asked.
 
     Options:
-        system_prompt: text file; empty = the one that comes along, which is not the wording of the model's training.
-        question: asked about every video.
+        system_prompt: text file; empty = the published one, which ``prepare`` fetches to
+            ``<download_path>/cosmos_reason1``, else one in our own words, with a warning.
+        question: asked about every video; empty = the published one, as above.
         ask_prompts: ask ``prompts`` instead of ``question``: what a client sends there must then be a question.
         model: name of the model on the server.
         timeout_s, retries, concurrency: of the requests to the server.
@@ -49,7 +60,7 @@ class CosmosReason1(BaseRewardHandler):
     score_keys = ("prediction", "no_score", "yes_logit", "no_logit")
     OPTIONS: ClassVar[dict[str, Any]] = {
         "system_prompt": "",
-        "question": _QUESTION,
+        "question": "",
         "ask_prompts": False,
         **_OF_ENDPOINT,
     }
@@ -57,18 +68,31 @@ class CosmosReason1(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         """See ``BaseRewardHandler.fetch``."""
         need("transformers", "torchvision")  # frames are sized with them too
+        texts = Path(self.download_path, "cosmos_reason1", _PUBLISHED)
+        if not offline and not self._configured() and not texts.is_file():
+            fetch_text(_PUBLISHED_URL, texts)
+        system, question = _SYSTEM.read_text(encoding="utf-8"), _QUESTION
+        if texts.is_file():
+            system, question = read_constants(texts, "SYSTEM_PROMPT", "USER_PROMPT")
+        elif not self._configured():
+            self.warning = _OWN_WORDS
+        if path := self.options["system_prompt"]:
+            if not Path(path).is_file():
+                raise NotReady(f"reward_args.options.system_prompt: no file {path}")
+            system = Path(path).read_text(encoding="utf-8")
+        self._system, self._question = system.strip(), self.options["question"] or question
         if self.endpoint_url:
             return None
         self._folder = folder_of(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         return f"cosmos_reason1: {self._folder}"
 
+    def _configured(self) -> bool:
+        """Whether the configuration has all words that are sent."""
+        return bool(self.options["system_prompt"] and (self.options["question"] or self.options["ask_prompts"]))
+
     def set_up(self) -> None:
         """Load model and processor, or see that the server has the model."""
-        path = Path(self.options["system_prompt"] or _SYSTEM)
-        if not path.is_file():
-            raise NotReady(f"reward_args.options.system_prompt: no file {path}")
-        self._system, self._system_digest = path.read_text(encoding="utf-8").strip(), digest([path])
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         if self.endpoint_url:
             self._critic = EndpointCritic(ChatEndpoint.of(self))
             self.score_keys = ("prediction", "no_score")
@@ -79,7 +103,7 @@ class CosmosReason1(BaseRewardHandler):
         """See ``BaseRewardHandler.calculate_reward``."""
         videos = as_videos(images)
         count = len(videos)
-        questions = prompts_of(metadata, count) if self.options["ask_prompts"] else [self.options["question"]] * count
+        questions = prompts_of(metadata, count) if self.options["ask_prompts"] else [self._question] * count
         rates = frame_rates(metadata, count)
 
         def ask(index: int) -> Pair:
@@ -102,7 +126,9 @@ class CosmosReason1(BaseRewardHandler):
 
     def provenance(self) -> dict[str, Any]:
         """Adds digests of the weights, or the server, and of the system prompt."""
-        about = {**super().provenance(), "system_prompt_digest": self._system_digest, **self._critic.about()}
+        about = {**super().provenance(), **self._critic.about()}
+        about["system_prompt_digest"] = "sha256:" + hashlib.sha256(self._system.encode()).hexdigest()
+        about["question"] = self._question
         if self.endpoint_url:
             del about["device"], about["dtype"]  # of this machine, where no model runs
             return about

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from cosmos_rl_reward.rewards.weights import (
     MODEL_FILES,
     TOKENIZER_FILES,
     bfloat16_or_wider,
+    fetch_text,
     folder_of,
     load_state,
     need,
@@ -72,7 +72,7 @@ class DanceGRPO(BaseRewardHandler):
         downloaded = Path(self.download_path, "dance_grpo", _TEMPLATE_FILE)
         path = Path(self.options["template"] or (beside if beside.is_file() else downloaded))
         if path == downloaded and not path.is_file() and not offline:
-            _download(_TEMPLATE_URL, path)
+            fetch_text(_TEMPLATE_URL, path)
         if not path.is_file():
             raise NotReady(
                 f"reward_args.options.template: no file {path}; the model was trained with one fixed question, which is"
@@ -90,7 +90,7 @@ class DanceGRPO(BaseRewardHandler):
 
     def set_up(self) -> None:
         """Load backbone, head and processor."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         from transformers import AutoConfig, AutoProcessor
 
         self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
@@ -181,16 +181,6 @@ def _settings(folder: Path) -> dict[str, Any]:
         if data.get(key, known) != known:
             raise NotReady(f"{path}: data_config.{key} = {data[key]!r} is not supported, only {known!r}")
     return settings
-
-
-def _download(url: str, path: Path) -> None:
-    """Fetch a small text file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            path.write_bytes(answer.read())
-    except OSError as error:
-        raise NotReady(f"{path} is missing, and {url} cannot be read: {error}") from error
 
 
 def _newest_checkpoint(folder: Path) -> Path:

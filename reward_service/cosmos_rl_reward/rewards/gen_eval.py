@@ -52,7 +52,7 @@ class GenEval(BaseRewardHandler):
 
     def set_up(self) -> None:
         """Load detector and colour classifier."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         dtype = torch_dtype(self.dtype, self.device)
         self._detect = Detector(str(self._folders[0]), self.device, dtype)
         self._color = ColorClassifier(str(self._folders[1]), self.device, dtype)

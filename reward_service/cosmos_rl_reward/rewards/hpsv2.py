@@ -10,7 +10,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
-from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, fill, folder_of, load_state, need, torch_dtype
+from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, fill, folder_of, hub_file, load_state, need, torch_dtype
 
 _REPOSITORY, _FILE = "xswu/HPSv2", "HPS_v2.1_compressed.pt"
 _TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -148,21 +148,12 @@ class HPSv2(BaseRewardHandler):
         """See ``BaseRewardHandler.fetch``."""
         need("transformers", "huggingface_hub")
         self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
-        path = self._file()
-        if not path.is_file():
-            if offline:
-                raise NotReady(f"weights {path} are missing")
-            from huggingface_hub import hf_hub_download
-
-            try:
-                hf_hub_download(_REPOSITORY, _FILE, local_dir=path.parent)
-            except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
-                raise NotReady(f"weights {path} are missing, and {_REPOSITORY} cannot be read: {error}") from error
+        path = hub_file(self._file(), _REPOSITORY, offline=offline)
         return f"hpsv2: {path}"
 
     def set_up(self) -> None:
         """Load model and tokenizer."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         from transformers import AutoTokenizer
 
         path = self._file()

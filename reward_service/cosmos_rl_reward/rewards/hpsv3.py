@@ -15,7 +15,7 @@ from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens
 from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
 from cosmos_rl_reward.rewards.video_frames import FACTOR
-from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, bfloat16_or_wider, folder_of, load_state, need
+from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, bfloat16_or_wider, folder_of, hub_file, load_state, need
 
 _REPOSITORY, _FILE = "MizzenAI/HPSv3", "HPSv3.safetensors"
 _BASE = "Qwen/Qwen2-VL-7B-Instruct"
@@ -54,23 +54,14 @@ class HPSv3(BaseRewardHandler):
         if self.options["engine"] not in ("transformers", "package"):
             raise NotReady(f"options.engine: {self.options['engine']!r} is not 'transformers' or 'package'")
         need("transformers", "huggingface_hub", "hpsv3")
-        path = self._file()
-        if not path.is_file():
-            if offline:
-                raise NotReady(f"weights {path} are missing")
-            from huggingface_hub import hf_hub_download
-
-            try:
-                hf_hub_download(_REPOSITORY, _FILE, local_dir=path.parent)
-            except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
-                raise NotReady(f"weights {path} are missing, and {_REPOSITORY} cannot be read: {error}") from error
+        path = hub_file(self._file(), _REPOSITORY, offline=offline)
         if self.options["engine"] == "transformers":
             self._base = folder_of(self.options["base_model"], TOKENIZER_FILES, offline=offline)
         return f"hpsv3: {path}"
 
     def set_up(self) -> None:
         """Load the model, by either engine."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         path = self._file()
         self._digest = digest([path])
         if self.options["engine"] == "package":

@@ -137,7 +137,7 @@ class ImageReward(BaseRewardHandler):
 
     def set_up(self) -> None:
         """Load towers, head and tokenizer."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         from transformers import AutoTokenizer
 
         path = file_of(self._folder, _FILES)

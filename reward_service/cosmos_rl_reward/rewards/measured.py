@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +13,8 @@ from PIL import Image, UnidentifiedImageError
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import measures
 from cosmos_rl_reward.rewards.pictures import SampleError, as_frames, as_images, as_videos, per_sample, score_samples
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class _Measured(BaseRewardHandler):
@@ -144,7 +145,7 @@ class SsimToReference(_Measured):
     """Structural similarity to a reference picture of the same size.
 
     ``metadata.references`` names one for each sample: a file in the option ``reference_dir``, or the picture itself as
-    ``data:image/png;base64,...``.
+    ``data:image/png;base64,...``. PNG, JPEG and WebP are read.
     """
 
     reward_name = "ssim_to_reference"
@@ -165,17 +166,16 @@ class SsimToReference(_Measured):
         references = per_sample(metadata, "references", len(pictures))
 
         def score(index: int) -> dict[str, float]:
-            picture, reference = pictures[index], self._reference(references[index])
-            if picture.shape != reference.shape:
-                raise SampleError(f"picture {_size(picture)} and reference {_size(reference)} differ in size")
+            picture = pictures[index]
+            reference = self._reference(references[index], picture)
             if min(picture.shape[:2]) < 11:
                 raise SampleError(f"{_size(picture)} pixels; SSIM needs at least 11 x 11")
             return {"ssim_to_reference": measures.ssim(picture, reference)}
 
         return score_samples(self.score_keys, len(pictures), score)
 
-    def _reference(self, name: Any) -> np.ndarray:
-        """uint8 ``[H, W, 3]`` of a data URI, or of a file that lies in ``reference_dir``."""
+    def _reference(self, name: Any, picture: np.ndarray) -> np.ndarray:
+        """uint8 ``[H, W, 3]`` of a data URI, or of a file that lies in ``reference_dir``; as large as ``picture``."""
         if not isinstance(name, str):
             raise SampleError("metadata.references: expected a file name or a data URI")
         try:
@@ -186,9 +186,8 @@ class SsimToReference(_Measured):
                 source = Path(folder, name).resolve()
                 if not folder or not source.is_relative_to(folder):
                     raise SampleError(f"metadata.references: {name!r} is not in the service's reference_dir")
-            with Image.open(source) as image:
-                return np.asarray(image.convert("RGB"))
-        except (OSError, UnidentifiedImageError, binascii.Error, ValueError) as error:
+            return _decoded(source, picture)
+        except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
             raise SampleError(f"metadata.references: cannot read {name[:60]!r} ({type(error).__name__})") from error
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
@@ -198,6 +197,14 @@ class SsimToReference(_Measured):
         Image.fromarray(gradient[0]).save(buffer, format="PNG")
         uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         return [(picture, {**metadata, "references": [uri]}) for picture in (flat, gradient)]
+
+
+def _decoded(source: Any, picture: np.ndarray) -> np.ndarray:
+    """Decode a reference, after a look at its size: a small file can hold any number of pixels."""
+    with Image.open(source, formats=_FORMATS) as image:
+        if (image.height, image.width) != picture.shape[:2]:
+            raise SampleError(f"picture {_size(picture)} and reference {image.height} x {image.width} differ in size")
+        return np.asarray(image.convert("RGB"))
 
 
 def _size(picture: np.ndarray) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from cosmos_rl_reward.handler import BadInput, BaseRewardHandler, NotReady, RewardRegistry
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import ocr_scoring
 from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
@@ -82,10 +82,11 @@ class OcrReward(BaseRewardHandler):
         pictures = as_images(images)
         prompts = prompts_of(metadata, len(pictures))
         upstream = self.options["normalisation"] == "upstream"
+        on_gpu, warning = bool(metadata.get("ocr_use_gpu", self.device.startswith("cuda"))), ""
         try:
-            engine = self._engine(bool(metadata.get("ocr_use_gpu", self.device.startswith("cuda"))))
+            engine = self._engine(on_gpu)
         except NotReady as error:
-            raise BadInput(f"metadata.ocr_use_gpu: {error}") from error
+            engine, warning = self._engine(False), f"metadata.ocr_use_gpu: ocr runs on the CPU here ({error})"
 
         def score(index: int) -> dict[str, Any]:
             target = (ocr_scoring.first_quoted if upstream else ocr_scoring.quoted_text)(prompts[index])
@@ -96,7 +97,8 @@ class OcrReward(BaseRewardHandler):
             value = ocr_scoring.ocr_score(target, text, upstream=upstream)
             return {"ocr_reward": value, **ocr_scoring.diagnostics(target, text), "ocr_text": text}
 
-        return score_samples(self.score_keys, len(pictures), score)
+        result = score_samples(self.score_keys, len(pictures), score)
+        return {**result, "warning": warning} if warning else result
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """The word HELLO, and an empty picture."""

@@ -42,7 +42,7 @@ class PickScore(BaseRewardHandler):
 
     def set_up(self) -> None:
         """Load model and tokenizer."""
-        self.fetch(offline=False)
+        self.fetch(offline=True)  # a start never downloads
         from transformers import AutoTokenizer, CLIPModel
 
         model: Any = CLIPModel.from_pretrained(str(self._folder), dtype=torch_dtype(self.dtype, self.device))

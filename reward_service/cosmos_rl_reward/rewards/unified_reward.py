@@ -12,8 +12,19 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, picture_part
 from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
+from cosmos_rl_reward.rewards.special_tokens import read_constants
+from cosmos_rl_reward.rewards.weights import fetch_text
 
 _TEMPLATE = Path(__file__).parent / "unified_reward.txt"
+_PUBLISHED = "point_score_image_generation.py"
+_PUBLISHED_URL = (
+    "https://raw.githubusercontent.com/CodeGoat24/UnifiedReward/ed52f98c680bfeca1e23e26aa61715de03412f2b"
+    f"/inference_llava/image_generation/{_PUBLISHED}"
+)
+_OWN_WORDS = (
+    "the question is in our own words, so scores do not compare with published ones; run cosmos-rl-reward-prepare,"
+    " which fetches the published one, or name a file with it in reward_args.options.template"
+)
 
 
 @RewardRegistry.register()
@@ -24,8 +35,8 @@ class UnifiedReward(BaseRewardHandler):
 
     Options:
         model: name of the model on the server.
-        template: text file with the question, ``{prompt}`` where the caption goes; empty = the one that comes along,
-            which is not the wording the model was trained with: take its own for comparable numbers.
+        template: text file with the question, ``{prompt}`` where the caption goes; empty = the published one, which
+            ``prepare`` fetches to ``<download_path>/unified_reward``, else one in our own words, with a warning.
         pattern: regular expression whose first group is the number; its last match counts.
         divisor: scale of the number.
         size: pictures are scaled to size x size; 0 = sent as they are.
@@ -48,14 +59,37 @@ class UnifiedReward(BaseRewardHandler):
         **ENDPOINT_OPTIONS,
     }
 
+    def _published(self) -> Path:
+        return Path(self.download_path, "unified_reward", _PUBLISHED)
+
+    def _question_file(self) -> Path:
+        if self.options["template"]:
+            return Path(self.options["template"])
+        if self._published().is_file():
+            return self._published()
+        self.warning = _OWN_WORDS
+        return _TEMPLATE
+
+    def fetch(self, offline: bool) -> str | None:
+        """See ``BaseRewardHandler.fetch``: the published question, unless another one is configured."""
+        path = self._published()
+        if self.options["template"]:
+            return None
+        if not path.is_file() and not offline:
+            fetch_text(_PUBLISHED_URL, path)
+        return f"unified_reward: {path}" if path.is_file() else _OWN_WORDS
+
     def set_up(self) -> None:
         """Read the template and see that the server has the model."""
         if not self.endpoint_url:
             raise NotReady("reward_args.endpoint_url: unified_reward needs the address of an OpenAI-compatible server")
-        path = Path(self.options["template"] or _TEMPLATE)
+        path = self._question_file()
         if not path.is_file():
             raise NotReady(f"reward_args.options.template: no file {path}")
-        self._template = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":  # its picture goes as a part of its own
+            self._template = read_constants(path, "question")[0].removeprefix("<image>").lstrip()
+        else:
+            self._template = path.read_text(encoding="utf-8")
         if "{prompt}" not in self._template:
             raise NotReady(f"reward_args.options.template: {path} has no {{prompt}}")
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import urllib.request
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from cosmos_rl_reward.handler import NotReady
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+_HINT = "run cosmos-rl-reward-prepare, which downloads it (a start never does), or copy it there"
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
@@ -36,7 +39,7 @@ def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, publ
         published: hub name of what an absolute path should hold: it is downloaded there when the folder is missing.
 
     Raises:
-        NotReady: neither a folder nor to be had from the hub.
+        NotReady: neither a folder nor available from the hub.
     """
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
@@ -46,13 +49,59 @@ def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, publ
     place: dict[str, Any] = {"local_files_only": offline}
     if published and Path(name).expanduser().is_absolute():
         if offline:
-            raise NotReady(f"weights: no folder {name}")
+            raise NotReady(f"weights: no folder {name}; {_HINT}")
         name, place = published, {"local_dir": Path(name).expanduser()}
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), **place))
     except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
+        if offline:
+            raise NotReady(f"weights {name!r}: not a local folder, and not in the hub's cache; {_HINT}") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise NotReady(f"weights {name!r}: not a local folder, and not to be had from the hub ({reason})") from error
+        raise NotReady(f"weights {name!r}: not a local folder, and not available from the hub ({reason})") from error
+
+
+def hub_file(path: Path, repository: str, *, offline: bool) -> Path:
+    """A file of weights, fetched from a hub repository to where it belongs when it is missing.
+
+    Raises:
+        NotReady: it is missing and may not, or cannot, be fetched.
+    """
+    if path.is_file():
+        return path
+    if offline:
+        raise NotReady(f"weights {path} are missing; {_HINT}")
+    need("huggingface_hub")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(repository, path.name, local_dir=path.parent)
+    except Exception as error:  # network, names and permissions fail in many ways; each means "not there"
+        raise NotReady(f"weights {path} are missing, and {repository} cannot be read: {error}") from error
+    return path
+
+
+def fetch_text(url: str, path: Path) -> None:
+    """Fetch a small text file to ``path``, which appears when it is whole.
+
+    Raises:
+        NotReady: it cannot be read there, or not written here.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            write_whole(path, answer.read())
+    except OSError as error:
+        raise NotReady(f"{path} is missing, and cannot be fetched from {url}: {error}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file aside and give it its name when it is whole."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def file_of(folder: str | Path, names: Iterable[str]) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -49,7 +50,7 @@ class Scorer:
         from cosmos_rl_reward.worker.discover import find_handler
 
         self.name: str = start["name"]
-        self.fetched: str | None = None
+        self.fetched: dict[str, Any] = {}
         kind = find_handler(self.name, start["reward_class"], start["function"])
         self.torch: Any = None
         device = start["kwargs"]["device"]
@@ -59,10 +60,11 @@ class Scorer:
                 device = "cuda" if self.torch.cuda.is_available() else "cpu"
         self.handler = kind(**{**start["kwargs"], "device": "cpu" if device == "auto" else device})
         if start["op"] == "fetch":
-            self.fetched = self.handler.fetch(start["offline"])
+            fetched, wanted = self.handler.fetch(start["offline"]), self.handler.NEEDS_LATENT_DECODER
+            self.fetched = {"fetched": fetched, "needs_latent_decoder": wanted}
             return
         self.handler.set_up()
-        self.warning = self._self_test() if start["self_test"] else ""
+        self.warning = _joined(self.handler.warning, self._self_test() if start["self_test"] else "")
         self.provenance = _plain(self.handler.provenance())
 
     def about(self) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class Scorer:
             "provenance": self.provenance,
             "warning": self.warning,
             "python": sys.executable,
+            "versions": _versions(),
         }
 
     def _call(self, images: Any, metadata: dict[str, Any]) -> Any:
@@ -136,6 +139,7 @@ class Scorer:
         scores, errors = check(returned, len(images))
         bad = bad_samples(batch)
         scores, errors = without(scores, bad), {**errors, **bad}
+        warning = _joined(self.handler.warning, str(returned.get("warning") or ""))
         answers, at = [], 0
         for one in batch:
             end = at + len(one.images)
@@ -150,6 +154,7 @@ class Scorer:
                 "type": self.name,
                 "state": SUCCEEDED,
                 **({"item_errors": mine} if mine else {}),
+                **({"warning": warning} if warning else {}),
                 "provenance": self.provenance,
             }
             body = encode(result).decode()
@@ -164,12 +169,17 @@ class Decoding:
     def __init__(self, start: dict[str, Any]) -> None:
         from cosmos_rl_reward.decode import LatentDecoder
 
+        self.fetched: dict[str, Any] = {}
         self.decoder = LatentDecoder(**start["kwargs"])
-        self.decoder.set_up()
+        if start["op"] == "fetch decoder":
+            self.fetched = {"fetched": self.decoder.fetch(start["offline"])}
+        else:
+            self.decoder.set_up()
 
     def about(self) -> dict[str, Any]:
         """What the host has to know."""
-        return {"mergeable": False, "max_batch": 1, "warning": "", "python": sys.executable}
+        about = {"mergeable": False, "max_batch": 1, "warning": "", "python": sys.executable}
+        return {**about, "versions": _versions()}
 
     def score(self, requests: list[dict[str, str]]) -> list[dict[str, Any]]:
         """Decode jobs; one reply each."""
@@ -203,8 +213,23 @@ def _import_torch(name: str) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise NotReady(f"{name} needs torch, which {sys.executable} does not have: {error}") from error
+        raise NotReady(
+            f"{name} needs torch, which {sys.executable} does not have: {error}; run cosmos-rl-reward-prepare"
+        ) from error
     return torch
+
+
+def _versions() -> dict[str, str]:
+    """Of Python and of the libraries that numbers depend on most, those that are installed here."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("torch", "transformers", "diffusers", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _joined(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 def _plain(value: Any) -> Any:
@@ -235,18 +260,18 @@ def serve(channel: socket.socket, log: Any) -> None:
     try:
         from cosmos_rl_reward.handler import NotReady
     except ImportError as error:
-        reason = f"every reward's environment needs numpy (Python >= 3.10): {error}"
+        reason = f"every reward's environment needs numpy (Python >= 3.10): {error}; run cosmos-rl-reward-prepare"
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
     try:
-        worker: Any = (Decoding if start["op"] == "decode" else Scorer)(start)
+        worker: Any = (Decoding if start["op"] in ("decode", "fetch decoder") else Scorer)(start)
     except BaseException as error:
         if not isinstance(error, NotReady):
             traceback.print_exception(error)
         reason = str(error) if isinstance(error, NotReady) else f"{type(error).__name__}: {error}"
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
-    about = {"fetched": worker.fetched} if start["op"] == "fetch" else worker.about()
+    about = worker.fetched if start["op"].startswith("fetch") else worker.about()
     channel.sendall(pack({"ready": True, "about": about}))
     while (message := receive(channel)) is not None:
         replies = worker.score(message["jobs"])

@@ -247,7 +247,7 @@ def test_the_worker_starts_it_and_tests_it(server):
     kwargs = {"device": "cpu", "endpoint_url": server.url, "endpoint_api_key": "", "options": {"retries": 0}}
     start = {"op": "score", "name": "cosmos_reason1", "reward_class": "", "function": "", "self_test": True}
     scorer = Scorer({**start, "kwargs": kwargs})
-    assert scorer.warning == ""
+    assert scorer.warning.startswith("system prompt or question are in our own words")
     assert len(server.requests) == 2
     about = scorer.about()
     assert about["score_keys"] == ["prediction", "no_score"]
@@ -255,7 +255,7 @@ def test_the_worker_starts_it_and_tests_it(server):
     server.reply = lambda request: completion({"Yes": -1, "No": -1})
     assert "same scores" in Scorer({**start, "kwargs": kwargs}).warning
     fetched = Scorer({**start, "op": "fetch", "offline": True, "kwargs": kwargs})
-    assert fetched.fetched is None
+    assert fetched.fetched == {"fetched": None, "needs_latent_decoder": True}
 
 
 def test_both_ways_agree(server, tmp_path):

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -153,3 +155,48 @@ def test_references_come_from_the_folder_or_the_request(tmp_path):
     assert set(result["item_errors"]) == {2, 3, 4, 5, 6}
     with pytest.raises(BadInput, match="references: 1 entries for 2 samples"):
         scores(reward, np.stack([NOISE, FLAT]), references=["a.png"])
+
+
+def png(width, height, rows=None):
+    """A 1-bit PNG of any size: a few bytes for each thousand pixels. Valid unless only some ``rows`` are there."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    packer = zlib.compressobj()
+    row = bytes(1 + (width + 7) // 8)
+    data = b"".join(packer.compress(row) for _ in range(rows or height)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def uri(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def test_a_reference_is_not_decoded_before_its_size_is_known(monkeypatch):
+    """13 000 squared in 20 kB became 1.8 GB; 60 000 squared is beyond Pillow's own limit."""
+    decoded = []
+    convert = Image.Image.convert
+    monkeypatch.setattr(
+        Image.Image, "convert", lambda self, *a, **k: decoded.append(self.size) or convert(self, *a, **k)
+    )
+    bomb = png(13000, 13000)
+    assert len(bomb) < 30_000
+    reward, pictures = SsimToReference(), np.stack([NOISE] * 3)
+    result = scores(reward, pictures, references=[uri(bomb), uri(png(60000, 60000, rows=1)), uri(png(64, 48))])
+    assert decoded == [(64, 48)]
+    assert [value is None for value in result["scores"]["ssim_to_reference"]] == [True, True, False]
+    assert result["item_errors"][0] == "picture 48 x 64 and reference 13000 x 13000 differ in size"
+    assert "cannot read" in result["item_errors"][1]
+
+
+def test_references_of_other_formats_are_not_tried():
+    """Pillow knows dozens of formats, some of them read by other programs."""
+    names = []
+    for kind in ("BMP", "TIFF", "PPM", "PNG", "JPEG", "WEBP"):
+        file = io.BytesIO()
+        Image.fromarray(NOISE).save(file, kind)
+        names.append(uri(file.getvalue()))
+    values = scores(SsimToReference(), np.stack([NOISE] * 6), references=names)["scores"]["ssim_to_reference"]
+    assert [value is None for value in values] == [True, True, True, False, False, False]

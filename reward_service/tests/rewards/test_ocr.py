@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from cosmos_rl_reward.handler import BadInput, NotReady
+from cosmos_rl_reward.handler import NotReady
 from cosmos_rl_reward.rewards.ocr import OcrReward
 from cosmos_rl_reward.rewards.ocr_scoring import diagnostics, first_quoted, ocr_score, quoted_text, recognised_lines
 
@@ -23,6 +23,24 @@ BOX = [[0, 0], [1, 0], [1, 1], [0, 1]]
         ('shop "A" beside "B C"', "A B C"),
         ("it's \"Joe's bar\"", "Joe's bar"),
         ("Schild „Guten Tag“", "Guten Tag"),
+        ('ratio 5\'10" man with "HI"', "HI"),
+        ('a 12" vinyl of "The Band"', "The Band"),
+        ('12" and 7" records', None),
+        ("a man of 5'10\" and one of 6'2\"", None),
+        ('a shirt with "5\'10" on it', "5'10"),
+        ('he says "I am 6\'2" tall" aloud', "I am 6'2\" tall"),
+        ('Route "66" and "No.5"', "66 No.5"),
+        ('写着"你好"的牌子', "你好"),
+        ("a sign 'Rock 'n' Roll'", "Rock 'n' Roll"),
+        ("a sign 'Rock 'n Roll' here", "Rock 'n Roll"),
+        ("signs \u2018Rock \u2018n\u2019 Roll\u2019 and \u2018Bar\u2019", "Rock \u2018n\u2019 Roll Bar"),
+        ("'A', 'B' and 'C'", "A B C"),
+        ("a 6' man under 'HI'", "HI"),
+        ("牌子上写着「営業中」", "営業中"),
+        ("看板「ラーメン『一番』」と「OPEN」", "ラーメン『一番』 OPEN"),
+        ("本の題は『雪国』", "雪国"),
+        ('a board “He said "no" today”', 'He said "no" today'),
+        ("« Chez Paul »", "Chez Paul"),
         ("a dog's bone", None),
         ('sign "Hello', None),
         ('sign ""', None),
@@ -49,6 +67,8 @@ def test_no_text_in_every_form(empty):
         ([[BOX, "Hi", 0.9], [BOX, "you", "0.2"]], [0.1]),
         [[[BOX, ("Hi", 0.9)], [BOX, ("you", 0.2)]]],
         [[BOX, ("Hi", 0.9)], None, [BOX, ("you", 0.2)]],
+        [{"rec_texts": ["Hi", "you"], "rec_scores": np.array([0.9, 0.2]), "rec_polys": []}],
+        {"res": {"rec_texts": ["Hi", "you"], "rec_scores": [0.9, 0.2]}},
     ],
 )
 def test_lines_of_every_engine_version(answer):
@@ -56,8 +76,12 @@ def test_lines_of_every_engine_version(answer):
 
 
 def test_an_unknown_answer_is_not_an_empty_picture():
-    with pytest.raises(TypeError, match="unknown shape"):
-        recognised_lines([{"rec_texts": ["Hello"]}])
+    for answer in ([{"rec_texts": ["Hello"]}], {"text": "Hello"}, [[1, 2, 3]]):
+        with pytest.raises(
+            TypeError, match="unknown shape.*known are those of RapidOCR 1 and 3, and of PaddleOCR 2 and 3"
+        ):
+            recognised_lines(answer)
+    assert recognised_lines([{"rec_texts": [], "rec_scores": []}]) == []
 
 
 @pytest.mark.parametrize(
@@ -175,6 +199,14 @@ def test_provenance_names_engine_and_weights(reward):
     assert record["normalisation"] == "floor0"
 
 
-def test_a_gpu_that_is_not_there_is_the_requests_fault(reward):
-    with pytest.raises(BadInput, match="onnxruntime-gpu"):
-        reward.calculate_reward(picture_of("A")[None], {"prompts": ['"A"'], "ocr_use_gpu": True})
+def test_a_gpu_that_is_not_there_is_a_warning(reward):
+    """Clients of old send ``ocr_use_gpu`` whatever the service runs on."""
+    result = reward.calculate_reward(picture_of("A B")[None], {"prompts": ['"A B"'], "ocr_use_gpu": True})
+    assert result["scores"]["ocr_reward"] == [1.0]
+    assert result["warning"].startswith("metadata.ocr_use_gpu: ocr runs on the CPU here")
+    assert "warning" not in reward.calculate_reward(picture_of("A")[None], {"prompts": ['"A"']})
+
+
+def test_a_gpu_in_the_configuration_has_to_be_there():
+    with pytest.raises(NotReady, match="onnxruntime-gpu"):
+        OcrReward(device="cuda").set_up()

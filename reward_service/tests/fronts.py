@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from cosmos_rl_reward.config import ServiceConfig, build
-from cosmos_rl_reward.front.app import create_app
+from cosmos_rl_reward.front.app import create_app, server_settings
 from cosmos_rl_reward.front.state import Front
 
 ABOUT = {"media_types": ["image", "video"], "score_keys": [], "required_metadata": [], "warning": "", "provenance": {}}
@@ -87,8 +89,25 @@ class FrontInMemory:
         async with app.router.lifespan_context(app):
             self.app, self.front = app, app.state.front
             transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-            async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=70) as self.client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=70) as self.client:
                 yield self
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[int]:
+        """Let it listen, with the real server's settings; the port."""
+        server = uvicorn.Server(server_settings(self.config, self.app))
+        server.config.lifespan = "off"  # it runs already
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            serving = asyncio.create_task(server.serve([listener]))
+            try:
+                async with asyncio.timeout(30):
+                    while not server.started:
+                        await asyncio.sleep(0.01)
+                yield listener.getsockname()[1]
+            finally:
+                server.should_exit = server.force_exit = True
+                await serving
 
     front: Front
 

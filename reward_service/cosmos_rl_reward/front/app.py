@@ -23,8 +23,10 @@ from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front import v1, v2
 from cosmos_rl_reward.front.auth import Auth, Denied
+from cosmos_rl_reward.front.connections import guarded
 from cosmos_rl_reward.front.intake import Intake, discard_body
 from cosmos_rl_reward.front.ledger import Ledger, Notices
+from cosmos_rl_reward.front.local import LocalOnly
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.watcher import Watcher
@@ -132,6 +134,8 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             await asyncio.gather(watching, return_exceptions=True)
 
     app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan)
+    if auth.open:
+        app.add_middleware(LocalOnly)
     for part in (router, v1.router, v2.router):
         app.include_router(part)
     # the two that are called most, past the framework's reading of arguments
@@ -157,10 +161,14 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
         async with Board(broker_url) as board, StreaqQueue(broker_url, names) as queue:
             yield queue, board
 
-    app = create_app(config, connect)
+    uvicorn.Server(server_settings(config, create_app(config, connect))).run(sockets=[listener])
+
+
+def server_settings(config: ServiceConfig, app: FastAPI) -> uvicorn.Config:
+    """How the application is served."""
     tls: dict[str, Any] = {}
     if config.tls_cert:
         tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key or None}
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False}
-    settings = uvicorn.Config(app, timeout_graceful_shutdown=5, timeout_keep_alive=75, **quiet, **tls)
-    uvicorn.Server(settings).run(sockets=[listener])
+    limits: dict[str, Any] = {"http": guarded(config.max_connections), "ws": "none", "timeout_keep_alive": 75}
+    return uvicorn.Config(app, timeout_graceful_shutdown=5, **limits, **quiet, **tls)

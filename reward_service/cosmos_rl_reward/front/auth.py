@@ -55,6 +55,11 @@ class Auth:
                 f" (or the environment variable {ENVIRONMENT}), or host = 'localhost'"
             )
 
+    @property
+    def open(self) -> bool:
+        """Whether there is no token at all, so that everybody on this machine may do everything."""
+        return not self._tokens
+
     def _read(self) -> None:
         if self._file is None:
             return

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
 _CHUNK = 1 << 20  # bytes gathered before they go to the disk
 _PAUSES = 10  # the whole body may take this many times receive_timeout_s
 _POLITE = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
+_POLITE_S = 5.0  # for that
 _KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
 
 
@@ -111,15 +113,7 @@ class Intake:
     async def _stream(self, request: Request, coming: "_Coming", hold: Hold) -> tuple[dict[str, Any], int]:
         """Take the body in; the metadata line is checked as soon as it is there. Returns it and where it ends."""
         line, checked = bytearray(), None
-        chunks, end = request.stream().__aiter__(), time.monotonic() + _PAUSES * self.config.receive_timeout_s
-        while True:
-            try:
-                async with asyncio.timeout(min(self.config.receive_timeout_s, end - time.monotonic())):
-                    chunk = await anext(chunks, None)
-            except TimeoutError:
-                raise Refused(f"no data for {self.config.receive_timeout_s:g} s (receive_timeout_s)", 408) from None
-            if chunk is None:
-                break
+        async for chunk in parts_of(request, self.config.receive_timeout_s):
             coming.add(chunk)
             if coming.size > self.config.max_body_bytes:
                 raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
@@ -207,11 +201,29 @@ def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
 
 
+async def parts_of(request: Request, pause_s: float) -> AsyncIterator[bytes]:
+    """The body as it comes.
+
+    Raises:
+        Refused: there was a pause of ``pause_s``, or all of it takes ten times that.
+    """
+    parts, end = request.stream().__aiter__(), time.monotonic() + _PAUSES * pause_s
+    while True:
+        try:
+            async with asyncio.timeout(min(pause_s, end - time.monotonic())):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise Refused(f"no data for {pause_s:g} s (receive_timeout_s)", 408) from None
+        if part is None:
+            return
+        yield part
+
+
 async def discard_body(request: Request) -> None:
     """Read what is left of a small refused body, so that clients that send before they read see the answer."""
     left = _POLITE
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(_POLITE_S):
             async for chunk in request.stream():
                 left -= len(chunk)
                 if left < 0:

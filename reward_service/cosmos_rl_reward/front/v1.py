@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cosmos_rl_reward.front.answers import MAX_WAIT_S, look
+from cosmos_rl_reward.front.intake import parts_of
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.payload.errors import Refused
 
@@ -34,7 +36,7 @@ async def read_fields(request: Request) -> dict[str, str]:
         Refused: the body is too long or is not what its type says.
     """
     body = bytearray()
-    async for chunk in request.stream():
+    async for chunk in parts_of(request, Front.of(request).config.receive_timeout_s):
         body += chunk
         if len(body) > _MAX_FORM:
             raise Refused(f"the form has more than {_MAX_FORM} bytes", 413)
@@ -54,7 +56,7 @@ async def read_fields(request: Request) -> dict[str, str]:
 
 
 async def _multipart(headers: Headers, body: bytes) -> dict[str, str]:
-    async def whole() -> Any:
+    async def whole() -> AsyncGenerator[bytes, None]:
         yield body
 
     form = await MultiPartParser(headers, whole(), max_files=0, max_fields=100, max_part_size=_MAX_FORM).parse()

@@ -1,0 +1,147 @@
+"""What a connection may do before anybody looks at its token: little, and not for long.
+
+The parser of uvicorn's fast protocol has no limits of its own. Here the bytes that lead to nothing (a request line,
+headers, trailers, chunk extensions without end) are counted, every head and every rest of a body has its time, and when
+there are too many connections those without a whole request make room.
+"""
+
+import asyncio
+import resource
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEAD_BYTES = 64 << 10  # of a request line and its headers, and of anything else that is neither body nor request
+HEAD_S = 20.0  # for a whole head
+_REST_S = 10.0  # for the rest of a body whose answer is already given
+_READ_S = 60.0  # for a client to read something of an answer that waits for it
+_PIPELINED = 8  # requests of one connection that wait for an answer before them
+_OWN_FILES = 96  # open files and sockets that are not connections
+
+
+class Guarded(HttpToolsProtocol):
+    """One connection. Use the class that ``guarded`` returns."""
+
+    most: ClassVar[int]
+    strangers: ClassVar[dict["Guarded", None]]  # without a whole request so far, the oldest first
+    resting: ClassVar[dict["Guarded", None]]  # between two requests
+
+    _fruitless = 0  # bytes since something came of them
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take it in; the one that has waited longest makes room when there are too many."""
+        super().connection_made(transport)
+        while len(self.connections) > self.most and (waiting := self.strangers or self.resting):
+            next(iter(waiting))._drop()
+        if len(self.connections) > self.most:
+            self._drop()
+            return
+        self.strangers[self] = None
+        self._within(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse no more at a time than may lead to nothing."""
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing():
+            room = HEAD_BYTES - self._fruitless
+            if room <= 0:
+                self._refuse(431)
+                return
+            self._fruitless += min(room, len(rest))
+            super().data_received(rest[:room])  # type: ignore[arg-type]
+            rest = rest[room:]
+        if self._fruitless and self._deadline is None and not self.transport.is_closing():
+            self._within(HEAD_S)
+
+    def on_headers_complete(self) -> None:
+        """A request: it is the application's now."""
+        if len(self.pipeline) >= _PIPELINED:
+            raise ValueError("too many requests before the first answer")  # the parser makes a 400 of it
+        self.strangers.pop(self, None)
+        self.resting.pop(self, None)
+        self._progress()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body; what comes after the answer is dropped and does not count as progress."""
+        self._fruitless = 0
+        if not self.cycle.response_complete:
+            self._progress()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The body is whole, or there is none."""
+        self._progress()
+        super().on_message_complete()
+        self.cycle.more_body = False  # also when the answer came first
+
+    def on_response_complete(self) -> None:
+        """The answer is sent."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.resting[self] = None
+            if self.cycle.more_body:
+                self._within(_REST_S)
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(_READ_S, self._drop)
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _progress(self) -> None:
+        self._fruitless = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _within(self, seconds: float) -> None:
+        self._progress()
+        self._deadline = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        if self in self.strangers and not self._fruitless:
+            self._drop()  # it never said anything
+        else:
+            self._refuse(408)
+
+    def _refuse(self, status: int) -> None:
+        if not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+        self._forget()
+
+    def _drop(self) -> None:
+        self.connections.discard(self)
+        self._forget()
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        self._progress()
+        if self._unread is not None:
+            self._unread.cancel()
+        self.strangers.pop(self, None)
+        self.resting.pop(self, None)
+
+
+def guarded(max_connections: int) -> type[Guarded]:
+    """The protocol for one server; as many open files as the system allows are allowed, and kept in mind."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = hard if hard != resource.RLIM_INFINITY else soft
+    most = min(max_connections, (files - _OWN_FILES) * 8 // 9)  # every eighth may have a file open as well
+    members: dict[str, Any] = {"most": max(1, most), "strangers": {}, "resting": {}}
+    return type("GuardedConnection", (Guarded,), members)

@@ -3,7 +3,8 @@
 8 clients, each sending its next job (2 random pictures of 512 x 512, JPEG size as the reward) when it has the scores
 of the one before; the contenders take turns within one run. Rates and latencies depend on what else the machine does;
 ``to_bare`` (jobs a second over those of the bare scorer in the same round) and ``cpu_ms`` (of all the contender's
-processes, per job) hardly do. ``v1`` is enqueue and pull, ``v2`` the one call ``/v2/score``; both keep jobs on the disk.
+processes, per job) hardly do. ``v1`` is enqueue and pull, ``v2`` the one call ``/v2/score``; both keep
+jobs on the disk.
 """
 
 import argparse

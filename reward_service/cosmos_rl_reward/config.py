@@ -138,7 +138,7 @@ class ServiceConfig(_Table):
     max_decoded_bytes: int = Field(4 << 30, gt=0)
     """Bytes of a whole job as uint8 pixels, latents after decoding."""
     max_connections: int = Field(4096, ge=16)
-    """Connections at a time. Half of them may wait for results, a quarter may send jobs; when there are more, those
+    """Connections at a time. Half of them may wait for results, an eighth may send jobs; when there are more, those
     without a whole request are closed, the oldest first."""
     max_queued_jobs: int = Field(1000, gt=0)
     """Per reward; more are refused with 429."""

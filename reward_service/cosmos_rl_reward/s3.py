@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import email.utils
 import errno
 import fcntl
 import importlib
@@ -135,6 +136,7 @@ class S3Spool(Spool):
         self._sizes: dict[Path, int] = {}  # of files that are here or on their way
         self._heads: dict[str, Job] = {}  # of the open jobs of the last listing
         self._told = -math.inf
+        self._now = 0.0  # unix time as the store's last listing had it: ages are those of the store's clock
 
     # requests
 
@@ -210,6 +212,7 @@ class S3Spool(Spool):
         token: dict[str, str] = {}
         while True:
             page = self._call("list_objects_v2", Prefix=self.prefix + below, MaxKeys=_PAGE, **token)
+            self._now = _date(page)
             yield [(entry["Key"].removeprefix(self.prefix), entry) for entry in page.get("Contents", ())]
             if not page.get("IsTruncated"):
                 return
@@ -422,8 +425,7 @@ class S3Spool(Spool):
 
     def sweep(self, ttl_s: float, keep: int) -> int:
         """See ``Spool``. Bodies, marks and latents that belong to no open job go after an hour as well."""
-        now = time.time()
-        self._sweep_strays(now - _STRAY_S)
+        self._sweep_strays()
         times, names = array("d"), bytearray()  # 24 bytes each, there may be many
         for page in self._pages("jobs/"):
             for key, entry in page:
@@ -432,7 +434,7 @@ class S3Spool(Spool):
                         names += uuid.UUID(key.rpartition("/")[2]).bytes
                         times.append(entry["LastModified"].timestamp())
         order = sorted(range(len(times)), key=times.__getitem__)
-        count = max(len(order) - keep, bisect.bisect_left(order, now - ttl_s, key=times.__getitem__))
+        count = max(len(order) - keep, bisect.bisect_left(order, self._now - ttl_s, key=times.__getitem__))
         gone = [str(uuid.UUID(bytes=bytes(names[16 * i : 16 * i + 16]))) for i in order[:count]]
         for i in range(0, len(gone), _PAGE):
             self._forget(gone[i : i + _PAGE])
@@ -445,13 +447,19 @@ class S3Spool(Spool):
         self._remove([key for keys in self._threads.map(results, job_ids) for key in keys])
         self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: who is interrupted finds them again
 
-    def _sweep_strays(self, before: float) -> None:
+    def _sweep_strays(self) -> None:
         for page in self._pages("open/"):
-            old = [key for key, entry in page if entry["LastModified"].timestamp() < before]
+            old = [key for key, entry in page if entry["LastModified"].timestamp() < self._now - _STRAY_S]
             ids = {key.split("/")[1] for key in old}
             found = dict(zip(ids, self._threads.map(self._header, ids), strict=True))
             over = {job_id for job_id, header in found.items() if header is None or header[1]}
             self._remove([key for key in old if key.split("/")[1] in over])
+
+
+def _date(answer: dict[str, Any]) -> float:
+    """When the store gave an answer, by its own clock."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def _body(job: Job) -> str:

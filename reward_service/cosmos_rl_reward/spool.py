@@ -10,13 +10,13 @@ Only the standard library: workers in other environments read jobs through it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Iterator
@@ -24,9 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from cosmos_rl_reward.clock import SteadyClock, uptime
 from cosmos_rl_reward.payload.arrays import ArrayRef
+from cosmos_rl_reward.payload.media import Media
 
 HEADER_BYTES = 4096
+_STRAY_S = 3600.0  # an upload that nobody finished goes after this long
 JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -36,13 +39,14 @@ class Job:
 
     Attributes:
         id: a UUID, the name of the file.
-        accepted: unix time, seconds.
+        accepted: unix time, seconds; to be shown. Ages come from ``boot`` and ``uptime``.
         rewards: those that will be scored; ``dropped``: those with weight <= 0.
-        sha256: of the body.
+        sha256: of the body; empty when nothing will be compared with it.
         line_end: offset of the newline after the metadata.
         media: ``image``, ``video`` or ``latent``.
         array: where the samples are in the file.
         size: bytes of the whole file.
+        boot: the machine that accepted it, since its start; ``uptime``: seconds of it.
     """
 
     id: str
@@ -54,11 +58,18 @@ class Job:
     media: str
     array: ArrayRef
     size: int
+    boot: str = ""
+    uptime: float = 0.0
 
     @property
     def count(self) -> int:
         """Samples in the job."""
         return self.array.shape[0]
+
+    @property
+    def room(self) -> int:
+        """Bytes that the job takes on the disk, decoded latents included."""
+        return self.size + (Media(self.media, self.array).decoded_bytes if self.media == "latent" else 0)
 
 
 def pack_header(job: Job) -> bytes:
@@ -83,23 +94,24 @@ def unpack(data: bytes) -> Job:
 class Upload:
     """A body on its way in. Used by one request; ``discard`` is safe at any time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hashed: bool = True) -> None:
         self.path = folder / uuid.uuid4().hex
         self.file: BinaryIO = open(self.path, "w+b")  # noqa: SIM115 - lives as long as the request
         self.file.seek(HEADER_BYTES)
         self.size = HEADER_BYTES
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if hashed else None
 
     def write(self, data: bytes) -> None:
         """Append a piece of the body."""
         self.file.write(data)
-        self._hash.update(data)
+        if self._hash is not None:
+            self._hash.update(data)
         self.size += len(data)
 
     @property
     def sha256(self) -> str:
-        """Digest of the body so far."""
-        return self._hash.hexdigest()
+        """Digest of the body so far; empty when nobody asked for one."""
+        return self._hash.hexdigest() if self._hash is not None else ""
 
     def seal(self, job: Job) -> None:
         """Write the header and flush everything to the disk."""
@@ -129,12 +141,12 @@ class Spool:
 
     Attributes:
         remote: calls go over a network, so an event loop makes them in threads.
-        look_s: seconds between two looks for a result that somebody waits for.
+        look_s: seconds between two looks for a result that somebody waits for, besides ``answered``.
         sweep_s: seconds between two calls of ``sweep``.
     """
 
     remote = False
-    look_s = 0.5
+    look_s = 60.0
     sweep_s = 60.0
 
     def __init__(self, root: Path) -> None:
@@ -143,6 +155,7 @@ class Spool:
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shards: dict[str, Path] = {}
+        self._strays: dict[str, float] = {}  # files in ``incoming`` and when they were first seen
 
     def check(self) -> None:
         """Whether the place can do what is asked of it; raises ``UserError``. A folder that was made can."""
@@ -167,9 +180,9 @@ class Spool:
         """File of one reward's result."""
         return self._shard("results", job_id) / f"{job_id}.{reward}.json"
 
-    def upload(self) -> Upload:
-        """Begin to receive a body."""
-        return Upload(self.incoming)
+    def upload(self, hashed: bool = True) -> Upload:
+        """Begin to receive a body, with its digest if ``hashed``."""
+        return Upload(self.incoming, hashed)
 
     def accept(self, upload: Upload, job: Job) -> Job | None:
         """Give a sealed upload its name. Returns None, or the job that already has this id."""
@@ -264,7 +277,9 @@ class Spool:
     def finish(self, job: Job) -> None:
         """Cut the body off and drop decoded latents: every reward has its result."""
         with contextlib.suppress(FileNotFoundError):
-            os.truncate(self.job_path(job.id), HEADER_BYTES)
+            path, now = self.job_path(job.id), self._clock.now()
+            os.truncate(path, HEADER_BYTES)
+            os.utime(path, (now, now))
         if job.media == "latent":
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.decoded_path(job.id))
@@ -281,13 +296,10 @@ class Spool:
     def sweep(self, ttl_s: float, keep: int) -> int:
         """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; uploads that
         nobody finished go after an hour. Returns how many jobs went."""
-        now = time.time()
-        for entry in os.scandir(self.incoming):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_mtime < now - 3600:
-                    os.unlink(entry.path)
+        self._clock.save()
+        self._sweep_incoming()
         times = array("d", (status.st_mtime for _, status in self._finished()))  # 8 bytes each, there may be many
-        limit = now - ttl_s
+        limit = self._clock.now() - ttl_s
         if keep < len(times):
             limit = max(limit, sorted(times, reverse=True)[keep - 1] if keep else math.inf)
         gone = 0
@@ -296,6 +308,19 @@ class Spool:
                 self._forget(Path(path))
                 gone += 1
         return gone
+
+    def _sweep_incoming(self) -> None:
+        now, before = uptime(), self._strays
+        self._strays = {}
+        for entry in os.scandir(self.incoming):
+            seen = self._strays[entry.path] = before.get(entry.path, now)
+            if now - seen > _STRAY_S:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
+    @functools.cached_property
+    def _clock(self) -> SteadyClock:
+        return SteadyClock(self.root / "clock")
 
     def _finished(self) -> Iterator[tuple[str, os.stat_result]]:
         for entry in self._entries("jobs"):

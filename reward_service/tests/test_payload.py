@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -171,6 +172,71 @@ def test_no_pickle_runs(tmp_path):
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("name", ["/byteorder", "/data.pkl", "/data/0", "/version"])
+def test_no_entry_is_decompressed(name):
+    """A few hundred bytes must not become megabytes, whatever the entry is called."""
+    good, out = torch_file(torch.zeros(1, 4, 4, 3)), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(good)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            if info.filename.endswith(name):
+                new.writestr(info.filename, bytes(100 << 20), zipfile.ZIP_DEFLATED)
+            else:
+                new.writestr(info.filename, old.read(info))
+    data = out.getvalue()
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused):
+            read(data, "image")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1, dtype=torch.uint8).expand(1, 16000, 15900, 3),
+        torch.zeros(2, 4, 1, 3).expand(2, 4, 4, 3),
+        torch.zeros(200).as_strided((2, 4, 4, 3), (48, 11, 3, 1)),
+    ],
+    ids=["all of it", "one axis", "rows that share a part"],
+)
+def test_tensors_that_would_grow_when_they_are_read_are_refused(tensor):
+    with pytest.raises(Refused, match=r"share memory .* tensor.contiguous"):
+        read(torch_file(tensor), "image")
+
+
+def test_slices_of_larger_tensors_are_read(tmp_path):
+    part = torch.arange(4 * 8 * 8 * 4, dtype=torch.uint8).reshape(4, 8, 8, 4)[::2, 1:5, ::2, :3]
+    _, got = values(tmp_path, torch_file(part), "image")
+    np.testing.assert_array_equal(got, part.numpy())
+    assert got.flags.c_contiguous
+
+
+def doubled(depth):
+    """Instructions for a pair of pairs of pairs ..., which takes ``2 ** depth`` steps to compare, hash or show."""
+    step = pickle.BINPUT + b"\x09" + pickle.BINGET + b"\x09" + pickle.TUPLE2
+    return pickle.EMPTY_TUPLE + step * depth
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("depth", [3, 400])
+@pytest.mark.parametrize("place", ["storage", "callee", "value", "key"])
+def test_values_without_end_are_neither_hashed_nor_compared_nor_shown(place, depth):
+    text = lambda word: pickle.BINUNICODE + struct.pack("<I", len(word)) + word  # noqa: E731
+    bomb = doubled(depth)
+    kind = text(b"torch") + bomb + pickle.TUPLE2 if place == "storage" else b"ctorch\nByteStorage\n"
+    key = bomb if place == "key" else text(b"0")
+    storage = pickle.MARK + text(b"storage") + kind + key + text(b"cpu") + pickle.BININT1 + b"\x30" + pickle.TUPLE
+    call = bomb if place == "callee" else b"ctorch._utils\n_rebuild_tensor_v2\n"
+    sizes = b"".join(pickle.BININT1 + bytes([n]) for n in (1, 4, 4, 3))
+    shape = pickle.MARK + sizes + pickle.TUPLE
+    arguments = pickle.MARK + storage + pickle.BINPERSID + pickle.BININT1 + b"\0" + shape + shape + pickle.TUPLE
+    stream = b"\x80\x02" + (bomb if place == "value" else call + arguments + pickle.REDUCE) + pickle.STOP
+    with pytest.raises(Refused):
+        read(rewritten(torch_file(torch.zeros(1, 4, 4, 3)), "/data.pkl", stream), "image")
+
+
 def test_a_zip_with_a_huge_directory_is_not_read():
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -199,12 +265,38 @@ def test_a_zip_with_a_huge_directory_is_not_read():
         (b'{"prompts": [1], "reward_fn": {"a": 1}}', "prompts"),
         (b'{"prompts": ["a"], "media_type": 3, "reward_fn": {"a": 1}}', "media_type"),
         (b'{"prompts": ["a"], "video_infos": [3], "reward_fn": {"a": 1}}', "video_infos"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1%s}}' % (b"0" * 400), "reward_fn.a"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": -1e999}}', "reward_fn.a"),
+        *(
+            (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "video_infos": [{"%s": %s}]}' % (name, value), reason)
+            for name in (b"video_fps", b"fps")
+            for value, reason in [
+                *(
+                    (v, "video_infos[0].")
+                    for v in (b'"fast"', b"null", b"-3", b"0", b"true", b"[8]", b"1" + b"0" * 400)
+                ),
+                (b"1e999", "video_infos"),
+            ]
+        ),
+        (b'{"prompts": ["a\\ud800"], "reward_fn": {"a": 1}}', "metadata.prompts: holds half of a surrogate pair"),
+        (b'{"prompts": ["a"], "note": {"\\udfff": 1}, "reward_fn": {"a": 1}}', "metadata.note: holds half"),
+        (b'{"prompts": ["a"], "\\udfff": 1, "reward_fn": {"a": 1}}', "half of a surrogate pair"),
+        (b'{"prompts": ["a"], "media_type": "\\udfff", "reward_fn": {"a": 1}}', "half of a surrogate pair"),
+        (b'{"prompts": ["a"], "reward_fn": {"\\udfff": 1}}', "not a reward name"),
+        (b'{"prompts": ["a"], "reference": [1e999], "reward_fn": {"a": 1}}', "metadata.reference: holds a number"),
     ],
 )
 def test_metadata_refused_with_the_field(line, reason):
     with pytest.raises(Refused) as refused:
         parse_line(line)
     assert reason in str(refused.value)
+    str(refused.value).encode()  # it can be sent
+
+
+def test_whole_surrogate_pairs_and_rates_of_any_number_type_are_fine():
+    line = rb'{"prompts": ["\ud83d\ude00"], "video_infos": [{"fps": 8}], "reward_fn": {"a": 1e30}}'
+    data = parse_line(line)
+    assert (data["prompts"], data["video_infos"]) == (["\N{GRINNING FACE}"], [{"fps": 8, "video_fps": 8}])
 
 
 def test_counts_must_fit():

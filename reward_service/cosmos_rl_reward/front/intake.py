@@ -1,26 +1,31 @@
 """From a request's body to an accepted job: streamed to the disk, checked by its headers, never held in memory."""
 
 import asyncio
+import contextlib
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from cosmos_rl_reward.clock import boot, uptime
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.ledger import Hold, Ledger
 from cosmos_rl_reward.payload.errors import Refused
-from cosmos_rl_reward.payload.media import read_payload
+from cosmos_rl_reward.payload.media import Media, read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
 
-_CHUNK = 1 << 20  # bytes gathered before they go to the disk
+_CHUNK = 1 << 20  # bytes of one body gathered before they go to the disk
+_GATHERED = 16 << 20  # the same of all bodies
+_SHARE = 8  # one in so many connections may send a job
 _PAUSES = 10  # the whole body may take this many times receive_timeout_s
 _POLITE = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
 _POLITE_S = 5.0  # for that
+_WHOLE = "cosmos_rl_reward.whole"  # set in a request's scope when its body has come to its end
 _KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
 
 
@@ -35,8 +40,8 @@ class Ticket:
 class _Coming:
     """A body on its way in: a part in memory, the rest in a file that is made when it is needed."""
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, spool: Spool, hashed: bool) -> None:
+        self._spool, self._hashed = spool, hashed
         self._parts: list[bytes] = []
         self.upload: Upload | None = None
         self.size = self.held = 0
@@ -50,10 +55,10 @@ class _Coming:
     def flush(self) -> Upload:
         """Write what is in memory to the file."""
         if self.upload is None:
-            self.upload = self._spool.upload()
+            self.upload = self._spool.upload(self._hashed)
         for part in self._parts:
             self.upload.write(part)
-        self._parts, self.held = [], 0
+        self._parts = []
         return self.upload
 
 
@@ -62,6 +67,7 @@ class Intake:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.spool, self.config = ledger, ledger.spool, ledger.config
+        self._senders = self._gathered = 0
 
     async def receive(self, request: Request, owner: str) -> Ticket:
         """Take a body in; returns when it is safe on the disk.
@@ -81,18 +87,28 @@ class Intake:
         length = request.headers.get("content-length")
         if length is not None and (not length.isdigit() or int(length) > self.config.max_body_bytes):
             raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
-        with self.ledger.hold() as hold:
-            hold.ask(int(length or 0))
-            return await self._receive(request, owner, key, hold)
+        if self._senders * _SHARE >= self.config.max_connections:
+            raise Refused(f"{self._senders} jobs are being received (max_connections); try again later", 429)
+        self._senders += 1
+        try:
+            with self.ledger.hold() as hold:
+                hold.ask(int(length or 0))
+                return await self._receive(request, owner, key, hold)
+        finally:
+            self._senders -= 1
 
     async def _receive(self, request: Request, owner: str, key: str | None, hold: Hold) -> Ticket:
-        coming = _Coming(self.spool)
+        coming = _Coming(self.spool, hashed=key is not None or self.spool.remote)
         try:
             data, line_end = await self._stream(request, coming, hold)
-            hold.ask(HEADER_BYTES + coming.size)
+            room = HEADER_BYTES + coming.size
+            if data.get("media_type") not in ("image", "video"):
+                room += await self._disk(lambda: self._examine(coming.flush(), data, line_end).decoded_bytes)
+            hold.ask(room)
             job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
             job, older = await self._disk(self._store, coming, data, line_end, job_id)
         finally:
+            self._let_go(coming)
             if coming.upload is not None:
                 await asyncio.to_thread(coming.upload.discard)
         if older is None:
@@ -115,6 +131,7 @@ class Intake:
         line, checked = bytearray(), None
         async for chunk in parts_of(request, self.config.receive_timeout_s):
             coming.add(chunk)
+            self._gathered += len(chunk)
             if coming.size > self.config.max_body_bytes:
                 raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
             if checked is None:
@@ -125,11 +142,18 @@ class Intake:
                     hold.ask(coming.size, _wanted(checked))
                 elif len(line) > MAX_LINE:
                     raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
-            if coming.held >= _CHUNK:
+            if coming.held >= _CHUNK or self._gathered > _GATHERED:
+                del chunk
+                hold.ask(coming.size, written=coming.size - coming.held)
                 await self._disk(coming.flush)
+                self._let_go(coming)
         if checked is None:
             raise Refused("metadata: no newline after the JSON line")
         return checked, HEADER_BYTES + len(line)
+
+    def _let_go(self, coming: _Coming) -> None:
+        self._gathered -= coming.held
+        coming.held = 0
 
     def _check(self, line: bytes) -> dict[str, Any]:
         """What the first line alone can be refused for."""
@@ -165,16 +189,24 @@ class Intake:
             upload.discard()
             coming.upload = None
 
-    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+    def _examine(self, upload: Upload, data: dict[str, Any], line_end: int) -> Media:
+        """What the payload is, within the limits."""
         media = read_payload(upload.file, line_end + 1, upload.size, data.get("media_type"))
         config = self.config
         if media.count > config.max_items:
             raise Refused(f"payload: {media.count} samples are more than max_items = {config.max_items}", 413)
         if media.pixels > config.max_pixels:
             raise Refused(f"payload: {media.pixels} pixels per sample are more than {config.max_pixels}", 413)
+        if media.decoded_bytes > config.max_decoded_bytes:
+            limit = f"max_decoded_bytes = {config.max_decoded_bytes}"
+            raise Refused(f"payload: {media.decoded_bytes} bytes of pixels in the job are more than {limit}", 413)
         if media.kind == "latent":
             self._check_latent(media.array.shape[1])
         check_counts(data, media.count)
+        return media
+
+    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+        media = self._examine(upload, data, line_end)
         weights = data["reward_fn"]
         job = Job(
             id=job_id,
@@ -186,6 +218,8 @@ class Intake:
             media=media.kind,
             array=media.array,
             size=upload.size,
+            boot=boot(),
+            uptime=uptime(),
         )
         upload.seal(job)
         return job, self.spool.accept(upload, job)
@@ -201,32 +235,34 @@ def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
 
 
-async def parts_of(request: Request, pause_s: float) -> AsyncIterator[bytes]:
-    """The body as it comes.
+async def parts_of(request: Request, pause_s: float, pauses: int = _PAUSES) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; what was taken is not kept, as the framework's own stream would while it waits for more.
 
     Raises:
-        Refused: there was a pause of ``pause_s``, or all of it takes ten times that.
+        Refused: there was a pause of ``pause_s``, or all of it takes ``pauses`` times that.
+        ClientDisconnect: the rest will not come.
     """
-    parts, end = request.stream().__aiter__(), time.monotonic() + _PAUSES * pause_s
-    while True:
+    end, more = time.monotonic() + pauses * pause_s, not request.scope.get(_WHOLE, False)
+    while more:
         try:
             async with asyncio.timeout(min(pause_s, end - time.monotonic())):
-                part = await anext(parts, None)
+                message = await request.receive()
         except TimeoutError:
             raise Refused(f"no data for {pause_s:g} s (receive_timeout_s)", 408) from None
-        if part is None:
-            return
-        yield part
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        request.scope[_WHOLE] = not more
+        if message.get("body"):
+            yield message.pop("body")
 
 
 async def discard_body(request: Request) -> None:
     """Read what is left of a small refused body, so that clients that send before they read see the answer."""
     left = _POLITE
-    try:
-        async with asyncio.timeout(_POLITE_S):
-            async for chunk in request.stream():
-                left -= len(chunk)
+    with contextlib.suppress(Refused, ClientDisconnect):
+        async with contextlib.aclosing(parts_of(request, _POLITE_S, 1)) as parts:
+            async for part in parts:
+                left -= len(part)
                 if left < 0:
                     return
-    except (TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: it was read to its end
-        return

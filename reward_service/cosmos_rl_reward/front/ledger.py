@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cosmos_rl_reward.broker.queue import JobQueue
+from cosmos_rl_reward.clock import boot, uptime
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.metrics import Metrics
@@ -36,11 +37,20 @@ class Notices(Protocol):
 
 @dataclass
 class OpenJob:
-    """A job and its rewards without a result; ``order``: its number in each reward's queue."""
+    """A job and its rewards without a result.
+
+    Attributes:
+        order: its number in each reward's queue.
+        since: ``uptime`` when it was accepted, or when this front saw it first if another machine accepted it.
+    """
 
     job: Job
     missing: set[str]
     order: dict[str, int] = field(default_factory=dict)
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.since = self.job.uptime if self.job.boot == boot() else uptime()
 
 
 class Hold:
@@ -49,23 +59,29 @@ class Hold:
     def __init__(self, ledger: "Ledger") -> None:
         self._ledger = ledger
         self._rewards: tuple[str, ...] = ()
-        self._size = 0
+        self._size = self._written = 0
 
-    def ask(self, size: int, rewards: tuple[str, ...] | None = None) -> None:
-        """Hold at least ``size`` bytes, for ``rewards``; raises ``Refused`` when there is no room."""
-        size = max(size, self._size)
+    def ask(self, size: int, rewards: tuple[str, ...] | None = None, written: int = 0) -> None:
+        """Hold at least ``size`` bytes, for ``rewards``, of which ``written`` are on the disk already.
+
+        Raises:
+            Refused: there is no room.
+        """
+        size, written = max(size, self._size), max(written, self._written)
         rewards = self._rewards if rewards is None else rewards
         self.release()
-        self._ledger.admit(rewards, size)
-        self._rewards, self._size = rewards, size
+        self._ledger.admit(rewards, size, size - written)
+        self._rewards, self._size, self._written = rewards, size, written
         self._ledger.held.update(rewards)
         self._ledger.held_bytes += size
+        self._ledger.unwritten += size - written
 
     def release(self) -> None:
         """Give it back."""
         self._ledger.held.subtract(self._rewards)
         self._ledger.held_bytes -= self._size
-        self._rewards, self._size = (), 0
+        self._ledger.unwritten -= self._size - self._written
+        self._rewards, self._size, self._written = (), 0, 0
 
     def __enter__(self) -> "Hold":
         return self
@@ -84,7 +100,7 @@ class Ledger:
         self.errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=50)
         self.bytes = 0
         self.held: collections.Counter[str] = collections.Counter()
-        self.held_bytes = 0
+        self.held_bytes = self.unwritten = 0
         self.open: dict[str, OpenJob] = {}
         self._depth: collections.Counter[str] = collections.Counter()
         self._entered: collections.Counter[str] = collections.Counter()
@@ -96,7 +112,7 @@ class Ledger:
         """Room for one job on its way in; use as a context manager."""
         return Hold(self)
 
-    def admit(self, rewards: tuple[str, ...], size: int) -> None:
+    def admit(self, rewards: tuple[str, ...], size: int, unwritten: int) -> None:
         """Raise ``Refused`` (429, 503 or 507) when a job of ``size`` bytes cannot be taken now."""
         for reward in rewards:
             state, reason = self.state(reward)
@@ -108,7 +124,7 @@ class Ledger:
         taken = self.bytes + self.held_bytes
         if taken + size > self.config.max_spool_bytes:
             raise Refused(f"{taken} bytes are waiting (max_spool_bytes); try again later", 429)
-        if self.spool.free_bytes() - size < self.config.min_free_bytes:
+        if self.spool.free_bytes() - self.unwritten - unwritten < self.config.min_free_bytes:
             raise Refused("the disk of the service is full", 507)
 
     def retry_after(self, rewards: tuple[str, ...] = ()) -> int:
@@ -148,7 +164,7 @@ class Ledger:
         if job.id in self.open:
             return False
         entry = self.open[job.id] = OpenJob(job, missing)
-        self.bytes += job.size
+        self.bytes += job.room
         for reward in missing:
             self._depth[reward] += 1
             self._entered[reward] += 1
@@ -188,14 +204,18 @@ class Ledger:
         self._waiters.setdefault(key, []).append(future)
         end = time.monotonic() + timeout_s
         try:
-            while not future.done() and (left := end - time.monotonic()) > 0:
-                await asyncio.wait({future}, timeout=min(left, self.spool.look_s))
-                if await ask(self.spool, self.spool.has_result, job_id, reward):
+            while not await ask(self.spool, self.spool.has_result, job_id, reward):
+                left = end - time.monotonic()
+                if left <= 0 or (await asyncio.wait({future}, timeout=min(left, self.spool.look_s)))[0]:
                     return
         finally:
             self._waiters[key].remove(future)
             if not self._waiters[key]:
                 del self._waiters[key]
+
+    def waited_for(self) -> set[tuple[str, str]]:
+        """Results, as (job, reward), that somebody waits for; ``Watcher.compare`` looks for them."""
+        return set(self._waiters)
 
     def _wake(self, job_id: str, reward: str) -> None:
         for future in self._waiters.get((job_id, reward), ()):
@@ -210,7 +230,8 @@ class Ledger:
         await self.settled(event)
         if written:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.board.publish([event]), BROKER_S)
+                async with asyncio.timeout(BROKER_S):  # ``wait_for`` of Python 3.11 can lose a cancellation
+                    await self.board.publish([event])
         return written
 
     async def settled(self, event: dict[str, Any]) -> None:
@@ -228,7 +249,7 @@ class Ledger:
             self.errors.appendleft({"time": time.time(), **event})
         if not entry.missing:
             del self.open[job_id]
-            self.bytes -= entry.job.size
+            self.bytes -= entry.job.room
             await self._finish(entry.job)
 
     async def _finish(self, job: Job) -> None:

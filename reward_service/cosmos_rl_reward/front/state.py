@@ -1,6 +1,8 @@
 """What the routes share."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ class Front:
     auth: Auth
     metrics: Metrics
     draining: bool = False
+    polls: int = 0
 
     @staticmethod
     def of(request: Request) -> "Front":
@@ -33,6 +36,18 @@ class Front:
     def drain(self) -> None:
         """Take no more jobs."""
         self.draining = True
+
+    @contextlib.contextmanager
+    def poll(self, wait_s: float) -> Iterator[float]:
+        """Seconds that a request may wait for results: none while half of the connections do."""
+        if wait_s <= 0 or self.polls * 2 >= self.config.max_connections:
+            yield 0.0
+            return
+        self.polls += 1
+        try:
+            yield wait_s
+        finally:
+            self.polls -= 1
 
     def allow(self, request: Request, scope: str) -> str:
         """Check the token; returns a name for it. Raises ``Denied``; 503 when new jobs are no longer taken."""

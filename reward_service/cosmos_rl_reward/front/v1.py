@@ -92,7 +92,8 @@ async def pull(request: Request) -> Response:
     if "uuid" not in fields:
         return missing_field("uuid")
     job_id, reward = fields["uuid"], fields.get("type") or DEFAULT_TYPE
-    answer = await look(front.ledger, job_id, reward, wait_seconds(fields.get("wait", "0")))
+    with front.poll(wait_seconds(fields.get("wait", "0"))) as wait_s:
+        answer = await look(front.ledger, job_id, reward, wait_s)
     headers = {"X-Job-State": answer.state}
     if answer.result is not None:
         return Response(answer.result, media_type="application/json", headers=headers)

@@ -38,7 +38,8 @@ async def submit(request: Request) -> Response:
     """Take a job (the body of v1's enqueue): 202, or 200 when it ended within ``Prefer: wait=N``."""
     front = Front.of(request)
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
-    state = await look_all(front.ledger, ticket.job.id, _preferred_wait(request))
+    with front.poll(_preferred_wait(request)) as wait_s:
+        state = await _job(front, ticket.job.id, wait_s)
     done = state is not None and state["state"] != "queued"
     return JSONResponse(state, 200 if done else 202, headers={"Location": f"/v2/jobs/{ticket.job.id}"})
 
@@ -48,7 +49,8 @@ async def score(request: Request) -> Response:
     """Take a job and answer with its end: 200, or 504 with the job's id when it takes longer than a minute."""
     front = Front.of(request)
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
-    state = await look_all(front.ledger, ticket.job.id, MAX_WAIT_S)
+    with front.poll(MAX_WAIT_S) as wait_s:
+        state = await _job(front, ticket.job.id, wait_s)
     return JSONResponse(state, 200 if state is not None and state["state"] != "queued" else 504)
 
 
@@ -57,7 +59,8 @@ async def get(job_id: str, request: Request) -> Response:
     """All rewards of a job; ``Prefer: wait=N`` waits for the end."""
     front = Front.of(request)
     front.allow(request, "read")
-    state = await _job(front, job_id, _preferred_wait(request))
+    with front.poll(_preferred_wait(request)) as wait_s:
+        state = await _job(front, job_id, wait_s)
     return _not_found(job_id) if state is None else JSONResponse(state)
 
 
@@ -86,8 +89,8 @@ async def batch_get(request: Request) -> Response:
         ids = None
     if not isinstance(ids, list) or len(ids) > _MAX_BATCH or not all(isinstance(i, str) for i in ids):
         raise Refused(f"ids: needed, a list of at most {_MAX_BATCH} job ids", 422)
-    wait_s = wait_seconds(fields.get("wait", "0"))
-    states = await asyncio.gather(*(_job(front, job_id, wait_s) for job_id in ids))
+    with front.poll(wait_seconds(fields.get("wait", "0"))) as wait_s:
+        states = await asyncio.gather(*(_job(front, job_id, wait_s) for job_id in ids))
     return JSONResponse({"jobs": dict(zip(ids, states, strict=True))})
 
 

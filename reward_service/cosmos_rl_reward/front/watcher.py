@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cosmos_rl_reward.clock import uptime
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.ledger import BROKER_S, Ledger, OpenJob
 from cosmos_rl_reward.results import EXPIRED, FAILED
-from cosmos_rl_reward.spool import Job
 from cosmos_rl_reward.store import ask
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
@@ -28,6 +27,7 @@ class Watcher:
         self._epoch = ""
         self._unwell: dict[tuple[str, str], float] = {}
         self._left: dict[str, int] = {}
+        self._seen: set[str] = set()  # open jobs that ``adopt`` found last time
 
     async def run(self) -> None:
         """Follow events and the spool until cancelled."""
@@ -68,7 +68,7 @@ class Watcher:
 
     async def compare(self) -> None:
         """End what is over: results without word of them, jobs that expired or that nobody can score."""
-        ledger, now = self.ledger, time.time()
+        ledger, now = self.ledger, uptime()
         entries = list(ledger.open.values())
         for event in await asyncio.to_thread(self._results_of, entries):
             await ledger.settled(event)
@@ -78,13 +78,14 @@ class Watcher:
             stuck = await ask(ledger.spool, ledger.spool.undecoded, [entry.job for entry in entries])
         for entry in entries:
             for reward in list(entry.missing):
-                if verdict := self._verdict(entry.job, reward, now, entry.job.id in stuck):
-                    await ledger.end(entry.job.id, reward, *verdict)
+                if end := self._end_of(entry, reward, now, entry.job.id in stuck):
+                    await ledger.end(entry.job.id, reward, *end)
         self._measure(now)
 
     def _results_of(self, entries: list[OpenJob]) -> list[dict[str, Any]]:
         found = []
-        wanted = [(entry.job.id, reward) for entry in entries for reward in list(entry.missing)]
+        wanted = {(entry.job.id, reward) for entry in entries for reward in list(entry.missing)}
+        wanted |= self.ledger.waited_for()
         for job_id, reward, data in self.ledger.spool.answered(wanted):
             result = json.loads(data)
             error = {"error": result["error"]} if "error" in result else {}
@@ -100,17 +101,17 @@ class Watcher:
                 else:
                     self._unwell.pop((reward, bad), None)
 
-    def _verdict(self, job: Job, reward: str, now: float, stuck: bool) -> tuple[str, str] | None:
+    def _end_of(self, entry: OpenJob, reward: str, now: float, stuck: bool) -> tuple[str, str] | None:
         """Final state and reason for a job that will not be scored any more."""
-        config, age = self.ledger.config, now - job.accepted
+        config, age = self.ledger.config, now - entry.since
         if age > config.job_ttl_s:
             return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
         if reward not in self.ledger.rewards:
             return (FAILED, f"reward {reward} is no longer enabled") if age > config.fail_after_s else None
-        if stuck and now - max(self._unwell[DECODE_QUEUE, "absent"], job.accepted) > config.no_worker_after_s:
+        if stuck and now - max(self._unwell[DECODE_QUEUE, "absent"], entry.since) > config.no_worker_after_s:
             return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
         state, reason = self.ledger.state(reward)
-        since = max(self._unwell.get((reward, state), now), job.accepted)
+        since = max(self._unwell.get((reward, state), now), entry.since)
         limit = config.fail_after_s if state == "failed" else config.no_worker_after_s
         if state in ("failed", "absent") and now - since > limit:
             return FAILED, f"reward {reward} is not available: {reason}"
@@ -121,7 +122,7 @@ class Watcher:
         oldest: dict[str, float] = {}
         for entry in ledger.open.values():
             for reward in entry.missing:
-                oldest[reward] = min(oldest.get(reward, now), entry.job.accepted)
+                oldest[reward] = min(oldest.get(reward, now), entry.since)
         metrics.spool.set(ledger.bytes)
         metrics.host_restarts.set(sum(host["restarts"] for host in ledger.hosts().values()))
         for reward in ledger.rewards:
@@ -136,8 +137,8 @@ class Watcher:
 
     async def requeue_unknown(self) -> None:
         """Queue jobs again that the broker ought to know and does not."""
-        ledger, old = self.ledger, time.time() - _KNOWN_AFTER_S
-        jobs = [entry.job for entry in ledger.open.values() if entry.job.accepted < old]
+        ledger, old = self.ledger, uptime() - _KNOWN_AFTER_S
+        jobs = [entry.job for entry in ledger.open.values() if entry.since < old]
         for i in range(0, len(jobs), _AT_ONCE):
             part, lost = jobs[i : i + _AT_ONCE], set()
             undecoded = await ask(ledger.spool, ledger.spool.undecoded, part)
@@ -151,10 +152,11 @@ class Watcher:
 
     async def adopt(self) -> None:
         """Take over jobs in a shared spool whose front is gone."""
-        ledger, young = self.ledger, time.time() - 10
-        jobs = await asyncio.to_thread(lambda: [job for job in ledger.spool.open_jobs() if job.accepted < young])
+        ledger, before = self.ledger, self._seen
+        jobs = await asyncio.to_thread(lambda: list(ledger.spool.open_jobs()))
+        self._seen = {job.id for job in jobs}
         for job in jobs:
-            if job.id not in ledger.open:
+            if job.id in before and job.id not in ledger.open:
                 missing = await asyncio.to_thread(ledger.spool.missing_rewards, job)
                 if not missing:
                     await asyncio.to_thread(ledger.spool.finish, job)

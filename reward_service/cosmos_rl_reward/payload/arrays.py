@@ -50,6 +50,16 @@ class ArrayRef:
             return 0
         return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))) * self.itemsize
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements may share memory, as those of an expanded tensor do: it would grow when it is read."""
+        reach = 1
+        for stride, n in sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1):
+            if stride < reach:
+                return True
+            reach += stride * (n - 1)
+        return False
+
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-ordered array."""

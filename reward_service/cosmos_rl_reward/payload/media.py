@@ -42,6 +42,11 @@ class Media:
         scale = 8 if channels == 16 else 16
         return (4 * frames - 3) * height * width * scale * scale
 
+    @property
+    def decoded_bytes(self) -> int:
+        """The whole batch as uint8 pixels, latents after decoding."""
+        return 3 * self.count * self.pixels
+
 
 def read_payload(file: BinaryIO, start: int, end: int, media_type: str | None) -> Media:
     """Find and check the array between ``start`` and ``end`` of a body; no sample is read.

@@ -33,6 +33,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
         raise Refused(f"metadata: the first line is not one JSON object: {text}") from error
     if not isinstance(data, dict):
         raise Refused("metadata: the first line must be a JSON object")
+    _check_values(data)
     _check_rewards(data)
     prompts = data.get("prompts")
     if isinstance(prompts, str):
@@ -47,11 +48,46 @@ def parse_line(line: bytes) -> dict[str, Any]:
         if not isinstance(infos, list) or not all(isinstance(i, dict) for i in infos):
             raise Refused("metadata.video_infos: must be a list of objects, one per sample")
         data["video_infos"] = [{"video_fps": i["fps"], **i} if "fps" in i else i for i in infos]
+        _check_rates(data["video_infos"])
     return {**data, "prompts": prompts, **({"media_type": media.lower()} if media else {})}
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _check_values(data: dict[str, Any]) -> None:
+    """Refuse what could not be sent on: numbers beyond those of JSON (``1e999``) and halves of surrogate pairs."""
+    for name, value in data.items():
+        if name == "reward_fn":
+            continue  # checked one by one
+        try:
+            json.dumps([name, value], allow_nan=False, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise Refused(f"metadata.{_shown(name)}: holds half of a surrogate pair, which is no text") from error
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"metadata.{_shown(name)}: holds a number that is not finite") from error
+
+
+def _shown(name: str) -> str:
+    return ascii(name)[1:-1][:70]
+
+
+def _check_rates(infos: list[dict[str, Any]]) -> None:
+    for number, info in enumerate(infos):
+        for name in ("video_fps", "fps"):
+            if name in info and not (_finite(info[name]) and info[name] > 0):
+                raise Refused(f"metadata.video_infos[{number}].{name}: must be a number above 0")
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _check_rewards(data: dict[str, Any]) -> None:
@@ -62,8 +98,8 @@ def _check_rewards(data: dict[str, Any]) -> None:
         raise Refused(f"metadata.reward_fn: at most {MAX_REWARDS} rewards per job")
     for name, weight in rewards.items():
         if not REWARD_NAME.fullmatch(name):
-            raise Refused(f"metadata.reward_fn: {name[:70]!r} is not a reward name")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise Refused(f"metadata.reward_fn: {name[:70]!a} is not a reward name")
+        if not _finite(weight):
             raise Refused(f"metadata.reward_fn.{name}: the weight must be a finite number")
 
 

@@ -1,7 +1,12 @@
 """Files written by ``torch.save`` of one tensor, read without torch and without running a pickle.
 
 The pickle inside is interpreted here, and only the few instructions that describe one tensor are known. So nothing is
-imported, called or built, whatever the file says.
+imported, called or built, whatever the file says. ``torch.load`` would need torch in the front and in the environment
+of every reward, and the shape is needed at the door: number of samples, pixels, decoded bytes, what can be merged.
+
+Nothing is read before its size is known: entries must be stored as they are, and those that are read are small. Nothing
+that the pickle describes is compared, hashed or shown unless it is a text or a number, since a few bytes can describe
+values of any depth and size.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ _STORAGES = {
     "ByteStorage": "|u1",
     "BoolStorage": "|b1",
 }
-_MAX_PICKLE = 1 << 16  # bytes; one tensor needs about 400
+_MAX_PICKLE = 1 << 12  # bytes; one tensor needs about 400
 _MAX_DIRECTORY = 1 << 16
+_MAX_ORDER = 16  # bytes of the entry that names the byte order
 _REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 _ORDERED_DICT = ("collections", "OrderedDict")
 
@@ -68,20 +74,22 @@ def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
     try:
         with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
             entries = {info.filename: info for info in archive.infolist()}
+            if any(info.compress_type or info.file_size != info.compress_size for info in entries.values()):
+                raise Refused("payload: the torch file is compressed; send what torch.save writes")
             pickles = [name for name in entries if name.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise Refused("payload: not a torch file (no data.pkl)")
-            if entries[pickles[0]].file_size > _MAX_PICKLE or entries[pickles[0]].compress_type:
+            if entries[pickles[0]].file_size > _MAX_PICKLE:
                 raise Refused("payload: the torch file holds more than one tensor")
             prefix = pickles[0][: -len("data.pkl")]
             dtype, key, numel, offset, shape, strides = _tensor(archive.read(pickles[0]))
             order = f"{prefix}byteorder"
-            if order in entries and archive.read(order) != b"little":
+            if order in entries and (entries[order].file_size > _MAX_ORDER or archive.read(order) != b"little"):
                 raise Refused("payload: torch files of big-endian machines are not read")
             record = entries.get(f"{prefix}data/{key}")
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         raise Refused("payload: the torch file is damaged") from error
-    if record is None or record.compress_type:
+    if record is None:
         raise Refused("payload: the torch file has no data for its tensor")
     window.seek(record.header_offset)
     local = window.read(30)
@@ -90,6 +98,8 @@ def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
     name_length, extra_length = struct.unpack("<HH", local[26:30])
     begin = record.header_offset + 30 + name_length + extra_length
     ref = ArrayRef(dtype, shape, strides, 0)
+    if ref.overlaps:
+        raise Refused("payload: elements of the tensor share memory (an expanded one?); send tensor.contiguous()")
     if (offset * ref.itemsize) + ref.span > record.file_size or numel * ref.itemsize > record.file_size:
         raise Refused("payload: the tensor is larger than its data in the torch file")
     if begin + record.file_size > end - start:
@@ -119,17 +129,16 @@ def _check_directory(window: _Window, size: int) -> None:
 def _tensor(data: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:
     """dtype, storage key, storage elements, offset, shape and strides (elements) of the pickled tensor."""
     value = _interpret(data)
-    if not (isinstance(value, tuple) and value and value[0] == _REBUILD and len(value) == 2):
-        raise Refused("payload: the torch file does not hold one tensor")
-    arguments = value[1]
+    arguments = value[1] if isinstance(value, tuple) and len(value) == 2 and _texts(value[0]) == _REBUILD else None
     if not isinstance(arguments, tuple) or len(arguments) < 4:
         raise Refused("payload: the torch file does not hold one tensor")
     storage, offset, shape, strides = arguments[:4]
     if not (isinstance(storage, dict) and isinstance(storage.get("pid"), tuple) and len(storage["pid"]) == 5):
         raise Refused("payload: the tensor of the torch file has no storage")
     _, kind, key, _, numel = storage["pid"]
-    dtype = _STORAGES.get(kind[1]) if isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "torch" else None
-    if dtype is None:
+    module, name = _texts(kind)
+    dtype = _STORAGES.get(name)
+    if dtype is None or module != "torch":
         raise Refused("payload: the torch file holds a tensor of a type that is not read")
     sizes = (offset, numel, *_ints(shape), *_ints(strides))
     if len(shape) != len(strides) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**40 for n in sizes):
@@ -137,6 +146,13 @@ def _tensor(data: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int
     if not isinstance(key, str):
         raise Refused("payload: the tensor of the torch file has no storage")
     return dtype, key, numel, offset, shape, strides
+
+
+def _texts(value: Any) -> tuple[str, str]:
+    """The module and the name of a global; empty for anything else."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value):
+        return value
+    return "", ""
 
 
 def _ints(value: Any) -> tuple[Any, ...]:
@@ -184,8 +200,8 @@ def _interpret(data: bytes) -> Any:
                 stack.append({"pid": stack.pop()})
             elif name == "REDUCE":
                 arguments, callee = stack.pop(), stack.pop()
-                if callee not in (_REBUILD, _ORDERED_DICT):
-                    raise Refused(f"payload: the torch file wants to call {callee!r:.80}; only a plain tensor is read")
+                if (called := _texts(callee)) not in (_REBUILD, _ORDERED_DICT):
+                    raise Refused(f"payload: the torch file wants to call {called!r:.80}; only a plain tensor is read")
                 stack.append((callee, arguments))
             else:
                 raise Refused(f"payload: the torch file is more than one plain tensor ({name})")

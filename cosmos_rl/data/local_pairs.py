@@ -8,6 +8,8 @@ from torch import Tensor
 from cosmos_rl.data.images import load_picture
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.pair_files import usable_pairs
+from cosmos_rl.data.prompts import PromptFile, is_prompt_file
+from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
 
 _DECODED_BYTES = 256 * 2**20
@@ -46,3 +48,13 @@ class LocalPairs(Sequence[Item]):
             if (len(self._decoded) + 1) * visual.nbytes <= _DECODED_BYTES:
                 self._decoded[index] = visual
         return Item(visual=visual, prompt=pair.prompt, name=pair.name)
+
+
+def held_out_data(config: Config) -> LocalPairs | PromptFile | None:
+    """The pairs or the prompts in `validation.dataset.local_dir`; None without validation or where none is named."""
+    source = config.validation.dataset.local_dir
+    if not config.validation.enable or not source:
+        return None
+    if is_prompt_file(source):
+        return PromptFile(source)
+    return LocalPairs(source, *config.policy.diffusers.inference_size)

@@ -20,6 +20,9 @@ SUFFIXES = tuple(_FORMS)
 """Endings of the files that `read_prompts` reads."""
 _SHOWN = 10
 """Rows that a message names."""
+_SAMPLING_KEYS = ("negative_prompt", "seed")
+"""Keys of a row that say how its validation pictures are sampled."""
+_MOST_SEED = 2**63
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,16 @@ class PromptRecord:
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """What the rewards get beside the text, such as the objects that a picture of `geneval` has to show."""
+
+    @property
+    def negative_prompt(self) -> str:
+        """What guidance leads away from in validation."""
+        return self.metadata.get("negative_prompt") or ""
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the start noise of the first validation picture; the k-th after it has seed + k. None: the run's."""
+        return self.metadata.get("seed")
 
 
 class PromptFile(Sequence[str]):
@@ -41,13 +54,13 @@ class PromptFile(Sequence[str]):
             UserError: as `read_prompts`.
         """
         self.path = Path(path).expanduser()
-        self._prompts = [record.prompt for record in read_prompts(self.path)]
+        self.records = read_prompts(self.path)
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.records)
 
     def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._prompts[index]
+        return self.records[index].prompt
 
 
 def prompts_digest(records: Sequence[PromptRecord]) -> str:
@@ -56,6 +69,33 @@ def prompts_digest(records: Sequence[PromptRecord]) -> str:
     for record in records:
         digest.update(json.dumps([record.prompt, dict(record.metadata)], sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:12]
+
+
+def check_sampling(records: Sequence[PromptRecord], guidance: float) -> None:
+    """Raise `UserError` when a record says how its validation pictures are sampled, and that cannot be done."""
+    for number, record in enumerate(records):
+        what = f"validation prompt {number} ({printable(record.prompt[:40])!r})"
+        negative, seed = (record.metadata.get(key) for key in _SAMPLING_KEYS)
+        if negative is not None and not isinstance(negative, str):
+            raise UserError(f"{what}: negative_prompt: found {negative!r}; allowed: a text")
+        if negative and guidance <= 1.0:
+            raise UserError(
+                f"{what}: negative_prompt acts through guidance, and policy.diffusers.sample.guidance_scale = "
+                f"{guidance:g} switches that off; raise it above 1, or leave the key out"
+            )
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        if seed is not None and not (whole and 0 <= seed < _MOST_SEED):
+            raise UserError(f"{what}: seed: found {seed!r}; allowed: a whole number from 0 on, below 2^63")
+
+
+def unused_keys(records: Sequence[PromptRecord], *, used: Sequence[str] = _SAMPLING_KEYS) -> list[str]:
+    """Keys of rows beside ``prompt`` and ``used``, sorted."""
+    return sorted({key for record in records for key in record.metadata} - set(used))
+
+
+def named_sampling_keys(records: Sequence[PromptRecord]) -> list[str]:
+    """Those of the keys that act in validation alone which a record has."""
+    return [key for key in _SAMPLING_KEYS if any(key in record.metadata for record in records)]
 
 
 def as_prompt_record(raw: object, index: int) -> PromptRecord:
@@ -86,6 +126,12 @@ def _of_mapping(row: Mapping[str, Any]) -> PromptRecord:
     elif metadata is not None:
         rest["metadata"] = metadata
     return PromptRecord(row["prompt"], MappingProxyType(rest))
+
+
+def is_prompt_file(place: str | Path) -> bool:
+    """Whether validation data at ``place`` is a list of prompts, not a folder of pairs."""
+    path = Path(place).expanduser()
+    return path.is_file() or (path.suffix in _FORMS and not path.is_dir())
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.checkpoint.layout import committed_steps, step_dir
-from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.local_pairs import LocalPairs, held_out_data
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.errors import OutOfMemory, UserError
 from cosmos_rl.launcher import out_of_memory
@@ -128,7 +128,7 @@ def sft(
     if lora:
         tree["policy"]["lora"] = {"r": 16, "lora_alpha": 16.0}
     config = checked_config(_overridden(tree, overrides), "cosmos_rl.sft")
-    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=_val_pairs)
+    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=held_out_data)
 
 
 def nft(
@@ -313,11 +313,6 @@ def _run(config: Config, name: str, data: DataForm | None, **given: Any) -> Fini
 
 def _pairs(config: Config) -> LocalPairs:
     return LocalPairs(config.train.train_policy.dataset.local_dir, *config.policy.diffusers.inference_size)
-
-
-def _val_pairs(config: Config) -> LocalPairs | None:
-    folder = config.validation.dataset.local_dir
-    return LocalPairs(folder, *config.policy.diffusers.inference_size) if config.validation.enable and folder else None
 
 
 def _prompts(config: Config) -> Sequence[Any]:

@@ -10,9 +10,9 @@ from typing import Literal
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import usable_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
-from cosmos_rl.data.prompts import SUFFIXES, read_prompts
+from cosmos_rl.data.prompts import check_sampling, is_prompt_file, read_prompts, unused_keys
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, DatasetConfig, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
 from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
@@ -37,11 +37,11 @@ def check_environment(config: Config, data: DataForm | None) -> list[str]:
     if data == "pairs":
         problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
         if config.validation.enable:
-            problems += _held_out("validation.dataset", config.validation.dataset.local_dir, notes)
+            problems += _held_out(config, notes)
     if data == "prompts":
-        problems += _prompts("train.train_policy.dataset", config.train.train_policy.dataset, "train")
+        problems += _prompts(config, "train.train_policy.dataset", "train")
         if config.validation.enable:
-            problems += _prompts("validation.dataset", config.validation.dataset, "test")
+            problems += _prompts(config, "validation.dataset", "test")
     problems += _rl(config, notes)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
@@ -154,12 +154,14 @@ def _names(module: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-def _prompts(key: str, dataset: DatasetConfig, split: str) -> list[str]:
+def _prompts(config: Config, table: str, split: str) -> list[str]:
     """A set that has not been fetched yet is no problem: the run fetches it."""
+    dataset = config.validation.dataset if split == "test" else config.train.train_policy.dataset
     try:
-        found = prompt_file(dataset, key, split=split)
-        if found is not None:
-            read_prompts(found)
+        found = prompt_file(dataset, table, split=split)
+        records = read_prompts(found) if found is not None else []
+        if split == "test":
+            check_sampling(records, config.policy.diffusers.sample.guidance_scale)
     except UserError as error:
         return [str(error)]
     return []
@@ -211,15 +213,21 @@ def _hub(name: str, revision: str | None) -> list[str]:
     ]
 
 
-def _held_out(table: str, source: str, notes: list[str]) -> list[str]:
+def _held_out(config: Config, notes: list[str]) -> list[str]:
     """Pairs, or a file of prompts."""
-    path = Path(source).expanduser()
-    if not source or path.is_dir() or not (path.is_file() or path.suffix in SUFFIXES):
-        return _pairs(table, source, notes)
+    key, source = "validation.dataset.local_dir", config.validation.dataset.local_dir
+    if not source or not is_prompt_file(source):
+        return _pairs("validation.dataset", source, notes)
+    if not Path(source).expanduser().exists():
+        return _missing(key, source)
     try:
-        read_prompts(path)
+        records = read_prompts(source)
+        check_sampling(records, config.policy.diffusers.sample.guidance_scale)
     except UserError as error:
-        return [f"{table}.local_dir: {error}"] if path.exists() else _missing(f"{table}.local_dir", source)
+        return [f"{key}: {error}"]
+    unused = unused_keys(records)
+    if unused:
+        notes.append(f"{key}: keys of rows that have no effect: {', '.join(unused)}")
     return []
 
 

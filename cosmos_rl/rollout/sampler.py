@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class Slot:
     """Global id of the prompt's place in the stream; samples with the same one are compared with each other."""
     prompt: str
     metadata: Mapping[str, Any]
+    negative: str = ""
+    """What guidance leads away from."""
+    seed: int | None = None
+    """Seed of its start noise, as diffusers takes it; None: keyed by the run's seed and the id."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class RolloutSampler:
         """Media and states; with ``keep`` false the model may leave out all states but the last."""
         spec, model = self._spec, self._model
         cond = self._conditions([slot.prompt for slot in slots])
+        if any(slot.negative for slot in slots):
+            cond = replace(cond, negative=self._conditions([slot.negative for slot in slots]).text)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
@@ -108,7 +114,7 @@ class RolloutSampler:
             "deterministic": spec.deterministic,
             "solver": spec.solver,
             "num_frames": spec.frames,
-            "generator": [randomness.generator(self._seed, purpose, step, slot.sample_id) for slot in slots],
+            "generator": [self._generator(slot, purpose, step) for slot in slots],
             **_text(cond.text, ""),
             **_text(cond.negative or {}, "negative_"),
         }
@@ -123,6 +129,11 @@ class RolloutSampler:
             )
         return visuals, states
 
+    def _generator(self, slot: Slot, purpose: str, step: int) -> torch.Generator:
+        if slot.seed is not None:
+            return torch.Generator().manual_seed(slot.seed)
+        return randomness.generator(self._seed, purpose, step, slot.sample_id)
+
 
 def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
@@ -134,6 +145,16 @@ def grouped(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Slo
         Slot(place * count + k, place, record.prompt, record.metadata)
         for place, record in records
         for k in range(count)
+    ]
+
+
+def fixed(records: Sequence[PromptRecord], count: int) -> list[Slot]:
+    """`grouped` for validation, where the records' own negative prompts and seeds act: sample k has seed + k."""
+    slots = grouped(enumerate(records), count)
+    numbered = ((slot, records[slot.group], slot.sample_id % count) for slot in slots)
+    return [
+        replace(slot, negative=record.negative_prompt, seed=None if record.seed is None else record.seed + k)
+        for slot, record, k in numbered
     ]
 
 

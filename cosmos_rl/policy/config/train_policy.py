@@ -47,8 +47,8 @@ class ValidationDatasetConfig(DatasetConfig):
     """`[validation.dataset]`: where the validation data is."""
 
     local_dir: str = ""
-    """Folder of pairs as for training, or a `.json` file with a list of prompts; reinforcement learning as for
-    training."""
+    """Folder of pairs as for training, or a file of prompts (`.txt`, `.jsonl`, `.json`); reinforcement learning: as for
+    training. Rows may have `negative_prompt` and `seed`."""
     test_size: NoEffect[PositiveInt | OpenFraction | None] = None
     """Counts in train.train_policy.dataset."""
 

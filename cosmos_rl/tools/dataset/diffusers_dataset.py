@@ -1,8 +1,6 @@
 """Supervised fine-tuning on a folder of captioned pictures: `cosmos-rl --config X.toml THIS_MODULE`."""
 
-from pathlib import Path
-
-from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.local_pairs import LocalPairs, held_out_data
 from cosmos_rl.data.prompts import PromptFile
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import worker_entry
@@ -19,12 +17,7 @@ def training_pairs(config: Config) -> LocalPairs:
 
 def validation_data(config: Config) -> LocalPairs | PromptFile | None:
     """The pairs or the prompts in `validation.dataset.local_dir`; None without validation or where none is named."""
-    source = config.validation.dataset.local_dir
-    if not config.validation.enable or not source:
-        return None
-    if Path(source).suffix == ".json":
-        return PromptFile(source)
-    return LocalPairs(source, *config.policy.diffusers.inference_size)
+    return held_out_data(config)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What conditions a velocity: made by a model, handed to every velocity call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 TextTensors = Mapping[str, Tensor]
 """Keyword of the transformer's forward -> tensor ``[B, ...]``."""
+Negative = str | Sequence[str] | None
+"""Text that guidance leads away from: one for all prompts, one each, or none."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,10 @@ class Cond:
     def to(self, device: torch.device) -> "Cond":
         """The same on ``device``."""
         return self._map(lambda value: value.to(device))
+
+
+def negatives(negative: Negative, count: int) -> list[str] | None:
+    """One for each of ``count`` prompts."""
+    if negative is None:
+        return None
+    return [negative] * count if isinstance(negative, str) else list(negative)

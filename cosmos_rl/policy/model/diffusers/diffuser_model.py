@@ -23,7 +23,7 @@ from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, m
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model.diffusers import lora
-from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.freezing import apply_patterns
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
 from cosmos_rl.policy.model.quiet import quiet_libraries
@@ -211,19 +211,19 @@ class DiffuserModel(VelocityModel):
 
     # ---- conditions and velocity -------------------------------------------------------------------------------
 
-    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+    def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
         """Prompts -> conditions.
 
         Args:
             prompts: B texts.
-            negative: the text of the guidance twin of all of them; None for no twin.
+            negative: what guidance leads away from, one text for all or one each; None for no guidance.
             each: encode every text, as the stock pipeline does, instead of every distinct text once. The last bits of
                 an embedding depend on the batch it was made in, so only this is bit-equal to the pipeline.
         """
         with torch.no_grad(), self.on_device(*self._encoders()):
             text = self._encode(list(prompts), each)
-            twin = None if negative is None else self._encode([negative] * len(prompts), each)
-        return Cond(text=text, negative=twin)
+            away = negatives(negative, len(prompts))
+            return Cond(text=text, negative=None if away is None else self._encode(away, each))
 
     def encode_visuals(
         self, visuals: Sequence[Tensor], height: int, width: int, *, at_once: int | None = None

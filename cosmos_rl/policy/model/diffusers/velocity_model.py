@@ -17,7 +17,7 @@ from cosmos_rl.data.images import to_uint8
 from cosmos_rl.diffusion.kernels import Kernel, kernel_named, sigmas_of, transition_log_prob
 from cosmos_rl.diffusion.sampling import run_sampling
 from cosmos_rl.policy.config import LoraConfig
-from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.diffusers.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
 
 TEXT_KEYWORDS = {
@@ -50,7 +50,7 @@ class VelocityModel(abc.ABC):
     # ---- what a model gives ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+    def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
         """Prompts -> conditions, see ``DiffuserModel``."""
 
     @abc.abstractmethod
@@ -120,9 +120,12 @@ class VelocityModel(abc.ABC):
         return self._integrate(cond.to(self.device), noise.to(self.device), levels, kernel, guidance)
 
     def sample(
-        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: str = ""
+        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
     ) -> Tensor:
-        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device."""
+        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device.
+
+        ``negative`` is what guidance leads away from, one text for all or one each.
+        """
         cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
         with self.evaluating():
             return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))

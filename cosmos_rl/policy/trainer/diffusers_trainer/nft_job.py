@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cosmos_rl.data.items import as_item
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.prompts import PromptRecord, as_prompt_record
+from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, named_sampling_keys
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -23,6 +23,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.utils.logging import logger
 
 DataLoss = Callable[[int, int], Iterator[Tensor]]
 
@@ -44,7 +45,13 @@ def build_nft(
     job = config.train.train_policy
     assert isinstance(job, GrpoPolicyConfig)
     prompts = _records(opened(dataset, config, "dataset"))
+    named = named_sampling_keys(prompts)
+    if named:
+        logger.warning(
+            f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them"
+        )
     val_prompts = _records(opened(val_dataset, config, "val_dataset")) if config.validation.enable else ()
+    check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
     torch.manual_seed(randomness.key(config.train.seed, "init"))  # what a library draws while it builds the model

@@ -31,7 +31,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
 from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped, joined
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, fixed, grouped, joined
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -184,9 +184,10 @@ class NFTTrainer:
         if not self._val_prompts:
             return ValidationReport()
         config, names = self._config, self._val_rewards.names
-        slots = grouped(enumerate(self._val_prompts), config.validation.n_generation)
+        slots = fixed(self._val_prompts, config.validation.n_generation)
         size = (config.validation.batch_size or config.rollout.batch_size) * config.validation.n_generation
-        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: self._context.dp_size]])
+        own = slots[self._context.dp_rank :: self._context.dp_size]
+        self._conditions.prepare([slot.prompt for slot in own])
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
         with swap, self.policies.using("default"), self.model.evaluating():
 

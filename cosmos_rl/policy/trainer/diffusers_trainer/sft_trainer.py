@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.items import BadSample, Part
+from cosmos_rl.data.items import BadSample, Item, Part
+from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, unused_keys
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
+from cosmos_rl.data.texts import text_problem
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -31,6 +33,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, over_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
+from cosmos_rl.rollout.sampler import fixed
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -52,8 +55,10 @@ class SFTTrainer:
         self._seed = config.train.seed
         self._dataset = opened(dataset, config, "dataset")
         self._val_dataset: Any = None
+        self._val_records: list[PromptRecord] | None = None
         if config.validation.enable:
             self._val_dataset = self._held_out(val_dataset)
+            self._val_records = self._validated_records()
         sft, ranks = config.train.train_policy, context.world_size
         batch, key = config.train.global_batch_size, "train.global_batch_size"
         if batch is None:
@@ -167,17 +172,27 @@ class SFTTrainer:
             return ValidationReport()
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
         with swap, torch.no_grad(), self.model.evaluating():
-            if self._validates_prompts():
-                return ValidationReport(pictures=self._pictures(list(self._val_dataset)))
+            if self._val_records is not None:
+                return ValidationReport(pictures=self._pictures(self._val_records))
             metrics = {"val/avg_loss": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
-            pictures = self._pictures(self._held_out_prompts())
+            pictures = self._pictures([PromptRecord(prompt) for prompt in self._held_out_prompts()])
             return ValidationReport(metrics, pictures, objective=metrics["val/avg_loss"])
 
-    def _validates_prompts(self) -> bool:
+    def _validated_records(self) -> list[PromptRecord] | None:
+        """The validation prompts; None where validation has pairs."""
+        data = self._val_dataset
         try:
-            return isinstance(self._val_dataset[0], str)
+            first = data[0]
         except BadSample:  # a picture, named when its turn comes
-            return False
+            return None
+        if isinstance(first, Item) or (isinstance(first, Mapping) and "visual" in first):
+            return None
+        records = [as_prompt_record(raw, i) for i, raw in enumerate(getattr(data, "records", data))]
+        check_sampling(records, self._config.policy.diffusers.sample.guidance_scale)
+        unused = unused_keys(records)
+        if unused:
+            logger.warning(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")
+        return records
 
     def held_out_loss(self, notify: Notify) -> float:
         """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
@@ -208,6 +223,7 @@ class SFTTrainer:
             prompts = getattr(data, "prompts", None) or (
                 item.prompt for i in range(len(data)) for item in read_held_out(data, [i], self._val_skipped)[1]
             )
+            prompts = (prompt for prompt in prompts if text_problem(prompt) is None)
             self._val_prompts = list(itertools.islice(dict.fromkeys(prompts), MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 
@@ -252,22 +268,25 @@ class SFTTrainer:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _pictures(self, prompts: Sequence[str]) -> list[Shown]:
+    def _pictures(self, records: Sequence[PromptRecord]) -> list[Shown]:
         """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
-        count = self._config.validation.n_generation
         shape = self.model.latent_shape(*config.inference_size)
-        all_prompts = [prompt for prompt in prompts for _ in range(count)]
+        slots = fixed(records, self._config.validation.n_generation)
 
         def made(ids: Sequence[int], number: int) -> tuple[Tensor]:
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, ids)
+            for row, slot in enumerate(slots[i] for i in ids):
+                if slot.seed is not None:
+                    noise[row] = torch.randn(shape, generator=torch.Generator().manual_seed(slot.seed))
             steps = config.sample.eval_num_steps or config.sample.num_steps
-            chunk = [all_prompts[i] for i in ids]
-            return (to_uint8(self.model.sample(chunk, noise, num_steps=steps, guidance=config.sample.guidance_scale)),)
+            prompts, negative = [slots[i].prompt for i in ids], [slots[i].negative for i in ids]
+            guidance = config.sample.guidance_scale
+            return (to_uint8(self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)),)
 
-        (pictures,) = over_ranks(len(all_prompts), self._validation_size, self._context, made)
-        pairs = zip(pictures, all_prompts, strict=True)
-        return [Shown(picture, prompt, i, "fixed") for i, (picture, prompt) in enumerate(pairs)]
+        (pictures,) = over_ranks(len(slots), self._validation_size, self._context, made)
+        pairs = zip(pictures, slots, strict=True)
+        return [Shown(picture, slot.prompt, slot.sample_id, "fixed") for picture, slot in pairs]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cosmos_rl_reward.broker.embedded import die_with_parent, private_folder, server_command, wait_for_socket
+from cosmos_rl_reward.broker.embedded import (
+    BROKER_LOG,
+    die_with_parent,
+    private_folder,
+    server_command,
+    wait_for_socket,
+)
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
@@ -41,6 +47,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     wanted: bool = True
     restarts: int = 0
+    log: Path | None = None  # its last lines are shown when it dies
 
     async def keep(self) -> int:
         """Run it, and again whenever it dies, until ``end``. Returns 2 when it says that its settings are wrong."""
@@ -66,9 +73,15 @@ class Child:
                 return 2
             self.restarts += 1
             failures = failures + 1 if asyncio.get_running_loop().time() - began < 10 else 0
-            logger.error("%s ended with code %s, starting it again", self.name, code)
+            logger.error("%s ended with code %s, starting it again%s", self.name, code, self._last_lines())
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
         return 0
+
+    def _last_lines(self) -> str:
+        if self.log is None or not self.log.is_file():
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
+        return "; its last lines: " + " | ".join(lines) if lines else ""
 
     def signal(self, number: int) -> None:
         """Send a signal if it runs."""
@@ -154,6 +167,7 @@ class Service:
         self._children = [self.front, *([self.workers] if workers else [])]
         if not config.external_broker:
             self.broker.command = server_command(self._socket, self._run)
+            self.broker.log = self._run / BROKER_LOG
             self._children.insert(0, self.broker)
 
     async def run(self) -> int:

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,7 +104,8 @@ def test_the_example_clients_get_scores(service, monkeypatch, capsys):
     run_example(monkeypatch, "image_client", REWARD_HOST=host, REWARD_NAMES="ocr,mock")
     shown = capsys.readouterr().out
     assert shown.startswith("Ping request received\njob ")
-    assert '"ocr_reward": [' in shown
+    first, second = map(float, re.search(r'"ocr_reward": \[\s+(\S+),\s+(\S+)\s', shown).groups())
+    assert first == 1.0 > second
     assert '"mock": [' in shown
     run_example(monkeypatch, "video_client", REWARD_HOST=host, REWARD_NAMES="mock", REWARD_SHAPE="1,16,2,4,6")
     assert '"state": "succeeded"' in capsys.readouterr().out
@@ -132,11 +134,34 @@ def test_an_old_client_with_a_polling_loop_works(service):
     assert result["scores"]["ocr_reward"] == [0.0]
 
 
+def test_the_request_of_the_readme_is_true(service, tmp_path):
+    """The lines as they stand there, run in a shell, but for the port and a reward that this service has."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```bash\n(.*?curl.*?)```", readme, re.S)
+    ours = lines.replace("localhost:8080", f"127.0.0.1:{service.port}").replace("jpeg_compressibility", "sharpness")
+    assert (ours.count("sharpness"), ours.count(f":{service.port}/v2/score")) == (1, 1)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-ec", ours],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["state"], answer["rewards"]["sharpness"]["scores"]["sharpness"]) == ("succeeded", [0.0])
+    assert list(answer) == ["id", "state", "rewards"]
+
+
 def test_the_latency_benchmark_takes_the_documented_flags(service, tmp_path, capsys):
     host = f"http://127.0.0.1:{service.port}"
     common = ["--host", host, "--token", "", "--poll-interval", "0.5", "--max-wait", "60", "--enqueue-timeout", "60"]
     common += ["--assume-upload-mbps", "20", "--pull-timeout", "10", "--print-response", "last"]
     common += ["--print-max-chars", "100"]
+    assert latency_benchmark.main([*common, "--num-requests", "1", "--shape", "1,32,32,3"]) == 0  # no hpsv2 here
+    capsys.readouterr()
     image = ["--num-requests", "6", "--shape", "[1,32,32,3]", "--reward-fn", "mock=2", "--reward-fn", "sharpness"]
     report = tmp_path / "report.json"
     assert latency_benchmark.main([*common, *image, "--concurrency", "3", "--json", str(report)]) == 0

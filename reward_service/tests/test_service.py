@@ -1,6 +1,7 @@
 """The service as clients see it: protocol v1 and its additions, against real processes."""
 
 import json
+import platform
 import time
 
 import numpy as np
@@ -222,6 +223,27 @@ def test_reward_list_readiness_and_metrics(service):
         assert service.get(path).status_code == 200
     assert service.get("/nothing").status_code == 404
     assert service.get("/api/reward/pull").status_code == 405
+
+
+def test_the_page_has_scores_latencies_versions_and_hosts(service):
+    """What it shows is what the route has; and the first line of the log is ours, not the broker's."""
+    for value in (10, 20, 60):
+        service.result(service.submit(picture(value, 2), "function"), "function")
+
+    def shown():
+        about = service.get("/api/reward/rewards").json()
+        return about if len(about["rewards"]["function"]["scores"].get("function", {}).get("last", [])) >= 3 else None
+
+    about = service.until(shown, 20, "three jobs are counted")
+    reward = about["rewards"]["function"]
+    assert reward["scores"]["function"]["last"][-3:] == [10.0, 20.0, 60.0]
+    assert 0 < reward["latency_s"]["p50"] <= reward["latency_s"]["p95"] < 60
+    assert reward["versions"]["python"] == platform.python_version()
+    assert reward["versions"]["numpy"] == np.__version__
+    assert [host["restarts"] for host in about["hosts"].values()] == [0]
+    first = service.log.read_text().splitlines()[0]
+    assert "[service] INFO" in first
+    assert "Memory overcommit" not in service.log.read_text()
 
 
 def test_v2_shows_a_whole_job(service):

@@ -15,6 +15,7 @@ from pathlib import Path
 from cosmos_rl_reward.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
+BROKER_LOG = "broker.log"
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -53,6 +54,7 @@ def server_command(socket: Path, folder: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "loglevel": "warning",
+        "logfile": str(folder / BROKER_LOG),  # its advice about the machine is for servers that save their data
     }
     return [find_server(), *(part for key, value in settings.items() for part in (f"--{key}", value))]
 

@@ -66,10 +66,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def default_reward(host: str, options: argparse.Namespace) -> str:
+    """The usual reward for this kind of media where it is served, else the first that is."""
+    answer = httpx.get(f"{host}/api/reward/rewards", headers=headers(options.token), timeout=options.pull_timeout)
+    served = answer.raise_for_status().json()["rewards"]
+    fitting = [name for name, about in served.items() if options.media_type in about.get("media_types", ())]
+    usual = _DEFAULT_REWARD[options.media_type]
+    if usual not in fitting and not fitting:
+        raise SystemExit(f"{host} has no reward for {options.media_type}s that is ready; it has: {', '.join(served)}")
+    return usual if usual in fitting else fitting[0]
+
+
 def rewards_of(options: argparse.Namespace) -> dict[str, float]:
     """Name and weight of the rewards."""
-    if not options.reward_fn:
-        return {"mock" if options.self_test else _DEFAULT_REWARD[options.media_type]: 1.0}
     pairs = (text.partition("=") for text in options.reward_fn)
     return {name: float(weight or 1) for name, _, weight in pairs}
 
@@ -214,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the measurement; 1 when a request failed."""
     options = parse(argv)
     with own_service() if options.self_test else contextlib.nullcontext(options.host) as host:
+        options.reward_fn = options.reward_fn or [default_reward(host, options)]
         began = time.perf_counter()
         samples = asyncio.run(measure(host, options))
         report = summarize(samples, time.perf_counter() - began)

@@ -16,6 +16,7 @@ from cosmos_rl_reward.clock import boot, uptime
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.metrics import Metrics
+from cosmos_rl_reward.front.recent import Recent
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import without_scores
 from cosmos_rl_reward.spool import Job, Spool
@@ -107,6 +108,7 @@ class Ledger:
         self.left: collections.Counter[str] = collections.Counter()
         self._waiters: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self.rates: dict[str, float] = {}  # jobs per second, about
+        self.recent: dict[str, Recent] = collections.defaultdict(Recent)
 
     def hold(self) -> "Hold":
         """Room for one job on its way in; use as a context manager."""
@@ -245,6 +247,8 @@ class Ledger:
         self._depth[reward] -= 1
         self.left[reward] += 1
         self.metrics.finished(event)
+        if "score_s" in event:
+            self.recent[reward].add(uptime() - entry.since, event["items"], event.get("means", {}))
         if event.get("error"):
             self.errors.appendleft({"time": time.time(), **event})
         if not entry.missing:

@@ -75,6 +75,8 @@ class Front:
                 "per_second": round(self.ledger.rates.get(name, 0.0), 2),
                 **{k: about[k] for k in ("media_types", "score_keys", "required_metadata", "warning") if k in about},
                 "provenance": about.get("provenance", {}),
+                "versions": about.get("versions", {}),
+                **self.ledger.recent[name].summary(),
             }
         limits = ("max_body_bytes", "max_items", "max_pixels", "max_queued_jobs", "job_ttl_s", "result_ttl_s")
         return {

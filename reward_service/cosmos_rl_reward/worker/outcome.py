@@ -71,6 +71,16 @@ def part(value: Any, begin: int, end: int) -> Any:
     return {k: part(v, begin, end) for k, v in value.items()} if isinstance(value, dict) else value[begin:end]
 
 
+def means(scores: dict[str, Any]) -> dict[str, float]:
+    """The mean of each column of numbers, over the samples that have one; at most 8 columns."""
+    found = {}
+    for key, column in scores.items():
+        numbers = [v for v in column if isinstance(v, (bool, int, float))] if isinstance(column, list) else []
+        if numbers:
+            found[key] = float(sum(numbers) / len(numbers))
+    return dict(list(found.items())[:8])
+
+
 def self_test(handler: BaseRewardHandler, score: Any) -> str:
     """Score the handler's probes with ``score(images, metadata)``; returns a warning, or an empty string.
 

@@ -395,6 +395,7 @@ class Pool:
                     "batch": reply["batch"],
                     "items": item.job.count,
                     "failed": reply["failed"],
+                    "means": reply.get("means", {}),
                 }
             )
         for item, reply in answers:

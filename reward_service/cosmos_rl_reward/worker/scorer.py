@@ -130,7 +130,7 @@ class Scorer:
     def _score_batch(self, batch: list[Any]) -> list[dict[str, Any]]:
         from cosmos_rl_reward.results import SUCCEEDED, encode
         from cosmos_rl_reward.worker.inputs import bad_samples, merge
-        from cosmos_rl_reward.worker.outcome import check, part, without
+        from cosmos_rl_reward.worker.outcome import check, means, part, without
 
         images, metadata = merge(batch, self.handler.required_metadata)
         began = time.perf_counter()
@@ -145,8 +145,9 @@ class Scorer:
             end = at + len(one.images)
             mine = {str(i - at): e for i, e in sorted(errors.items()) if at <= i < end}
             extra = {k: v for k, v in returned.items() if k in ("duration", "input_info")} if len(batch) == 1 else {}
+            own = part(scores, at, end)
             result = {
-                "scores": part(scores, at, end),
+                "scores": own,
                 "input_info": one.info,
                 "duration": f"{duration:.2f}",
                 "decoded_duration": one.metadata["decode_duration"],
@@ -158,7 +159,8 @@ class Scorer:
                 "provenance": self.provenance,
             }
             body = encode(result).decode()
-            answers.append({"id": one.id, "body": body, "failed": len(mine), "batch": len(images), "s": duration})
+            answer = {"id": one.id, "body": body, "failed": len(mine), "batch": len(images), "s": duration}
+            answers.append({**answer, "means": means(own)})
             at = end
         return answers
 

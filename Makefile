@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # one thread per process: two threads on a busy machine are many times slower for small models
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-processes test-trainer test-service test-fast lint format bench clean
+.PHONY: quickstart test test-processes test-trainer test-service test-fast test-zoo lint format bench clean
 
 $(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,17 +21,21 @@ test: $(VENV)/installed
 	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-trainer test-service
 
 test-processes: $(VENV)/installed
-	$(BIN)/python -m pytest -m process $(ARGS)
+	$(BIN)/python -m pytest -m "process and not zoo" $(ARGS)
 
 test-trainer: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not process" $(ARGS)
+	$(BIN)/python -m pytest -m "not process and not zoo" $(ARGS)
 
 test-service: $(VENV)/installed
 	cd reward_service && ../$(BIN)/python -m pytest
 
 # without the tests that start processes or train for long
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -m "not process and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not process and not slow and not zoo" $(ARGS)
+
+# stock pipelines of many families that are driven without code of their own (docs/models.md)
+test-zoo: $(VENV)/installed
+	$(BIN)/python -m pytest -m zoo $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ PARTS = (
     "async_saves",
     "memory",
     "nft_tasks",
+    "driver",
 )
 
 

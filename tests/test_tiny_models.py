@@ -87,7 +87,21 @@ def test_lora_targets_are_those_of_sd3(unit_folder: Path) -> None:
 def test_names_are_known_without_torch() -> None:
     code = "import sys; from cosmos_rl.policy.model import tiny; print(list(tiny.FAMILIES), 'torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert output.stdout.strip() == "['sd3'] False"
+    assert output.stdout.strip() == f"{list(tiny.FAMILIES)} False"
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_other_families_are_the_same_for_a_seed_too(family: str, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    first, again = (tiny.build(family, tmp_path / name, "unit", 3) for name in ("first", "again"))
+    assert digest(first) == digest(again) != digest(tiny.build(family, tmp_path / "other", "unit", 4))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_every_family_has_a_maker() -> None:
+    from cosmos_rl.policy.model.tiny.zoo import MAKERS
+
+    assert set(tiny.FAMILIES) == {"sd3", *MAKERS}
 
 
 def test_refusals(tmp_path: Path) -> None:

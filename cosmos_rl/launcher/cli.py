@@ -15,6 +15,7 @@ from cosmos_rl.utils.logging import print_anything
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
     "check": ("cosmos_rl.launcher.check:check", "is a configuration right; its batches, memory and disk"),
+    "check-model": ("cosmos_rl.launcher.check_model:check_model", "can a pipeline be trained without code, and how"),
     "doctor": ("cosmos_rl.launcher.doctor:doctor", "is everything installed; with --config: does the model train"),
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
     "report": ("cosmos_rl.launcher.verbs:report", "make one page, report.html, that shows what a run did"),

@@ -21,6 +21,23 @@ def quiet_libraries() -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def quiet_warnings() -> Iterator[None]:
+    """Only errors of the libraries: a prompt that is cut is theirs to say once, not on each of many calls."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    places = (diffusers_logging, transformers_logging)
+    before = [place.get_verbosity() for place in places]
+    for place in places:
+        place.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for place, verbosity in zip(places, before, strict=True):
+            place.set_verbosity(verbosity)
+
+
 def load_adapter(pipe: Any, folder: Path) -> None:
     """Load and use an exported adapter. Its text encoders have no part of it, of which diffusers warns each time."""
     from diffusers.utils import logging as diffusers_logging

@@ -18,6 +18,23 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
         "digits": "32 x 32 pictures, 1.0 M weights, sized to learn ten digits in two CPU minutes",
         "unit": "2 layers of width 64, a forward in milliseconds, for tests",
     },
+    "sana": {"unit": "pictures, DPM-Solver, deep-compression autoencoder"},
+    "wan": {"unit": "videos, UniPC (Wan 2.1)"},
+    "flux": {"unit": "pictures, packed states, embedded guidance (FLUX.1 dev)"},
+    "flux2-klein": {"unit": "pictures, packed states, normalised latents (FLUX.2 klein)"},
+    "qwen-image": {"unit": "pictures, packed states, a video autoencoder (Qwen-Image)"},
+    "z-image": {"unit": "pictures, lists of tensors (Z-Image)"},
+    "sana-video": {"unit": "videos, DPM-Solver"},
+    "cosmos-predict2.5": {"unit": "videos, UniPC with Karras levels, time per frame; text to world"},
+    "wan2.2": {"unit": "videos, an expert for high and one for low noise (Wan 2.2 A14B)"},
+    "wan2.2-5b": {"unit": "videos, time per token (Wan 2.2 5B)"},
+    "hunyuan-video": {"unit": "videos, embedded guidance"},
+    "ltx": {"unit": "videos, packed states"},
+    "cogview4": {"unit": "pictures, timesteps that are not shifted with the levels"},
+    "lumina2": {"unit": "pictures, time from data to noise"},
+    "chroma": {"unit": "pictures, packed states, masks"},
+    "aura-flow": {"unit": "pictures, classifier-free guidance in one batch"},
+    "mochi": {"unit": "videos, levels that count backwards"},
 }
 
 
@@ -34,14 +51,24 @@ def build(family: str, out: Path, preset: str, seed: int) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        from cosmos_rl.policy.model.tiny.sd3 import build_sd3  # imports torch and diffusers: seconds
-
-        build_sd3(aside, size=preset, seed=seed)
+        _build(family, aside, preset, seed)
         aside.chmod(0o755)  # mkdtemp makes folders that only their owner can read
         os.replace(aside, out)  # replaces an empty folder too
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def _build(family: str, folder: Path, preset: str, seed: int) -> None:
+    """Imports torch and diffusers: seconds."""
+    if family == "sd3":
+        from cosmos_rl.policy.model.tiny.sd3 import build_sd3
+
+        build_sd3(folder, size=preset, seed=seed)
+    else:
+        from cosmos_rl.policy.model.tiny.zoo import build_unit
+
+        build_unit(folder, family=family, seed=seed)
 
 
 def _check_known(family: str, preset: str) -> None:

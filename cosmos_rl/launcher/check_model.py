@@ -1,0 +1,67 @@
+"""`cosmos-rl check-model`: can a diffusers pipeline be trained without code of its own, and how."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+
+from cosmos_rl.errors import UserError
+
+EPILOG = """
+The pipeline is run a few dozen times at its smallest size: its own call, held at four places, must give the stock
+result bit for bit, repeat each velocity, let gradients through and take media forth and back. docs/models.md explains
+every check and says what to do when one fails.
+
+exit code: 0 every check passed, 2 one failed or the pipeline cannot be loaded
+"""
+
+
+def check_model(argv: Sequence[str]) -> int:
+    """Examine a diffusers pipeline: prove that it can be driven, and print how."""
+    parser = argparse.ArgumentParser(
+        prog="cosmos-rl check-model",
+        description=check_model.__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", help="a pipeline folder or a hub name")
+    parser.add_argument(
+        "--size", type=int, nargs="+", metavar="N", help="H W, or H W FRAMES, in pixels; default: the smallest sensible"
+    )
+    parser.add_argument("--max-prompt-length", type=int, metavar="N", help="tokens; default: the pipeline's own")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all parts (float32)")
+    parser.add_argument("--device", default="cpu", help="for example cuda (cpu)")
+    parser.add_argument("--revision", help="of the hub repository")
+    parser.add_argument("--again", action="store_true", help="examine even if the result is known from an earlier time")
+    given = parser.parse_args(argv)
+    if given.size and len(given.size) not in (2, 3):
+        raise UserError(f"--size {' '.join(map(str, given.size))}: give H W, or H W FRAMES")
+    _examine(given)
+    return 0
+
+
+def _examine(given: argparse.Namespace) -> None:
+    import torch  # seconds, so only once the command line is known to be right
+
+    from cosmos_rl.policy.model.driver.contract import Size
+    from cosmos_rl.policy.model.driver.driver import Driver
+    from cosmos_rl.policy.model.driver.facts import Check, default_cache
+    from cosmos_rl.policy.model.driver.loading import load_pipeline
+    from cosmos_rl.policy.model.driver.probe import prove
+
+    pipeline = load_pipeline(given.path, dtype=getattr(torch, given.dtype), revision=given.revision).to(given.device)
+    call = {"max_sequence_length": given.max_prompt_length} if given.max_prompt_length else {}
+    driver = Driver(pipeline, call=call, size=Size(*given.size) if given.size else None)
+
+    def report(check: Check) -> None:
+        print(f"passed  {check.name}{f' ({check.detail})' if check.detail else ''}", flush=True)
+
+    facts = prove(driver, cache=default_cache(), again=given.again, report=report)
+    print()
+    table = facts.table()
+    width = max(len(what) for what, _ in table)
+    for what, value in table:
+        lines = textwrap.wrap(value, 100) or [""]
+        print(f"{what:{width}}  {lines[0]}")
+        for line in lines[1:]:
+            print(f"{'':{width}}  {line}")

@@ -1,0 +1,71 @@
+"""Loads a pipeline so that it can be driven, without components that only guard inference."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.driver.rows import row_of
+from cosmos_rl.policy.model.quiet import quiet_libraries
+
+
+class NothingChecked(ModelMixin, ConfigMixin):
+    """Stands where Cosmos has a safety checker, whose package and weights training does without."""
+
+    config_name = "config.json"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("nothing", torch.zeros(1))  # a model without any tensor cannot be saved
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
+    def check_video_safety(self, frames: Tensor) -> Tensor:
+        return frames
+
+
+def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> Any:
+    """The pipeline of a local folder or a hub repository.
+
+    Raises:
+        UserError: there is none, or a part cannot be loaded.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    folder = Path(name).expanduser()
+    try:
+        with quiet_libraries():
+            if not folder.is_dir():
+                folder = Path(DiffusionPipeline.download(name, revision=revision))
+            if not (folder / "model_index.json").is_file():
+                raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
+            index: Any = DiffusionPipeline.load_config(str(folder))
+            absent = row_of(index["_class_name"]).absent
+            pipeline = _load_without(folder, index, absent, dtype) if absent else _load(folder, dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
+    return pipeline
+
+
+def _load(folder: Path, dtype: torch.dtype, **parts: Any) -> Any:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **parts)
+
+
+def _load_without(folder: Path, index: dict[str, Any], absent: tuple[str, ...], dtype: torch.dtype) -> Any:
+    """By a folder of links with another index: diffusers refuses an index that names a package which is not there."""
+    with tempfile.TemporaryDirectory() as aside:
+        for entry in folder.iterdir():
+            if entry.name != "model_index.json":
+                (Path(aside) / entry.name).symlink_to(entry.absolute())
+        changed = {**index, **{part: [None, None] for part in absent}}
+        (Path(aside) / "model_index.json").write_text(json.dumps(changed))
+        return _load(Path(aside), dtype, **{part: NothingChecked() for part in absent})

@@ -1,0 +1,41 @@
+"""The one table of what looking at a pipeline cannot tell. Most families need no row; docs/models.md says more."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """Data of one pipeline class; every default is right for most.
+
+    Attributes:
+        guidance: argument that is real classifier-free guidance; None: ``true_cfg_scale``, else ``guidance_scale``.
+        frames: argument with the number of frames; None: ``num_frames``, else ``frames``, else pictures.
+        negative: negative prompt where none is given; None leaves the pipeline its own default.
+        call: arguments that every call of the pipeline gets.
+        absent: components that are left out when the pipeline is loaded.
+    """
+
+    guidance: str | None = None
+    frames: str | None = None
+    negative: str | None = None
+    call: Mapping[str, Any] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+
+
+# would replace the size that is asked for by one of a list
+_NO_BINNING = {"use_resolution_binning": False}
+
+ROWS: Mapping[str, Row] = {
+    "SanaPipeline": Row(call=_NO_BINNING),
+    "SanaVideoPipeline": Row(call=_NO_BINNING),
+    "PRXPipeline": Row(call=_NO_BINNING),
+    "QwenImagePipeline": Row(negative=" "),  # guidance is only switched on by a negative prompt; its own example is " "
+    "Cosmos2_5_PredictBasePipeline": Row(absent=("safety_checker",)),
+}
+
+
+def row_of(pipeline_class: str) -> Row:
+    """The row of a pipeline class; one of defaults for a class without a row."""
+    return ROWS.get(pipeline_class, Row())

@@ -1,0 +1,69 @@
+"""Weights and random states as they are while a pipeline is examined, and as they were afterwards."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_rl.policy.model.driver.checks import Probing
+from cosmos_rl.policy.model.driver.contract import Level
+
+
+@contextlib.contextmanager
+def not_degenerate(probing: Probing) -> Iterator[None]:
+    """Inside the block the denoisers' outputs follow state and prompts, so that checks can see a mistake.
+
+    A model whose output layer or gates are zero says the same whatever it is asked. Noise is added to the weights that
+    are all zero, to all of them if that is not enough; afterwards every bit is as before.
+    """
+    weights = [weight for module in probing.driver.denoisers.values() for weight in module.parameters()]
+    zero = [weight for weight in weights if not weight.any()]
+    kept: list[tuple[Tensor, Tensor]] = []
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for group in (zero, weights):
+            if not _degenerate(probing):
+                break
+            probing.facts.perturbed = True
+            with torch.no_grad():
+                for weight in group:
+                    kept.append((weight, weight.detach().clone()))
+                    weight.add_(0.02 * torch.randn(weight.shape, generator=generator).to(weight))
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in reversed(kept):
+                weight.copy_(before)
+
+
+def _degenerate(probing: Probing) -> bool:
+    driver = probing.driver
+    guidance = None if driver.guidance_name is None else 1.0
+    cond = driver.encode(probing.prompts, guidance=guidance)
+    x = probing.noise_like(torch.empty(len(probing.prompts), *probing.facts.state_shape, dtype=driver.state_dtype))
+    level = Level(torch.tensor(500), torch.tensor(0.5))
+    with torch.no_grad():
+        plain = driver.velocity(x, level, cond, guidance)
+        other_text = driver.velocity(x, level, cond.rows(torch.arange(cond.size).flip(0)), guidance)
+        other_state = driver.velocity(probing.noise_like(x, 8), level, cond, guidance)
+    return torch.equal(plain, other_text) or torch.equal(plain, other_state)
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+def random_states() -> list[Any]:
+    numpy_state = np.random.get_state()
+    numbers = [item.tolist() if isinstance(item, np.ndarray) else item for item in numpy_state]
+    return [torch.get_rng_state().tolist(), numbers, random.getstate()]

@@ -1,0 +1,218 @@
+"""Tiny text-to-video pipelines: one function each, the real classes, random weights."""
+
+# pyright: reportArgumentType=false
+# diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant
+
+import diffusers as d
+import torch
+
+from cosmos_rl.policy.model.tiny import more_text as text
+from cosmos_rl.policy.model.tiny.parts import alive, wan_vae
+from cosmos_rl.policy.model.tiny.pictures import CLIP_WIDTH, clip_encoder
+from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
+
+
+def _wan_transformer(channels: int = 16) -> d.WanTransformer3DModel:
+    transformer = d.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=text.WIDTH,
+        freq_dim=256,
+        ffn_dim=64,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    return alive(transformer)
+
+
+def _unipc(shift: float) -> d.UniPCMultistepScheduler:
+    return d.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+
+
+def wan() -> d.WanPipeline:
+    """Wan 2.1."""
+    tokenizer = t5_tokenizer()
+    return d.WanPipeline(tokenizer, text.umt5_encoder(tokenizer), wan_vae(), _unipc(3.0), _wan_transformer())
+
+
+def wan22() -> d.WanPipeline:
+    """Wan 2.2 with an expert for high and one for low noise."""
+    tokenizer = t5_tokenizer()
+    return d.WanPipeline(
+        tokenizer,
+        text.umt5_encoder(tokenizer),
+        wan_vae(),
+        _unipc(3.0),
+        transformer=_wan_transformer(),
+        transformer_2=_wan_transformer(),
+        boundary_ratio=0.875,
+    )
+
+
+def wan22_5b() -> d.WanPipeline:
+    """Wan 2.2 with one transformer that takes a time per token."""
+    tokenizer = t5_tokenizer()
+    return d.WanPipeline(
+        tokenizer, text.umt5_encoder(tokenizer), wan_vae(), _unipc(5.0), _wan_transformer(), expand_timesteps=True
+    )
+
+
+def sana_video() -> d.SanaVideoPipeline:
+    tokenizer = text.gemma_tokenizer()
+    transformer = d.SanaVideoTransformer3DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=12,
+        cross_attention_dim=24,
+        caption_channels=text.WIDTH,
+        mlp_ratio=2.5,
+        sample_size=8,
+        patch_size=(1, 2, 2),
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    scheduler = d.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
+    return d.SanaVideoPipeline(tokenizer, text.gemma_encoder(tokenizer), wan_vae(), alive(transformer), scheduler)
+
+
+def cosmos2_5() -> d.Cosmos2_5_PredictBasePipeline:
+    """Cosmos-Predict 2.5 without its safety checker, which needs a package and weights of its own."""
+    from cosmos_rl.policy.model.driver.loading import NothingChecked
+
+    tokenizer = text.qwen_tokenizer()
+    transformer = d.CosmosTransformer3DModel(
+        in_channels=16 + 1,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        mlp_ratio=2,
+        text_embed_dim=32,
+        adaln_lora_dim=4,
+        max_size=(8, 32, 32),
+        patch_size=(1, 2, 2),
+        rope_scale=(1.0, 3.0, 3.0),
+        concat_padding_mask=True,
+        extra_pos_embed_type=None,
+        use_crossattn_projection=True,
+        crossattn_proj_in_channels=2 * text.WIDTH,
+        encoder_hidden_states_channels=32,
+    )
+    scheduler = d.UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        use_karras_sigmas=True,
+        sigma_max=200.0,
+        sigma_min=0.01,
+    )
+    return d.Cosmos2_5_PredictBasePipeline(
+        text.qwen_vl_encoder(tokenizer), tokenizer, alive(transformer), wan_vae(), scheduler, NothingChecked()
+    )
+
+
+def hunyuan_video() -> d.HunyuanVideoPipeline:
+    tokenizer, clip = text.llama_tokenizer(), clip_tokenizer(77)
+    transformer = d.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=text.WIDTH,
+        pooled_projection_dim=CLIP_WIDTH,
+        rope_axes_dim=(2, 4, 4),
+    )
+    vae = d.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        scaling_factor=0.476986,
+    ).eval()
+    return d.HunyuanVideoPipeline(
+        text.llama_encoder(tokenizer),
+        tokenizer,
+        alive(transformer),
+        vae,
+        d.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        clip_encoder(clip),
+        clip,
+    )
+
+
+def ltx() -> d.LTXPipeline:
+    tokenizer = t5_tokenizer()
+    transformer = d.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        patch_size=1,
+        patch_size_t=1,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=text.WIDTH,
+    )
+    vae = d.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False, False, False, False, False),
+        upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    ).eval()
+    scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1)
+    return d.LTXPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, alive(transformer))
+
+
+def mochi() -> d.MochiPipeline:
+    tokenizer = t5_tokenizer()
+    transformer = d.MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=12,
+        qk_norm="rms_norm",
+        text_embed_dim=text.WIDTH,
+        time_embed_dim=4,
+        activation_fn="swiglu",
+        max_sequence_length=16,
+    )
+    with torch.no_grad():
+        transformer.pos_frequencies.normal_(std=0.1)  # the constructor leaves memory as it was found
+    vae = d.AutoencoderKLMochi(
+        latent_channels=12,
+        out_channels=3,
+        encoder_block_out_channels=(32, 32, 32, 32),  # its norms have 32 groups
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+    ).eval()
+    scheduler = d.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    return d.MochiPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, alive(transformer))

@@ -1,0 +1,49 @@
+"""Builds the families that have one preset, ``unit``, and one function that makes the pipeline."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from cosmos_rl.policy.model.quiet import quiet_libraries
+
+MAKERS = {
+    "sana": "pictures:sana",
+    "flux": "pictures:flux",
+    "flux2-klein": "pictures:flux2_klein",
+    "qwen-image": "pictures:qwen_image",
+    "z-image": "pictures:z_image",
+    "cogview4": "pictures:cogview4",
+    "lumina2": "pictures:lumina2",
+    "chroma": "pictures:chroma",
+    "aura-flow": "pictures:aura_flow",
+    "wan": "videos:wan",
+    "wan2.2": "videos:wan22",
+    "wan2.2-5b": "videos:wan22_5b",
+    "sana-video": "videos:sana_video",
+    "cosmos-predict2.5": "videos:cosmos2_5",
+    "hunyuan-video": "videos:hunyuan_video",
+    "ltx": "videos:ltx",
+    "mochi": "videos:mochi",
+}
+
+
+def build_unit(out: Path, *, family: str, seed: int) -> None:
+    """Writes the whole pipeline folder of a family into ``out``. The same seed gives the same bytes."""
+    module, _, function = MAKERS[family].partition(":")
+    make = getattr(importlib.import_module(f"cosmos_rl.policy.model.tiny.{module}"), function)
+    with torch.random.fork_rng(devices=[]), quiet_libraries():
+        torch.manual_seed(seed)
+        make().save_pretrained(out)
+    _name_real_checker(out)
+
+
+def _name_real_checker(out: Path) -> None:
+    """Have the index name the checker that published Cosmos pipelines name, and leave ours out."""
+    index = json.loads((out / "model_index.json").read_text())
+    if "safety_checker" in index:
+        index["safety_checker"] = ["cosmos_guardrail", "CosmosSafetyChecker"]
+        (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+        shutil.rmtree(out / "safety_checker")

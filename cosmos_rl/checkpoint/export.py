@@ -107,7 +107,7 @@ class PipelineExport:
                 max_shard_size="4GB",
             )
             for file in transformer.iterdir():
-                file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
+                atomic.share(file)  # safetensors makes files that only their owner can read
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
 
 
@@ -129,12 +129,6 @@ def text_length_of(folder: Path) -> int | None:
 def _write_sampling(folder: Path, text_length: int) -> None:
     text = json.dumps({"max_sequence_length": text_length}, indent=2)
     (folder / SAMPLING_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _earlier_export(step_dir: Path) -> Path | None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.checkpoint.state import StateDict
 from cosmos_rl.storage import atomic
+from cosmos_rl.storage.disk import writing_into
 from cosmos_rl.utils.logging import logger
 
 WriteExport = Callable[[], None]
@@ -52,6 +53,7 @@ class CheckpointManager:
         self._checkpoints = checkpoints
         self._exports = exports
         self._best = checkpoints.parent / "best"
+        self._best_step: int | None = None  # known also where the disk has no links
         self._background = background
         self._max_keep = max_keep
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -101,9 +103,12 @@ class CheckpointManager:
         """
         folders = (layout.step_dir(folder, step) for folder in (self._checkpoints, self._exports))
         target = next((folder for folder in folders if folder.is_dir()), None)
-        if target is not None and self._is_main:
+        if target is None:
+            return False
+        self._best_step = step
+        if self._is_main:
             atomic.replace_link(self._best, target)
-        return target is not None
+        return True
 
     def discard_after(self, step: int) -> None:
         """Remove saved steps later than ``step`` and their exports: a resume must not find them."""
@@ -138,9 +143,11 @@ class CheckpointManager:
 
     def _write(self, job: SaveJob) -> None:
         if job.export is not None:
-            job.export()
+            with writing_into(layout.step_dir(self._exports, job.step)):
+                job.export()
         if job.state is not None:
-            self._write_state(job.step, job.state, job.trainer_state)
+            with writing_into(layout.step_dir(self._checkpoints, job.step)):
+                self._write_state(job.step, job.state, job.trainer_state)
         if job.best:
             self.point_best(job.step)
         if job.state is not None and self._is_main:
@@ -166,9 +173,8 @@ class CheckpointManager:
     def _prune(self) -> None:
         if self._max_keep < 0:
             return
-        best = self._best.resolve()
         for step in layout.whole_steps(self._checkpoints)[: -self._max_keep]:
-            if layout.step_dir(self._checkpoints, step).resolve() == best:
+            if step == self._best_step:
                 continue
             atomic.remove(layout.step_dir(self._checkpoints, step))
             atomic.remove(layout.step_dir(self._exports, step))

@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cosmos_rl.storage.atomic import move
+
 _IN_MEMORY_BYTES = 512 * 2**20
 _KEEP_AFTER_EVICTION = 0.9
 _SAMPLED_BYTES = 2**20
@@ -79,7 +81,7 @@ class TensorCache:
         fd, aside = tempfile.mkstemp(dir=self._space, prefix=".")
         os.close(fd)
         save_file(kept, aside)
-        os.replace(aside, self._space / name)
+        move(Path(aside), self._space / name)
         self._remember(name, kept)
         self._bytes += (self._space / name).stat().st_size
         if self._bytes > self._max_bytes:

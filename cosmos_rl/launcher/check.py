@@ -23,6 +23,7 @@ from cosmos_rl.policy.config.keys import keys_of
 from cosmos_rl.policy.config.problems import shown
 from cosmos_rl.policy.config.ranks import described, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+from cosmos_rl.storage.disk import missing_abilities, standing
 from cosmos_rl.storage.run_folder import runs
 
 _RECENT_STEPS = 50
@@ -283,11 +284,17 @@ def _on_cpu(config: Config, nproc: int | None) -> bool:
 
 def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[str], list[str]]:
     """What a launch would refuse, and what a run would leave out of its data."""
+    problems, notes = [], []
     try:
-        notes = check_environment(config, data)
+        notes = [line for note in check_environment(config, data) for line in note.splitlines()]
     except UserError as error:
-        return str(error).splitlines(), []
-    return [], [line for note in notes for line in note.splitlines()]
+        problems += str(error).splitlines()
+    try:
+        lacks = missing_abilities(standing(Path(config.train.output_dir)))
+        notes += [f"warning: the disk of train.output_dir has {line}" for line in lacks]
+    except UserError as error:
+        problems.append(str(error))
+    return problems, notes
 
 
 # ---- small parts -------------------------------------------------------------------------------------------------

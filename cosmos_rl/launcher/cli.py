@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch(parse_launch(argv, _version(), _verb_help()), ["cosmos-rl", *argv])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return error.exit_code
     except UnicodeEncodeError as error:
         hint = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
         print(f"error: {error.object!a} cannot be written in this locale ({error.encoding}); {hint}", file=sys.stderr)

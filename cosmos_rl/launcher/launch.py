@@ -57,8 +57,8 @@ def _lead(asked: Launch, argv: Sequence[str], stop: StopRequest) -> int:
             return _run(asked, script, run, nproc, stop, link, plan.job_id)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        link.ended(EXIT_USER_ERROR, str(error))
-        return EXIT_USER_ERROR
+        link.ended(error.exit_code, str(error))
+        return error.exit_code
     except JobEnded as end:
         link.ended(end.code, end.reason)
         raise

@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosmos_rl.storage.disk import standing
+
 
 def gpus() -> int:
     """GPUs that a worker would see."""
@@ -44,10 +46,7 @@ def host_memory() -> int | None:
 
 def free_disk(path: Path) -> int:
     """Free bytes on the disk that holds `path` or will hold it."""
-    place = path.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(standing(path)).free
 
 
 def shown_bytes(size: float) -> str:

@@ -1,7 +1,6 @@
 """Before the first worker starts: the checks, the run folder, and the record of how the run was started."""
 
 import contextlib
-import datetime
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,8 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
 from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
 from cosmos_rl.storage.atomic import write_text
-from cosmos_rl.storage.run_folder import RunFolder, claim, writing
+from cosmos_rl.storage.disk import missing_abilities, writing_into
+from cosmos_rl.storage.run_folder import RunFolder, check_links, claim, next_moment, writing
 from cosmos_rl.utils.logging import logger
 
 _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
@@ -35,8 +35,10 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
     The description waits in `.next` until training begins. A new folder in which nothing began is removed again.
     """
     plan = plan_resume(config)
+    if plan.run is not None:
+        check_links(plan.run.root.parent, plan.run)
     run = plan.run or claim(Path(config.train.output_dir), config.train.timestamp)
-    with writing(run):
+    with writing_into(run.root), _tried_disk(run), writing(run):
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
@@ -46,14 +48,28 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
         try:
             yield run
         finally:
-            shutil.rmtree(run.next if run.has_begun else run.root)
+            shutil.rmtree(run.next if run.has_begun else run.root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _tried_disk(run: RunFolder) -> Iterator[None]:
+    """One warning for all that the disk lacks; what no run can do without ends the command here."""
+    try:
+        lacks = missing_abilities(run.root)
+    except UserError:
+        with contextlib.suppress(OSError):  # a new folder must not stay
+            run.root.rmdir()
+        raise
+    if lacks:
+        logger.warning("%s: this disk has %s", run.root.parent, "; ".join(lacks))
+    yield
 
 
 def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str]) -> dict[str, object]:
     started = {
         "argv": list(argv),
         "cwd": os.getcwd(),
-        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "started": next_moment(run.root.parent).isoformat(),
         "seed": config.train.seed,
         "resumed_from": str(plan.step_path) if plan.step_path else None,
         "git_commit": _git_commit(),

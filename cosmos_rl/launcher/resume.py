@@ -36,8 +36,9 @@ def plan_resume(config: Config) -> ResumePlan:
     output_dir = Path(config.train.output_dir).expanduser().absolute()
     found = runs(output_dir)
     if config.train.timestamp:
-        found = [run for run in found if run.name <= config.train.timestamp]
-        if not found or found[-1].name != config.train.timestamp:
+        names = [run.name for run in found]
+        found = found[: names.index(config.train.timestamp) + 1] if config.train.timestamp in names else []
+        if not found:
             missing = output_dir / config.train.timestamp
             return ResumePlan(
                 None, None, f"train.resume = true, but there is no run {missing}: starting it as a new run"

@@ -8,6 +8,7 @@ from typing import Any
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.errors import UserError
+from cosmos_rl.storage.disk import writing_into
 from cosmos_rl.storage.run_folder import run_at
 from cosmos_rl.tracking.report import write_report
 
@@ -29,7 +30,8 @@ def tiny_model(argv: Sequence[str]) -> int:
     parser.add_argument("--preset", help="default: the first of the family")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (0)")
     given = parser.parse_args(argv)
-    print(build(given.family, given.out, given.preset or next(iter(FAMILIES[given.family])), given.seed))
+    with writing_into(given.out, remedy=""):
+        print(build(given.family, given.out, given.preset or next(iter(FAMILIES[given.family])), given.seed))
     return 0
 
 
@@ -42,7 +44,8 @@ def export(argv: Sequence[str]) -> int:
     policy = find_checkpoint(given.checkpoint)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
-    print(export_checkpoint(policy, given.out))
+    with writing_into(given.out, remedy=""):
+        print(export_checkpoint(policy, given.out))
     return 0
 
 
@@ -51,7 +54,8 @@ def report(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
     given = parser.parse_args(argv)
-    print(write_report(run_at(given.path).root))
+    with writing_into(given.path, remedy=""):
+        print(write_report(run_at(given.path).root))
     return 0
 
 
@@ -102,7 +106,7 @@ def sample(argv: Sequence[str]) -> int:
         Shown(picture, prompt, generator.initial_seed())
         for picture, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
     ]
-    for path in save_gallery(given.out, shown):
+    for path in save_gallery(given.out, shown, remedy=""):
         print(path)
     return 0
 

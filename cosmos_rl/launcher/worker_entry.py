@@ -21,6 +21,7 @@ from cosmos_rl.launcher.supervised import supervised, tell
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
 from cosmos_rl.policy.config.ranks import resized
 from cosmos_rl.reward import RewardFns
+from cosmos_rl.storage.disk import writing_into
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.utils.logging import logger
 
@@ -122,7 +123,8 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     run_dir = os.environ.get("COSMOS_RUN_DIR")
     if run_dir:
         run = RunFolder(Path(run_dir))
-        yield named(load_config(path), run), run
+        with writing_into(run.root):
+            yield named(load_config(path), run), run
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own
         raise UserError("several ranks are started with `cosmos-rl --nproc-per-node N --config X.toml SCRIPT`")

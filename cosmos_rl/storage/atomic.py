@@ -7,14 +7,28 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from cosmos_rl.storage.disk import REFUSED
 
-def fsync_dir(path: Path) -> None:
-    """Make renames and new names inside ``path`` survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
+
+def flush(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut, on disks that can do that."""
+    with _unless_refused():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or link, over an older one in one step where the disk can do that."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno not in REFUSED or not os.path.lexists(target):
+            raise
+        os.unlink(target)
+        os.replace(source, target)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -27,15 +41,21 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files private; ours are meant to be shared
-        os.replace(name, path)
+        share(Path(name))
+        move(Path(name), path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
-    fsync_dir(path.parent)
+    flush(path.parent)
+
+
+def share(file: Path) -> None:
+    """Give a private file, as ``mkstemp`` and safetensors make them, the rights of any other new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    with _unless_refused():
+        os.chmod(file, 0o666 & ~umask)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -62,19 +82,15 @@ def commit(final: Path) -> None:
     stage = staging_path(final)
     for folder, _, names in os.walk(stage):
         for name in names:
-            fd = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        fsync_dir(Path(folder))
+            flush(Path(folder) / name)
+        flush(Path(folder))
     old = final.parent / f".{final.name}.old"
     if old.exists():
         shutil.rmtree(old)
     if final.exists():
         os.rename(final, old)
     os.rename(stage, final)
-    fsync_dir(final.parent)
+    flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -100,8 +116,8 @@ def staging(final: Path) -> Iterator[Path]:
         raise
 
 
-def replace_link(link: Path, target: Path) -> None:
-    """Point the symbolic link ``link`` at ``target`` (a relative link) in one step.
+def replace_link(link: Path, target: Path) -> bool:
+    """Point the symbolic link ``link`` at ``target`` (a relative link) in one step; False on disks without links.
 
     Raises:
         FileExistsError: a real file or folder stands where the link should be.
@@ -113,5 +129,20 @@ def replace_link(link: Path, target: Path) -> None:
     aside = link.parent / f".{link.name}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()
-    os.symlink(os.path.relpath(target, link.parent), aside)
-    os.replace(aside, link)
+    try:
+        os.symlink(os.path.relpath(target, link.parent), aside)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        return False
+    move(aside, link)
+    return True
+
+
+@contextlib.contextmanager
+def _unless_refused() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise

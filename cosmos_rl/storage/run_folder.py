@@ -1,8 +1,13 @@
-"""The folder of one run: `<output_dir>/<timestamp>/`, and the links that lead to the newest one."""
+"""The folder of one run: `<output_dir>/<timestamp>/`, and the links that lead to the newest one.
+
+Runs are ordered by the time at which a command last began to work on them, in UTC, as `run.json` holds it; a clock that
+was set back does not count (`next_moment`).
+"""
 
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,7 +29,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The start time as YYYYmmddHHMMSS; names the run in trackers too."""
+        """The start time as YYYYmmddHHMMSS in UTC; names the run in trackers too."""
         return self.root.name
 
     @property
@@ -80,7 +85,7 @@ def claim(output_dir: Path, timestamp: str = "") -> RunFolder:
         UserError: the named folder exists, or real folders stand where the links belong.
     """
     output_dir = Path(output_dir).expanduser().absolute()
-    _check_links(output_dir)
+    check_links(output_dir)
     return RunFolder(_claim(output_dir, timestamp))
 
 
@@ -101,6 +106,13 @@ def create(output_dir: Path, timestamp: str = "") -> RunFolder:
     run = claim(output_dir, timestamp)
     begin(run)
     return run
+
+
+def next_moment(output_dir: Path) -> datetime.datetime:
+    """Now in UTC; where the clock was set back, the second after the newest run began."""
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    found = newest(output_dir)
+    return now if found is None else max(now, _began(found)[0] + datetime.timedelta(seconds=1))
 
 
 def newest(output_dir: Path) -> RunFolder | None:
@@ -127,18 +139,31 @@ def run_at(path: Path) -> RunFolder:
 
 
 def runs(output_dir: Path) -> list[RunFolder]:
-    """All runs of `output_dir` that have begun, by start time. Folders with other names are not ours."""
+    """All runs of `output_dir` that have begun, the newest last. Folders with other names are not ours."""
     output_dir = Path(output_dir).expanduser().absolute()
     if not output_dir.is_dir():
         return []
     folders = (entry for entry in output_dir.iterdir() if re.fullmatch(r"\d{14}", entry.name) and entry.is_dir())
-    return [run for run in map(RunFolder, sorted(folders)) if run.has_begun]
+    return sorted((run for run in map(RunFolder, folders) if run.has_begun), key=_began)
+
+
+def _began(run: RunFolder) -> tuple[datetime.datetime, str]:
+    """When a command last began to work on the run; its name where that is not recorded, and for a tie."""
+    try:
+        moment = datetime.datetime.fromisoformat(json.loads(run.run_json.read_text(encoding="utf-8"))["started"])
+        return moment.astimezone(datetime.UTC), run.name
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
+        return datetime.datetime.strptime(run.name, _TIMESTAMP).replace(tzinfo=datetime.UTC), run.name
+    except ValueError:  # fourteen digits that are no time
+        return datetime.datetime.min.replace(tzinfo=datetime.UTC), run.name
 
 
 def point_links(run: RunFolder) -> None:
     """Make `<output_dir>/checkpoints` and `<output_dir>/safetensors` lead to `run`."""
     output_dir = run.root.parent
-    _check_links(output_dir)
+    check_links(output_dir)
     for name in _LINKED:
         (run.root / name).mkdir(parents=True, exist_ok=True)
         replace_link(output_dir / name, run.root / name)
@@ -168,8 +193,8 @@ def writing(run: RunFolder) -> Iterator[None]:
 
 
 def claim_folder_by_time(parent: Path, pattern: str) -> Path:
-    """Make a new folder in `parent` named by now; when that is taken, by the next second that is free."""
-    moment = datetime.datetime.now()
+    """Make a new folder in `parent` named by now in UTC; when that is taken, by the next second that is free."""
+    moment = next_moment(parent)
     while True:
         folder = parent / moment.strftime(pattern)
         try:
@@ -197,11 +222,17 @@ def _claim(output_dir: Path, timestamp: str) -> Path:
         raise UserError(f"{output_dir}: the run folder cannot be made: {error.strerror}") from None
 
 
-def _check_links(output_dir: Path) -> None:
-    for name in _LINKED:
-        link = output_dir / name
-        if link.exists() and not link.is_symlink():
-            raise UserError(
-                f"{link} is a real folder, but the link to the newest run belongs there; move it away or choose "
-                "another train.output_dir"
-            )
+def check_links(output_dir: Path, run: RunFolder | None = None) -> None:
+    """Raise `UserError` that names everything which stands where links of the output folder and of `run` belong."""
+    places = [output_dir / name for name in _LINKED] + ([] if run is None else [run.root / "best"])
+    real = [str(link) for link in places if link.exists() and not link.is_symlink()]
+    if len(real) == 1:
+        raise UserError(
+            f"{real[0]} is a real folder, but a link of the run belongs there; move it away or choose another "
+            "train.output_dir"
+        )
+    if real:
+        raise UserError(
+            "these are real folders, but links of the run belong there, as after a copy that has followed them; remove "
+            "or move them all, or choose another train.output_dir:\n  " + "\n  ".join(real)
+        )

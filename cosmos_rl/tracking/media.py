@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from cosmos_rl.storage import atomic
+from cosmos_rl.storage.disk import OF_A_RUN, writing_into
 
 if TYPE_CHECKING:  # the report reads galleries without torch
     from torch import Tensor
@@ -49,13 +50,14 @@ def caption(shown: Shown) -> str:
     return prompt if total is None else f"{prompt} | avg: {total:.4g}"
 
 
-def save_gallery(folder: Path, shown: Sequence[Shown]) -> list[Path]:
+def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN) -> list[Path]:
     """Write the pictures and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
 
     A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``; a missing score is null.
+    ``remedy``: what to do when the disk is full.
     """
     names = [f"{i:03d}_{slug(one.prompt)}.png" for i, one in enumerate(shown)]
-    with atomic.staging(folder) as stage:
+    with writing_into(folder, remedy), atomic.staging(folder) as stage:
         for name, one in zip(names, shown, strict=True):
             Image.fromarray(one.picture_HW3.numpy()).save(stage / name)
         rows = [_row(name, one) for name, one in zip(names, shown, strict=True)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.storage import atomic
+from cosmos_rl.storage.disk import writing_into
 
 
 class MetricsFile:
@@ -25,7 +26,7 @@ class MetricsFile:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing_into(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **{k: _plain(v) for k, v in metrics.items()}}) + "\n")
 
 

@@ -1,0 +1,170 @@
+"""What the disk under a folder can do, tried before anything depends on it, and what to say when it is full."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cosmos_rl.errors import UserError
+
+REFUSED = frozenset(
+    getattr(errno, name)
+    for name in ("EPERM", "EACCES", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EBADF", "ENOTTY", "ENOLCK", "EEXIST")
+)
+"""Error numbers with which disks refuse an operation that they do not have: exFAT, SMB, FUSE and others differ."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+_TORN_WORDS = ("unexpected pos", "PytorchStreamWriter failed writing")
+"""What torch says when a file could not be written to its end, whatever the reason was."""
+
+
+OF_A_RUN = (
+    " (older runs, lower train.ckpt.max_keep, higher train.ckpt.save_freq), then go on with the same command and "
+    "--train.resume=true"
+)
+
+
+class DiskFullError(UserError):
+    """Something could not be written whole; the message says where and what to do."""
+
+    exit_code = 1
+
+
+@contextlib.contextmanager
+def writing_into(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
+    """Turns the many ways in which libraries report a full disk into one.
+
+    Raises:
+        DiskFullError: the disk, or what this user may take of it, is full.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint's own exception is no Exception
+        reason = why_full(error)
+        if reason is None:
+            raise
+        raise DiskFullError(
+            f"{path}: {reason}; {_free(path)}. What was whole before is kept. Make room there{remedy}"
+        ) from error
+
+
+def why_full(error: BaseException) -> str | None:
+    """The reason in the system's words when ``error`` comes from a full disk, else None."""
+    texts = []
+    for one in _chain(error):
+        if isinstance(one, OSError) and one.errno in _FULL:
+            return os.strerror(one.errno)
+        texts.append(str(one))
+    text = "\n".join(texts)
+    found = next((words for words in _FULL_WORDS if words in text), None)
+    torn = any(words in text for words in _TORN_WORDS)
+    return found or (f"{_FULL_WORDS[0]} (torch: {_line_with(text, _TORN_WORDS)})" if torn else None)
+
+
+def missing_abilities(folder: Path) -> list[str]:
+    """What the disk of the existing ``folder`` cannot do of that which we can do without, a line for each.
+
+    Raises:
+        UserError: it lacks what every run needs, or nothing can be written there.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".cosmos-rl-", dir=folder, ignore_cleanup_errors=True) as place:
+            _try_needed(Path(place))
+            return [text for attempt, text in _CONVENIENCES if not _works(attempt, Path(place))]
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(f"{folder}: {error.strerror}; {_free(folder)}") from None
+        what = f"{error.filename}: " if error.filename else ""
+        raise UserError(
+            f"{folder}: this disk cannot hold a run: {what}{error.strerror or error}; choose another train.output_dir"
+        ) from None
+
+
+def _try_needed(place: Path) -> None:
+    """A step is built aside and renamed, with everything in it."""
+    (place / "aside" / "inside").mkdir(parents=True)
+    file = place / "aside" / "inside" / "file"
+    file.write_bytes(b"whole")
+    os.rename(place / "aside", place / "final")
+    if (place / "final" / "inside" / "file").read_bytes() != b"whole":
+        raise OSError(errno.EIO, "a renamed folder has lost its content", str(place / "final"))
+
+
+def _works(attempt: Callable[[Path], None], place: Path) -> bool:
+    try:
+        attempt(place)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        return False
+    return True
+
+
+def _symbolic_link(place: Path) -> None:
+    os.symlink("final", place / "link")
+
+
+def _hard_link(place: Path) -> None:
+    os.link(place / "final" / "inside" / "file", place / "other_name")
+
+
+def _lock(place: Path) -> None:
+    import fcntl
+
+    with (place / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _folder_sync(place: Path) -> None:
+    opened = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+_CONVENIENCES: tuple[tuple[Callable[[Path], None], str], ...] = (
+    (_symbolic_link, "no symbolic links: checkpoints, safetensors and best are left out, look into the run folder"),
+    (_hard_link, "no hard links: each export of a whole pipeline takes its full size"),
+    (_lock, "no locks: see to it that no two commands go on with the same run"),
+    (_folder_sync, "no fsync of folders: a power cut may lose the newest step"),
+)
+"""(attempt, what follows where it fails). What else a disk may refuse is done in another way without a word."""
+
+
+def standing(path: Path) -> Path:
+    """``path``, or the folder that exists and will hold it."""
+    place = path.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _free(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return f"{shutil.disk_usage(standing(path)).free / 1e6:,.0f} MB are free on that disk"
+    return "its free room is unknown"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes, and those that torch's checkpoint writer has collected from the ranks."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        failures = getattr(one, "failures", None)
+        collected = [pair[0] for pair in failures.values()] if isinstance(failures, dict) else []
+        waiting += [next_ for next_ in (one.__cause__, one.__context__, *collected) if isinstance(next_, BaseException)]
+
+
+def _line_with(text: str, words: tuple[str, ...]) -> str:
+    return next(line.strip() for line in text.splitlines() if any(word in line for word in words))

@@ -22,7 +22,7 @@ def boot() -> str:
 
 def _read_boot() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return uuid.uuid4().hex
 
@@ -41,7 +41,7 @@ class SteadyClock:
         self._path = path
         self._offset = time.time() - uptime()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            seen = json.loads(path.read_text())
+            seen = json.loads(path.read_text(encoding="utf-8"))
             self._offset = float(seen["time"]) - (float(seen["uptime"]) if seen["boot"] == boot() else uptime())
 
     def now(self) -> float:
@@ -51,12 +51,12 @@ class SteadyClock:
     def save(self) -> None:
         """Write down what time it is; others that share the file are never set back."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            seen = json.loads(self._path.read_text())
+            seen = json.loads(self._path.read_text(encoding="utf-8"))
             if seen["boot"] != boot():
                 self._offset = max(self._offset, float(seen["time"]) - uptime())
         aside = self._path.with_name(f"{self._path.name}.{uuid.uuid4().hex}")
         try:
-            aside.write_text(json.dumps({"time": self.now(), "uptime": uptime(), "boot": boot()}))
+            aside.write_text(json.dumps({"time": self.now(), "uptime": uptime(), "boot": boot()}), encoding="utf-8")
             os.replace(aside, self._path)
         finally:
             aside.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def _identity(pid: int) -> str:
     if not sys.platform.startswith("linux"):
         return f"-:{pid}:{psutil.Process(pid).create_time():.0f}"
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         raise psutil.NoSuchProcess(pid) from None

@@ -126,7 +126,7 @@ def default_cache() -> Path:
 def load(folder: Path, key: str) -> Facts | None:
     """The facts under a key; None where there are none, or none of this form."""
     try:
-        found = json.loads((folder / f"{key}.json").read_text())
+        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if set(found) != {item.name for item in dataclasses.fields(Facts)}:

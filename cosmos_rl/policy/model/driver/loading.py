@@ -67,5 +67,5 @@ def _load_without(folder: Path, index: dict[str, Any], absent: tuple[str, ...], 
             if entry.name != "model_index.json":
                 (Path(aside) / entry.name).symlink_to(entry.absolute())
         changed = {**index, **{part: [None, None] for part in absent}}
-        (Path(aside) / "model_index.json").write_text(json.dumps(changed))
+        (Path(aside) / "model_index.json").write_text(json.dumps(changed), encoding="utf-8")
         return _load(Path(aside), dtype, **{part: NothingChecked() for part in absent})

@@ -42,8 +42,8 @@ def build_unit(out: Path, *, family: str, seed: int) -> None:
 
 def _name_real_checker(out: Path) -> None:
     """Have the index name the checker that published Cosmos pipelines name, and leave ours out."""
-    index = json.loads((out / "model_index.json").read_text())
+    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
     if "safety_checker" in index:
         index["safety_checker"] = ["cosmos_guardrail", "CosmosSafetyChecker"]
-        (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(out / "safety_checker")

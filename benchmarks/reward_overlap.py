@@ -43,7 +43,7 @@ def config_for(folder: Path) -> Config:
                     "sample": {"num_steps": 10, "guidance_scale": 1.0, "deterministic_sampling": True},
                 },
             },
-            "rollout": {"n_generation": GROUP},
+            "rollout": {"n_generation": GROUP, "batch_size": 1},
             "train": {
                 "output_dir": str(folder / "out"),
                 "epoch": 1000,

@@ -220,6 +220,41 @@ def test_words_go_to_the_configuration_or_to_the_script(argv, overrides, script_
     assert list(asked.script_args) == script_args
 
 
+def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_would_give_it(place, monkeypatch):
+    """A second torch would cost seconds at the start, and half a gigabyte for the whole run."""
+    folder, script = place
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    script("supervised(lambda stop: (here / 'env.json').write_text(json.dumps(dict(os.environ))) * 0)\n")
+    code = (
+        "import sys; from cosmos_rl.launcher.cli import main;"
+        "code = main(sys.argv[1:]); sys.exit(10 if 'torch' in sys.modules else code)"
+    )
+    command = [sys.executable, "-c", code, "--config", "run.toml"]
+    assert subprocess.run([*command, "worker.py"], cwd=folder).returncode == 0
+    alone = json.loads((folder / "env.json").read_text())
+    assert main(["--config", "run.toml", "--max-restarts", "1", "worker.py"]) == 0
+    with_agent = json.loads((folder / "env.json").read_text())
+    of_the_agent = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert with_agent.keys() - alone.keys() <= {*of_the_agent, "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
+        assert alone[name] == with_agent[name], name
+
+
+def test_a_worker_that_hangs_after_a_mistake_is_ended(place, capfd, monkeypatch):
+    from cosmos_rl.launcher import workers
+
+    _, script = place
+    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.3)
+    script(
+        "import threading\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "worker.py"]) == 2
+    assert capfd.readouterr().err == "error: no such pictures\n"
+
+
 def test_a_module_in_the_current_folder_is_run(place):
     folder, script = place
     (folder / "mine").mkdir()
@@ -250,12 +285,13 @@ def test_the_end_of_the_worker_is_the_end_of_the_command(place, capfd, body, cod
     assert ("Traceback" in printed.err) == ("ValueError" in body)
 
 
+@pytest.mark.parametrize("restarts", ["0", "3"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
-def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(place, capfd, name, code):
+def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(place, capfd, name, code, restarts):
     folder, script = place
     script("supervised(steps)\n")
     sender = signal_myself_when(folder / "ready", name)
-    assert main(["--config", "run.toml", "--max-restarts", "3", "worker.py"]) == code
+    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
     sender.join()
     assert (folder / "saved").read_text() == name
     assert capfd.readouterr().err == ""
@@ -272,12 +308,13 @@ def test_a_second_ctrl_c_ends_everything_now(place):
     assert not is_alive(int((folder / "pid").read_text()))
 
 
+@pytest.mark.parametrize("restarts", ["0", "3"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, capfd, name, code):
+def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, capfd, name, code, restarts):
     folder, script = place
     script("(here / 'ready').touch()\ntime.sleep(60)\n")
     sender = signal_myself_when(folder / "ready", name)
-    assert main(["--config", "run.toml", "--max-restarts", "3", "worker.py"]) == code
+    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
     sender.join()
     assert capfd.readouterr().err == ""
 
@@ -375,14 +412,14 @@ def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(plac
 
 
 def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatch):
-    from cosmos_rl.launcher import agent
+    from cosmos_rl.launcher import workers
 
     folder, script = place
     script("def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n")
     command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
     assert main(command) == 2
     assert capfd.readouterr().err == "error: no such pictures\n"
-    monkeypatch.setattr(agent, "_ALONE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.5)
     script(
         "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"
         "    time.sleep(60)\n    (here / 'late').touch()\nsupervised(body)\n"

@@ -51,7 +51,8 @@ def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, gu
     options += ("--policy.diffusers.sample.deterministic_sampling=false",)
     config = nft_toml(tmp_path, tiny_sd3)
     found: list[Tensor] = []
-    for size in ("--rollout.batch_size=4", "--rollout.batch_size=1", "--rollout.n_generation_mini_batch=3"):
+    default = "--rollout.n_generation=4"  # one call, as the pictures are small
+    for size in ("--rollout.batch_size=1", default, "--rollout.n_generation_mini_batch=3"):
         trainer = nft_trainer(config, *options, size, start=False)
         calls = 0
         sample = trainer._sampler.sample
@@ -64,7 +65,7 @@ def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, gu
         trainer._sampler.sample = count  # type: ignore[method-assign]
         rollouts, futures = trainer._roll_out(0)
         assert [slot.prompt for slot in rollouts.slots] == [slot.prompt for slot in trainer._slots(0)]
-        assert calls == len(futures) == {"4": 1, "1": 4, "3": 6}[size[-1]]
+        assert calls == len(futures) == {"1": 4, "4": 1, "3": 6}[size[-1]]
         found.append(rollouts.latents)
     assert len({row.numpy().tobytes() for row in found[0]}) == 16
     for latents in found[1:]:
@@ -110,7 +111,7 @@ def test_a_familys_own_methods_are_used(tmp_path: Path, tiny_sd3: Path) -> None:
     names = ("pipeline_with_logprob", "nft_prepare_transformer_input", "sde_step_with_logprob")
     model.calls = dict.fromkeys(names, 0)
     rollouts, _ = trainer._roll_out(0)
-    assert model.calls == dict(zip(names, (4, 8, 8), strict=True))
+    assert model.calls == dict(zip(names, (1, 2, 2), strict=True))
     assert not rollouts.latents.any()  # what the own step gave
     trainer.train_step(0)
-    assert model.calls["nft_prepare_transformer_input"] == 2 * 8 + 16 * 2 // 4
+    assert model.calls["nft_prepare_transformer_input"] == 2 * 2 + 16 * 2 // 4

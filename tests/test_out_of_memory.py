@@ -70,7 +70,7 @@ def test_memory_that_runs_out_while_samples_are_made_is_told_as_such(
         worker_entry.main(dataset=["a cat", "a dog"])
     message = capsys.readouterr().err.partition("error: ")[2]
     assert message.startswith("out of memory on the CPU while sampling\n")
-    assert "rollout.n_generation_mini_batch = 2; now 4 samples are made at once" in message
+    assert "rollout.n_generation_mini_batch = 4; now 8 samples are made at once" in message
 
 
 def test_what_is_set_already_is_not_advised(write_toml: Callable[..., Path]) -> None:

@@ -112,7 +112,7 @@ def process_group(device_name: str, replicas: int = 1) -> Iterator[Context]:
     device = pick_device(device_name)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo on the CPU side carries async saves
     ours = not dist.is_initialized()
-    if ours and "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    if ours and os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     elif ours:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,5 @@
-"""One training job, from its command line to its exit code. Imports no torch until workers are started."""
+"""One training job, from its command line to its exit code. Imports torch only to start several workers, or to start
+one again."""
 
 import logging
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.alone import run_worker
 from cosmos_rl.launcher.arguments import BUNDLED, Launch, script_for, worker_command
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
@@ -117,18 +119,21 @@ def _run(
     if asked.debug:
         environment["COSMOS_LOG_LEVEL"] = "DEBUG"
     with output_to(asked.log_dir, asked.nodes.index) as log:
-        from cosmos_rl.launcher.agent import run_workers  # imports torch: seconds
+        if nproc == 1 and asked.max_restarts == 0 and link is None:
+            code, failure = run_worker(command, environment=environment, stop=stop)
+        else:
+            from cosmos_rl.launcher.agent import run_workers  # imports torch: seconds
 
-        code, failure = run_workers(
-            command,
-            environment=environment,
-            stop=stop,
-            nproc=nproc,
-            max_restarts=asked.max_restarts,
-            debug=asked.debug,
-            link=link,
-            job_id=job_id,
-        )
+            code, failure = run_workers(
+                command,
+                environment=environment,
+                stop=stop,
+                nproc=nproc,
+                max_restarts=asked.max_restarts,
+                debug=asked.debug,
+                link=link,
+                job_id=job_id,
+            )
     if code == EXIT_USER_ERROR:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     elif failure:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cosmos_rl.launcher.check import Report
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, rollout_chunk
 
 
 def told(config: Config, phase: str, *, on_cpu: bool) -> str:
@@ -20,8 +20,7 @@ def _remedies(config: Config, phase: str, *, on_cpu: bool) -> Iterator[str]:
     at_once = config.validation.batch_size or job.mini_batch
     if phase == "validating" and at_once > 1:
         yield f"validation.batch_size = 1, now {at_once}"
-    rollout = config.rollout
-    chunk = rollout.n_generation_mini_batch or rollout.n_generation * rollout.batch_size
+    rollout, chunk = config.rollout, rollout_chunk(config)
     if phase == "sampling" and chunk > 1:
         less = min(rollout.n_generation, max(chunk // 2, 1))
         yield f"rollout.n_generation_mini_batch = {less}; now {chunk} samples are made at once"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.launcher.machine import counted
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, data_ranks
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, data_ranks, rollout_chunk
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 
 LEVELS_OF_THE_WATCH = 4
@@ -51,7 +51,7 @@ def rl_plan(config: Config) -> RlPlan:
     group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     samples = total // ranks
-    chunk = min(config.rollout.n_generation_mini_batch or group * config.rollout.batch_size, samples)
+    chunk = rollout_chunk(config)
     levels = int(diffusers.sample.num_steps * diffusers.timesteps_fraction)
     each_batch = (job.batch_size_per_optimize or samples) * levels // job.mini_batch
     batches = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations

@@ -1,6 +1,7 @@
 """The configuration of a run: schema, loading, overrides and checks. Imports no torch."""
 
 from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, notes, world_size
+from cosmos_rl.policy.config.chunks import rollout_chunk, validation_chunk
 from cosmos_rl.policy.config.load import checked_config, dump_toml, load_config, read_toml
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
@@ -59,5 +60,7 @@ __all__ = [
     "not_runnable_yet",
     "notes",
     "read_toml",
+    "rollout_chunk",
+    "validation_chunk",
     "world_size",
 ]

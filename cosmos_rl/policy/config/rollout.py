@@ -12,9 +12,9 @@ class RolloutConfig(Table):
     n_generation: PositiveInt = 16
     """Samples per prompt."""
     n_generation_mini_batch: PositiveInt | None = None
-    """Samples generated at once; unset: all of a prompt."""
-    batch_size: PositiveInt = 1
-    """Prompts per generation call and rank."""
+    """Samples generated at once; unset: as batch_size says."""
+    batch_size: PositiveInt | None = None
+    """Prompts per generation call and rank; unset: as many as fit."""
     parallelism: ParallelismConfig | None = None
     """Unset: as policy.parallelism, which it must equal."""
     backend: NoEffect[str] = "diffusion_nft_rollout"

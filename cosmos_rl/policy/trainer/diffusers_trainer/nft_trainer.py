@@ -21,7 +21,7 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Refusal, StepResult, foremost
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, rollout_chunk, validation_chunk
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer import nft_update, scoring
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
@@ -101,7 +101,7 @@ class NFTTrainer:
         self._levels = model.sampling_levels(diffusers.sample.num_steps)[:-1]
         settings = nft_update.NftSettings(diffusers.nft_beta, job.kl_beta, job.advantage_high)
         self._update = nft_update.NftUpdate(model, self.policies, settings, job.mini_batch)
-        self._chunk = config.rollout.n_generation_mini_batch or self._group * config.rollout.batch_size
+        self._chunk = rollout_chunk(config)
         self.watch = Watch(
             job.watch,
             model,
@@ -185,7 +185,7 @@ class NFTTrainer:
             return ValidationReport()
         config, names = self._config, self._val_rewards.names
         slots = fixed(self._val_prompts, config.validation.n_generation)
-        size = (config.validation.batch_size or config.rollout.batch_size) * config.validation.n_generation
+        size = validation_chunk(config, len(self._val_prompts))
         own = slots[self._context.dp_rank :: self._context.dp_size]
         self._conditions.prepare([slot.prompt for slot in own])
         swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()

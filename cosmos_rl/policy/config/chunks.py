@@ -1,0 +1,57 @@
+"""How many samples reinforcement learning makes in one call, where the configuration leaves it open.
+
+A function of the configuration alone: check, estimate and trainer agree, and a resumed run makes the same calls, whose
+size decides the last bits of a sample.
+"""
+
+import math
+
+from cosmos_rl.policy.config.ranks import data_ranks
+from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+
+PIXELS_AT_ONCE = 2**23
+"""So many pixels of a call are small beside weights and update: 1.5 GB for SD3.5 medium in bfloat16. More of them at
+once would hardly be faster, and fewer keep no device busy."""
+_OVERLAPPING = 2
+"""Calls at least where a service scores one while the next is made."""
+
+
+def rollout_chunk(config: Config) -> int:
+    """Samples of a rank that one call makes in training."""
+    rollout, job = config.rollout, config.train.train_policy
+    group = rollout.n_generation
+    total = config.train.global_batch_size or config.train.train_batch_per_replica
+    own = total // data_ranks(config.policy.parallelism)
+    if rollout.n_generation_mini_batch is not None:
+        return min(rollout.n_generation_mini_batch, own)
+    if rollout.batch_size is not None:
+        return min(group * rollout.batch_size, own)
+    remote = isinstance(job, GrpoPolicyConfig) and job.use_remote_reward and not job.bypass_reward
+    return _even(own, group, _most(config), _OVERLAPPING if remote else 1)
+
+
+def validation_chunk(config: Config, prompts: int) -> int:
+    """Samples that one call makes in validation, of `prompts` prompts over all ranks."""
+    group = config.validation.n_generation
+    asked = config.validation.batch_size or config.rollout.batch_size
+    if asked is not None:
+        return asked * group
+    own = math.ceil(prompts * group / data_ranks(config.policy.parallelism))
+    return _even(own, group, _most(config), 1)
+
+
+def _most(config: Config) -> int:
+    """Samples that fit into a call."""
+    diffusers = config.policy.diffusers
+    height, width = diffusers.inference_size
+    frames = max(diffusers.train_frames, diffusers.inference_frames) if diffusers.is_video else 1
+    rows = 2 if diffusers.sample.guidance_scale > 1 else 1
+    return max(PIXELS_AT_ONCE // (height * width * frames * rows), 1)
+
+
+def _even(samples: int, group: int, most: int, calls: int) -> int:
+    """Whole groups, at least one, in as few calls of about the same size as `most` allows."""
+    groups = max(math.ceil(samples / group), 1)
+    calls = max(calls, math.ceil(groups / max(most // group, 1)))
+    return group * math.ceil(groups / min(calls, groups))

@@ -44,7 +44,7 @@ class LocalPairs(Sequence[Item]):
         pair = self.pairs[index]
         visual = self._decoded.get(index)
         if visual is None:
-            visual = load_picture(pair.picture, *self._size)
+            visual = load_picture(self.folder / pair.file, *self._size)
             if (len(self._decoded) + 1) * visual.nbytes <= _DECODED_BYTES:
                 self._decoded[index] = visual
         return Item(visual=visual, prompt=pair.prompt, name=pair.name)

@@ -16,6 +16,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 """Endings of pictures that are read, in lower case."""
 _LARGEST_CAPTION = 2**20
 """Bytes of a caption file."""
+_USUAL_CAPTION = 2**12
 _SHOWN = 20
 _SHOWN_WHEN_NONE_IS_LEFT = 5
 _MAX_SKIPPED_SHARE = 0.5
@@ -26,7 +27,8 @@ class Pair:
     """One picture and its caption."""
 
     name: str
-    picture: Path
+    file: str
+    """The picture's name in the folder."""
     prompt: str
 
 
@@ -50,9 +52,9 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
     for caption in (name for name in names if name.endswith(".json")):
         stem = caption.removesuffix(".json")
         found = pictures.pop(stem, [])
-        prompt, problem = _read_prompt(folder / caption)
+        prompt, problem = _read_prompt(os.path.join(folder, caption))
         if prompt is not None and len(found) == 1:
-            pairs.append(Pair(printable(stem), folder / found[0], prompt))
+            pairs.append(Pair(printable(stem), found[0], prompt))
             continue
         if problem is None:
             problem = f"has {len(found)} pictures" if found else "has no picture" + _not_read(others.get(stem))
@@ -102,11 +104,13 @@ def _not_read(names: Sequence[str] | None) -> str:
     return f"; {', '.join(map(printable, names))} is of a kind that is not read"
 
 
-def _read_prompt(caption: Path) -> tuple[str | None, str | None]:
+def _read_prompt(caption: str) -> tuple[str | None, str | None]:
     """(prompt, None) or (None, what is wrong)."""
     try:
-        with caption.open("rb") as file:
-            content = file.read(_LARGEST_CAPTION + 1)
+        with open(caption, "rb", buffering=0) as file:
+            content = file.read(_USUAL_CAPTION)  # a larger buffer takes longer to make than to fill
+            if len(content) == _USUAL_CAPTION:
+                content += file.read(_LARGEST_CAPTION + 1 - _USUAL_CAPTION)
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     if len(content) > _LARGEST_CAPTION:

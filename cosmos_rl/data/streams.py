@@ -1,6 +1,7 @@
 """Streams: which item stands at which global position. A pure function of the position, so a resume skips nothing and
 reads nothing twice, whatever the number of ranks."""
 
+import functools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,25 +53,25 @@ class MapStream:
         """Whole steps in one pass; without ``drop_last`` the last one is filled up from the start of its epoch."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> Sequence[int]:
         """The order of the items in 0-based ``epoch``."""
-        if not self.shuffle:
-            return list(range(self.length))
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        return _permuted(self.length, self.seed + epoch) if self.shuffle else range(self.length)
 
     def positions(self, step: int) -> list[Position]:
         """The ``batch`` positions of 0-based ``step``."""
         return next(self.batches(step, step + 1))
 
     def batches(self, first_step: int, last_step: int) -> Iterator[list[Position]]:
-        """Positions of the steps ``first_step`` ... ``last_step - 1``; each epoch is permuted once."""
-        epoch, order = -1, []
+        """Positions of the steps ``first_step`` ... ``last_step - 1``."""
         for step in range(first_step, last_step):
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
-                order = self.order(epoch)
+            order = self.order(step // self.steps_per_epoch)
             first = (step % self.steps_per_epoch) * self.batch
             yield [Position(step * self.batch + k, order[(first + k) % self.length]) for k in range(self.batch)]
+
+
+@functools.lru_cache(maxsize=4)  # a step asks several times, and a run has few streams
+def _permuted(length: int, seed: int) -> Sequence[int]:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass(frozen=True)

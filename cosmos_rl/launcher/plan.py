@@ -1,6 +1,7 @@
 """The arithmetic of a run: samples, micro-batches, steps, saves. Counts files, decodes nothing. No torch."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
     place = Path(dataset.local_dir).expanduser()
     if not place.is_dir():
         return None, f"{place} is not there"
-    return sum(1 for entry in place.iterdir() if entry.suffix == ".json" and not entry.name.startswith(".")), ""
+    return sum(name.endswith(".json") and not name.startswith(".") for name in os.listdir(place)), ""
 
 
 def _prompts(dataset: DatasetConfig) -> tuple[int | None, str]:

@@ -75,6 +75,7 @@ class NFTTrainer:
         self._seed = config.train.seed
         self.model = model
         self._prompts, self._val_prompts = prompts, val_prompts
+        self._prompts_digest = prompts_digest(prompts)  # every save asks for it
         self._rewards, self._val_rewards = rewards, val_rewards or rewards
         self._conditions = conditions
         self._data_loss, self._export = data_loss, export
@@ -259,7 +260,7 @@ class NFTTrainer:
             "seed": self._seed,
             "samples_per_step": self.samples_per_step,
             "n_generation": self._group,
-            "prompts": f"{self.stream.length} ({prompts_digest(self._prompts)})",
+            "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
         }

@@ -8,7 +8,7 @@ from typing import Any
 from cosmos_rl_reward.front.ledger import Ledger
 from cosmos_rl_reward.payload.metadata import REWARD_NAME
 from cosmos_rl_reward.results import FAILED, without_scores
-from cosmos_rl_reward.spool import JOB_ID
+from cosmos_rl_reward.spool import JOB_ID, Job
 from cosmos_rl_reward.store import ask
 
 MAX_WAIT_S = 60.0
@@ -32,7 +32,7 @@ async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) ->
         return Answer("unknown")
     data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
     if data is None:
-        job = ledger.open[job_id].job if job_id in ledger.open else await asyncio.to_thread(ledger.spool.job, job_id)
+        job = await known_job(ledger, job_id)
         if job is None:
             return Answer("unknown")
         if reward not in job.rewards:
@@ -56,17 +56,26 @@ def state_of(data: bytes) -> str:
 
 async def look_all(ledger: Ledger, job_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
     """All rewards of a job at once; None when the job is not known (any more)."""
-    job = await asyncio.to_thread(ledger.spool.job, job_id)
-    if job is None:
-        return None
+    job = await known_job(ledger, job_id)
+    return await look_at(ledger, job, wait_s) if job is not None else None
+
+
+async def known_job(ledger: Ledger, job_id: str) -> Job | None:
+    """A job by its id; from the disk only when it is not open here."""
+    entry = ledger.open.get(job_id)
+    return entry.job if entry is not None else await asyncio.to_thread(ledger.spool.job, job_id)
+
+
+async def look_at(ledger: Ledger, job: Job, wait_s: float) -> dict[str, Any]:
+    """All rewards of a job that is there."""
     loop = asyncio.get_running_loop()
     end = loop.time() + min(wait_s, MAX_WAIT_S)
     rewards: dict[str, Any] = {}
     for name in job.rewards:
-        answer = await look(ledger, job_id, name, max(0.0, end - loop.time()))
+        answer = await look(ledger, job.id, name, max(0.0, end - loop.time()))
         rewards[name] = json.loads(answer.result) if answer.result else {"state": answer.state}
         if answer.position is not None:
             rewards[name]["position"] = answer.position
     states = {rewards[name]["state"] for name in job.rewards}
     order = ("queued", "failed", "expired", "cancelled", "succeeded")
-    return {"id": job_id, "state": next(s for s in order if s in states), "rewards": rewards}
+    return {"id": job.id, "state": next(s for s in order if s in states), "rewards": rewards}

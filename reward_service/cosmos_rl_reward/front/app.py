@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.broker.board import Board
@@ -133,14 +134,13 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan)
+    # first the two that are called most, past the framework's reading of arguments
+    often = [Route(f"/api/reward/{call.__name__}", call, methods=["POST"]) for call in (v1.enqueue, v1.pull)]
+    app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan, routes=often)
     if auth.open:
         app.add_middleware(LocalOnly)
     for part in (router, v1.router, v2.router):
         app.include_router(part)
-    # the two that are called most, past the framework's reading of arguments
-    app.add_route("/api/reward/enqueue", v1.enqueue, methods=["POST"])
-    app.add_route("/api/reward/pull", v1.pull, methods=["POST"])
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(Denied, _denied)
     app.add_exception_handler(StoreAway, _away)

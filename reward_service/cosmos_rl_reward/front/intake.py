@@ -19,7 +19,7 @@ from cosmos_rl_reward.payload.media import Media, read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
 
-_CHUNK = 1 << 20  # bytes of one body gathered before they go to the disk
+_CHUNK = 4 << 20  # bytes of one body gathered before they go to the disk
 _GATHERED = 16 << 20  # the same of all bodies
 _SHARE = 8  # one in so many connections may send a job
 _PAUSES = 10  # the whole body may take this many times receive_timeout_s

@@ -25,6 +25,7 @@ from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST
 
 logger = logging.getLogger(__name__)
 BROKER_S = 5.0  # longest wait for an answer of the broker
+_AT_ONCE = 20  # requests that are woken in one go
 
 
 class Notices(Protocol):
@@ -219,10 +220,13 @@ class Ledger:
         """Results, as (job, reward), that somebody waits for; ``Watcher.compare`` looks for them."""
         return set(self._waiters)
 
-    def _wake(self, job_id: str, reward: str) -> None:
-        for future in self._waiters.get((job_id, reward), ()):
+    def _wake(self, futures: list[asyncio.Future[None]]) -> None:
+        """Some of them at a time, so that other requests get their turn between."""
+        for future in futures[:_AT_ONCE]:
             if not future.done():
                 future.set_result(None)
+        if rest := futures[_AT_ONCE:]:
+            asyncio.get_running_loop().call_soon(self._wake, rest)
 
     async def end(self, job_id: str, reward: str, state: str, error: str) -> bool:
         """Give a job a final state without scores, unless it has one. Returns whether it got this one."""
@@ -237,12 +241,17 @@ class Ledger:
         return written
 
     async def settled(self, event: dict[str, Any]) -> None:
-        """A result of a job is there."""
+        """A result of a job is there; the job's body goes when it was the last one."""
+        if (job := self.note(event)) is not None:
+            await self.finish([job])
+
+    def note(self, event: dict[str, Any]) -> Job | None:
+        """A result of a job is there: wake those that wait for it. Returns the job when it was the last one."""
         job_id, reward = event["id"], event["reward"]
-        self._wake(job_id, reward)
+        self._wake(list(self._waiters.get((job_id, reward), ())))
         entry = self.open.get(job_id)
         if entry is None or reward not in entry.missing:
-            return
+            return None
         entry.missing.discard(reward)
         self._depth[reward] -= 1
         self.left[reward] += 1
@@ -251,16 +260,22 @@ class Ledger:
             self.recent[reward].add(uptime() - entry.since, event["items"], event.get("means", {}))
         if event.get("error"):
             self.errors.appendleft({"time": time.time(), **event})
-        if not entry.missing:
-            del self.open[job_id]
-            self.bytes -= entry.job.room
-            await self._finish(entry.job)
+        if entry.missing:
+            return None
+        del self.open[job_id]
+        self.bytes -= entry.job.room
+        return entry.job
 
-    async def _finish(self, job: Job) -> None:
-        try:
-            await ask(self.spool, self.spool.finish, job)
-        except StoreAway as error:
-            logger.warning("job %s is answered, but not cut off yet: %s", job.id, error)  # ``adopt`` finds it again
+    async def finish(self, jobs: list[Job]) -> None:
+        """Drop the bodies of jobs that are answered. Whoever is interrupted leaves it to ``load`` and ``adopt``."""
+        await asyncio.to_thread(self._finish, jobs)
+
+    def _finish(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            try:
+                self.spool.finish(job)
+            except StoreAway as error:
+                logger.warning("job %s is answered, but not cut off yet: %s", job.id, error)
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from cosmos_rl_reward.front.answers import MAX_WAIT_S, look_all
+from cosmos_rl_reward.front.answers import MAX_WAIT_S, look_all, look_at
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.v1 import read_fields, wait_seconds
 from cosmos_rl_reward.payload.errors import Refused
@@ -39,9 +39,10 @@ async def submit(request: Request) -> Response:
     front = Front.of(request)
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
     with front.poll(_preferred_wait(request)) as wait_s:
-        state = await _job(front, ticket.job.id, wait_s)
-    done = state is not None and state["state"] != "queued"
-    return JSONResponse(state, 200 if done else 202, headers={"Location": f"/v2/jobs/{ticket.job.id}"})
+        state = await look_at(front.ledger, ticket.job, wait_s)
+    return JSONResponse(
+        state, 202 if state["state"] == "queued" else 200, headers={"Location": f"/v2/jobs/{ticket.job.id}"}
+    )
 
 
 @router.post("/score")
@@ -50,8 +51,8 @@ async def score(request: Request) -> Response:
     front = Front.of(request)
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
     with front.poll(MAX_WAIT_S) as wait_s:
-        state = await _job(front, ticket.job.id, wait_s)
-    return JSONResponse(state, 200 if state is not None and state["state"] != "queued" else 504)
+        state = await look_at(front.ledger, ticket.job, wait_s)
+    return JSONResponse(state, 504 if state["state"] == "queued" else 200)
 
 
 @router.get("/jobs/{job_id}")

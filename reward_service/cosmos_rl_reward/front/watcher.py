@@ -11,6 +11,7 @@ from cosmos_rl_reward.clock import uptime
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front.ledger import BROKER_S, Ledger, OpenJob
 from cosmos_rl_reward.results import EXPIRED, FAILED
+from cosmos_rl_reward.spool import Job
 from cosmos_rl_reward.store import ask
 from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
@@ -27,12 +28,14 @@ class Watcher:
         self._epoch = ""
         self._unwell: dict[tuple[str, str], float] = {}
         self._left: dict[str, int] = {}
+        self._answered: asyncio.Queue[Job] = asyncio.Queue()
         self._seen: set[str] = set()  # open jobs that ``adopt`` found last time
 
     async def run(self) -> None:
         """Follow events and the spool until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
+            group.create_task(self._finish())
             group.create_task(_every(0.5, self.refresh))
             group.create_task(_every(1.0, self.compare))
             group.create_task(_every(2.5, self.requeue_unknown))
@@ -47,8 +50,17 @@ class Watcher:
                 continue
             with contextlib.suppress(StoreAway):  # ``compare`` will see it
                 # an event is word of a file: look, so that nobody is told of a result that is not there
-                if await ask(ledger.spool, ledger.spool.has_result, event["id"], name):
-                    await ledger.settled(event)
+                there = await ask(ledger.spool, ledger.spool.has_result, event["id"], name)
+                if there and (job := ledger.note(event)) is not None:
+                    self._answered.put_nowait(job)
+
+    async def _finish(self) -> None:
+        """Drop bodies beside the events, those that came together in one go."""
+        while True:
+            jobs = [await self._answered.get()]
+            while not self._answered.empty():
+                jobs.append(self._answered.get_nowait())
+            await self.ledger.finish(jobs)
 
     async def refresh(self) -> None:
         """Ask how the workers are, and whether the broker still knows what it knew."""

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import io
 import json
+import os
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.inputs import Input, batches, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
 from cosmos_rl_reward.worker.pool import Pool
-from tests.service import body, picture
+from tests.service import TESTS, body, picture
 
 
 def spooled(spool, content, job_id, kind="image"):
@@ -214,3 +215,14 @@ def test_text_that_is_no_unicode_becomes_escapes():
     result = json.loads(without_scores("moody", "failed", "bad prompt: \ud800 ü"))
     assert result["error"] == "bad prompt: \\ud800 ü"
     assert json.loads(encode({"ocr_text": "a\udfffb"})) == {"ocr_text": "a\udfffb"}
+
+
+@pytest.mark.process
+def test_deaths_of_jobs_that_were_tried_before_do_not_close_the_reward(tmp_path, monkeypatch):
+    """Three jobs kill their scorer seven times, with no result in between; only the first time says anything."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+    spool = Spool(tmp_path)
+    jobs = [spooled(spool, body(picture(n), "mock", prompts=["die"]), ident(n)) for n in (1, 2, 3)]
+    told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch, reward_class="moody_reward:Moody")
+    assert [event["error"].partition(" attempts")[0] for event in told] == ["gave up after 3"] * 3
+    assert restarts >= 5

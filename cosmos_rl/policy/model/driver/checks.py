@@ -14,9 +14,11 @@ from torch import Tensor
 from cosmos_rl.policy.model.driver import media
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Rollout
-from cosmos_rl.policy.model.driver.driver import FEW_STEPS, Driver, Inputs, ScalarLevel
+from cosmos_rl.policy.model.driver.driver import FEW_STEPS, Driver
 from cosmos_rl.policy.model.driver.facts import Facts
-from cosmos_rl.policy.model.driver.seams import Run, fresh_copy
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel
+from cosmos_rl.policy.model.driver.seams import Run
+from cosmos_rl.policy.model.driver.stock import stock_run
 
 GUIDANCE_ON = 2.0
 
@@ -45,7 +47,13 @@ class Probing:
     @property
     def exact(self) -> bool:
         """Other batch sizes and layouts agree closely; in half precision they only agree roughly."""
-        return self.driver.state_dtype == torch.float32
+        weights = {weight.dtype for part in self.driver.denoisers.values() for weight in part.parameters()}
+        return weights | {self.driver.state_dtype} == {torch.float32}
+
+    def noise(self, seed: int = 7) -> Tensor:
+        """A state of noise for each prompt."""
+        shape = len(self.prompts), *self.facts.state_shape
+        return self.noise_like(torch.empty(shape, dtype=self.driver.state_dtype, device=self.driver.device), seed)
 
 
 def check_scheduler(probing: Probing) -> str:
@@ -68,28 +76,36 @@ def find_leaf(probing: Probing) -> str:
     driver, facts = probing.driver, probing.facts
     n = len(probing.prompts)
 
-    def first_step(run: Run, _index: int, _v: Tensor, t: Any, x: Tensor, _stock: Any) -> None:
-        backwards = float(run.scheduler.sigmas[-1]) == 1.0
-        run.stop((x.clone(), torch.as_tensor(t).is_floating_point(), backwards))
+    def note(run: Run, index: int, _v: Tensor, t: Any, x: Tensor, stock: Callable[[], Any]) -> Any:
+        if index == 0:
+            seen.append(x.clone())
+            return stock()
+        facts.inverted = float(run.scheduler.sigmas[-1]) == 1.0
+        facts.integer_time = not torch.as_tensor(t).is_floating_point()
+        facts.state_dtype = _name(x.dtype)
+        run.stop()
 
+    seen: list[Tensor] = []
     guidance = None if driver.guidance_name is None else 1.0
-    run = Run(driver.device, on_step=first_step)
+    run = Run(driver.device, on_step=note)
     with torch.no_grad():
-        seen, floating, facts.inverted = driver.go(run, n, guidance, driver.size, prompts=probing.prompts)
-    same = [k for k, v in enumerate(run.prepared) if isinstance(v, Tensor) and v.shape == seen.shape and v.equal(seen)]
+        driver.go(run, n, guidance, driver.size, prompts=probing.prompts)
+    first = seen[0]
+    same = [
+        k for k, v in enumerate(run.prepared) if isinstance(v, Tensor) and v.shape == first.shape and v.equal(first)
+    ]
     if not same:
         shapes = [tuple(value.shape) for value in run.prepared if isinstance(value, Tensor)]
-        raise Failed(f"the first step gets {tuple(seen.shape)}, prepare_latents gives {shapes}")
-    facts.leaf, facts.integer_time = same[0], not floating
-    facts.state_dtype = str(seen.dtype).removeprefix("torch.")
-    facts.state_shape, facts.denoisers = list(seen.shape[1:]), list(driver.denoisers)
-    wanted = probing.noise_like(seen)
-    run = Run(driver.device, on_step=first_step, state=wanted, leaf=facts.leaf)
+        raise Failed(f"the first step gets {tuple(first.shape)}, prepare_latents gives {shapes}")
+    facts.leaf, facts.first_dtype = same[0], _name(first.dtype)
+    facts.state_shape, facts.denoisers = list(first.shape[1:]), list(driver.denoisers)
+    wanted = probing.noise_like(first)
+    run = Run(driver.device, on_step=lambda run, _index, _v, _t, x, _stock: run.stop(x), state=wanted, leaf=facts.leaf)
     with torch.no_grad():
-        got, _, _ = driver.go(run, n, guidance, driver.size, prompts=probing.prompts)
+        got = driver.go(run, n, guidance, driver.size, prompts=probing.prompts)
     if not torch.equal(got, wanted):
         raise Failed("the first step gets another state than the one that was put in")
-    return f"{tuple(seen.shape)} {facts.state_dtype}"
+    return f"{tuple(first.shape)} {facts.state_dtype}"
 
 
 def find_guidance(probing: Probing) -> str:
@@ -219,7 +235,7 @@ def check_sign(probing: Probing) -> str:
     first, second = loop.states[0].double(), loop.states[1].double()
     step = (loop.levels[1].sigma - loop.levels[0].sigma).double() * loop.velocities[0].double()
     error = float((first + step - second).norm() / step.norm())
-    if error > (1e-2 if probing.exact else 5e-2):
+    if error > (1e-2 if probing.exact else 0.3):  # a small step of a rounded state
         raise Failed(
             f"the first stock step differs from state + change of sigma * velocity by {error:.1e} of its length"
         )
@@ -361,7 +377,7 @@ def check_round_trip(probing: Probing) -> str:
     with torch.no_grad():
         latents = media.latents_of(driver, pictures)
         error = _relative(latents, driver.before_decoder(driver.encode_media(pictures), size))
-    if error > (1e-5 if probing.exact else 3e-2):
+    if error > (1e-5 if probing.exact else 0.1):
         raise Failed(f"relative error {error:.1e}")
     return f"relative error {error:.1e}"
 
@@ -385,29 +401,6 @@ CHECKS: list[Callable[[Probing], str]] = [
 ]
 
 
-# ---- the stock side -------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def stock_run(driver: Driver, prompts: list[str], guidance: float | None, generators: list[torch.Generator]) -> Rollout:
-    """The public stock call with nothing in it but a scheduler that notes what its step gets."""
-    pipeline, scheduler = driver.pipeline, fresh_copy(driver.scheduler)
-    seen: list[tuple[Tensor, Tensor]] = []
-    stock_step = scheduler.step
-
-    def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append((sample.clone(), model_output.clone()))
-        return stock_step(model_output, timestep, sample, *args, **kwargs)
-
-    scheduler.__dict__["step"] = step
-    place = object.__new__(type(pipeline))
-    quiet = {"disable": True}
-    place.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
-    arguments = driver.arguments(len(prompts), guidance, driver.size, prompts)
-    result = place(**arguments, generator=generators, output_type="pt")[0]
-    return Rollout(result, [x for x, _ in seen], [], [v for _, v in seen])
-
-
 # ---- helpers --------------------------------------------------------------------------------------------------------
 
 
@@ -415,7 +408,7 @@ def _work(probing: Probing, guidance: float | None) -> tuple[int, list[Inputs]]:
     """How many elements that follow the state go through the denoiser, and its inputs."""
     driver = probing.driver
     cond = driver.encode(probing.prompts, guidance=guidance)
-    x = probing.noise_like(torch.empty(len(probing.prompts), *probing.facts.state_shape, dtype=driver.state_dtype))
+    x = probing.noise()
     level = (500, 0.5)
     calls = driver.all_inputs(x, level, cond, guidance, driver.size)
     moved = driver.all_inputs(x + 1, level, cond, guidance, driver.size)
@@ -471,6 +464,10 @@ def _some_weights(module: torch.nn.Module, wanted: int = 8) -> list[torch.nn.Par
     """Weights from all over a module."""
     floating = [weight for weight in module.parameters() if weight.is_floating_point()]
     return floating[:: max(1, len(floating) // wanted)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, loc
 from cosmos_rl.policy.model.driver.contract import Level, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.facts import Facts
 from cosmos_rl.policy.model.driver.first_look import denoisers_of, require_seams, smallest_size
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, leaves_of, swap
 from cosmos_rl.policy.model.driver.rows import Row, row_of
 from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
 
@@ -27,13 +28,6 @@ FINE_STEPS = 1000
 """Of the grid that training levels are read from where t does not follow from sigma."""
 _KEPT = 8
 """Sizes whose measured maps and prepared inputs are kept."""
-
-
-class Inputs(NamedTuple):
-    """One call of a denoiser: its name, and all its arguments by their place."""
-
-    denoiser: str
-    leaves: dict[str, Any]
 
 
 class Driver:
@@ -104,6 +98,11 @@ class Driver:
     def state_dtype(self) -> torch.dtype:
         return getattr(torch, self.facts.state_dtype)
 
+    def _in_dtype(self, state: Tensor) -> Tensor:
+        """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
+        is_one = state.dtype in (self.state_dtype, getattr(torch, self.facts.first_dtype))
+        return state if is_one else state.to(self.state_dtype)
+
     def _first_accepted(self, *names: str | None) -> str | None:
         return next((name for name in names if name in self._accepted), None)
 
@@ -149,15 +148,20 @@ class Driver:
         size = size or self.size
 
         def read(run: Run, *_: Any) -> Any:
-            run.stop((run.scheduler.timesteps.clone(), run.scheduler.sigmas.clone()))
+            run.stop(self._levels_of(run.scheduler))
 
-        run = Run(self.device, text=self._shared(1).values, on_denoiser=read)
-        timesteps, sigmas = self.go(run, 1, self.guidance_off, size, steps=steps)
-        sigmas = self._flipped(sigmas)
-        if len(timesteps) != steps or len(sigmas) != steps + 1:
-            raise UserError(f"{steps} steps give {len(timesteps)} timesteps and {len(sigmas)} sigmas: not one each")
-        levels = [Level(t, sigma) for t, sigma in zip(timesteps.cpu(), sigmas.cpu().float(), strict=False)]
-        return [*levels, Level(torch.zeros_like(levels[-1].t), sigmas[-1].cpu().float())]
+        levels = self.go(
+            Run(self.device, text=self._shared(1).values, on_denoiser=read), 1, self.guidance_off, size, steps=steps
+        )
+        if len(levels) != steps + 1:
+            raise UserError(f"{steps} steps give {len(levels) - 1} levels: not one each")
+        return levels
+
+    def _levels_of(self, scheduler: Any) -> list[Level]:
+        """The grid that a scheduler has been set to, on the CPU, where reading a level waits for nothing."""
+        timesteps, sigmas = scheduler.timesteps.cpu().clone(), self._flipped(scheduler.sigmas.cpu().float())
+        levels = [Level(t, sigma) for t, sigma in zip(timesteps, sigmas, strict=False)]
+        return [*levels, Level(torch.zeros_like(timesteps[-1]), sigmas[-1].clone())]
 
     def training_level(self, sigma: Tensor, size: Size | None = None) -> Level:
         """The level at any sigma on the CPU, rounded where the scheduler rounds."""
@@ -195,7 +199,7 @@ class Driver:
             size: of the media; default: the driver's.
         """
         guidance = self.guidance_off if guidance is None else guidance
-        size, state = size or self.size, state.to(self.state_dtype)
+        size, state = size or self.size, self._in_dtype(state)
         levels = _scalar_levels(level, len(state))
         if len(set(levels)) == 1:
             return self._velocity(state, levels[0], cond, guidance, size)
@@ -212,7 +216,7 @@ class Driver:
     def _velocity(
         self,
         state: Tensor,
-        level: "ScalarLevel",
+        level: ScalarLevel,
         cond: DrivenCond,
         guidance: float | None,
         size: Size,
@@ -220,12 +224,12 @@ class Driver:
     ) -> Tensor:
         """Rows of one level, or of several whose inputs are in the table."""
         run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
-        run.on_denoiser = None if table is None else _swap(table)
-        return self.signed(self.go(run, len(state), guidance, size))
+        run.on_denoiser = None if table is None else swap(table)
+        return self.signed(self._step(run, len(state), guidance, size))
 
     def _groups(
-        self, state: Tensor, levels: "list[ScalarLevel]", cond: DrivenCond, guidance: float | None, size: Size
-    ) -> "list[tuple[Tensor, ScalarLevel, dict[str, Tensor] | None]]":
+        self, state: Tensor, levels: list[ScalarLevel], cond: DrivenCond, guidance: float | None, size: Size
+    ) -> list[tuple[Tensor, ScalarLevel, dict[str, Tensor] | None]]:
         """(rows, a level of them, inputs to swap) of each call that rows of several levels need."""
         places: dict[Any, list[int]] = {}
         inputs: dict[ScalarLevel, Inputs] = {}
@@ -247,16 +251,16 @@ class Driver:
 
     @torch.no_grad()
     def first_inputs(
-        self, state: Tensor, level: "ScalarLevel", cond: DrivenCond, guidance: float | None, size: Size
+        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
     ) -> Inputs:
         """What the first call of a denoiser would get; it is not made."""
         run = self._run_at(state, level, cond, guidance, size)
         run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, leaves_of((args, kwargs))))
-        return self.go(run, len(state), guidance, size)
+        return self._step(run, len(state), guidance, size)
 
     @torch.no_grad()
     def all_inputs(
-        self, state: Tensor, level: "ScalarLevel", cond: DrivenCond, guidance: float | None, size: Size
+        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
     ) -> list[Inputs]:
         """What all calls of denoisers at one level get."""
         seen: list[Inputs] = []
@@ -267,7 +271,7 @@ class Driver:
 
         run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
         run.on_denoiser = note
-        self.go(run, len(state), guidance, size)
+        self._step(run, len(state), guidance, size)
         return seen
 
     # ---- sampling ----------------------------------------------------------------------------------------------
@@ -291,20 +295,20 @@ class Driver:
         levels: list[Level] = []
         velocities: list[Tensor] = []
 
-        def on_step(run: Run, index: int, v: Tensor, t: Tensor, x: Tensor, stock: Any) -> Any:
-            sigmas, v = self._flipped(run.scheduler.sigmas), self.signed(v)
+        def on_step(run: Run, index: int, v: Tensor, _t: Tensor, x: Tensor, stock: Any) -> Any:
+            if index == 0:
+                levels.extend(self._levels_of(run.scheduler))
+            v = self.signed(v)
             states.append(x.clone())  # some pipelines write into theirs
-            levels.append(Level(torch.as_tensor(t).detach().clone(), sigmas[index].detach().clone().float()))
             if keep_velocities:
                 velocities.append(v.clone())
             if transition is None:
                 moved = stock()
                 last = moved[0] if isinstance(moved, tuple) else moved.prev_sample
             else:
-                moved = last = transition(index, v, levels[-1], sigmas[index + 1], states[-1]).to(x.dtype)
+                moved = last = transition(index, v, levels[index], levels[index + 1].sigma, states[-1]).to(x.dtype)
             if index == steps - 1:
                 states.append(last.clone())
-                levels.append(Level(torch.zeros_like(levels[-1].t), sigmas[index + 1].detach().clone().float()))
             return moved
 
         self._require_guided(cond, guidance)
@@ -368,7 +372,7 @@ class Driver:
 
     def _tail(self, state: Tensor, size: Size, run: Run) -> Any:
         n = len(state)
-        state = state.to(self.state_dtype)
+        state = self._in_dtype(state)
         run.text = self._shared(n).values
         self._put_in(run, state, self.guidance_off, size)
         if self.facts.tail == "no step":
@@ -383,7 +387,7 @@ class Driver:
     def _run_at(
         self,
         state: Tensor,
-        level: "ScalarLevel",
+        level: ScalarLevel,
         cond: DrivenCond,
         guidance: float | None,
         size: Size,
@@ -398,6 +402,10 @@ class Driver:
         run.grid = t, self._flipped(torch.tensor([level[1], 0.0]))
         self._put_in(run, state, guidance, size)
         return run
+
+    def _step(self, run: Run, n: int, guidance: float | None, size: Size) -> Any:
+        """A run of `_run_at`: what the pipeline prepares is given, so its frames may not matter."""
+        return self.go(run, n, guidance, size._replace(frames=1) if self.row.one_frame else size)
 
     def _require_guided(self, cond: DrivenCond, guidance: float | None) -> None:
         if guidance != self.guidance_off and not cond.guided:
@@ -465,15 +473,6 @@ class Driver:
         return made
 
 
-ScalarLevel = tuple[float, float]
-"""(t, sigma)"""
-
-
-def leaves_of(value: Any) -> dict[str, Any]:
-    """All leaves of a nesting by their place, as text."""
-    return {tree.keystr(path): leaf for path, leaf in tree.tree_flatten_with_path(value)[0]}
-
-
 def _scalar_levels(level: Level, n: int) -> list[ScalarLevel]:
     t, sigma = level.t.detach().expand(n).tolist(), level.sigma.detach().expand(n).tolist()
     return list(zip(t, sigma, strict=True))
@@ -490,11 +489,3 @@ def _stop(run: Run, *_: Any) -> Any:
 
 def _stop_with_velocity(run: Run, _index: int, v: Tensor, *_: Any) -> Any:
     run.stop(v)
-
-
-def _swap(table: dict[str, Tensor]) -> Any:
-    def on_denoiser(_run: Run, _name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        found, spec = tree.tree_flatten_with_path((args, kwargs))
-        return tree.tree_unflatten([table.get(tree.keystr(path), leaf) for path, leaf in found], spec)
-
-    return on_denoiser

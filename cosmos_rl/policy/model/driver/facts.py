@@ -37,6 +37,7 @@ class Facts:
         time_rule: t is "proportional" to sigma, or must be read from the "grid" of the size.
         inverted: the scheduler's sigma is 0 at noise and 1 at data; ours is one minus it.
         tail: how the pipeline is brought to decode: by no step at all, or by one that returns the state.
+        first_dtype: of the state before the first step; some pipelines round it from then on, and t with it.
         state_dtype, state_shape, noise_shape, latent_shape: of one row; the last is what the decoder gets.
         affine: range of the factors and offsets between noise layout and decoder.
         timesteps, sigmas: the stock grid of the probe.
@@ -59,6 +60,7 @@ class Facts:
     time_rule: Literal["proportional", "grid"] = "proportional"
     inverted: bool = False
     tail: Literal["no step", "one step"] = "no step"
+    first_dtype: str = "float32"
     state_dtype: str = "float32"
     state_shape: list[int] = field(default_factory=list)
     noise_shape: list[int] = field(default_factory=list)

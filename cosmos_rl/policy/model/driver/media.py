@@ -35,15 +35,19 @@ def measure_map(driver: "Driver", size: Size) -> DecodeMap:
     noise_shape = driver.noise_shape(size)
     count = torch.Size(noise_shape).numel()
 
-    def through(noise: Tensor) -> Tensor:
-        return driver.before_decoder(driver.pack(noise.reshape(1, *noise_shape), size), size)[0].double()
+    def sent(noise: Tensor) -> Tensor:
+        return driver.before_decoder(driver.pack(noise.reshape(1, *noise_shape), size), size)[0]
 
-    first = through(torch.zeros(count))
+    def through(noise: Tensor) -> Tensor:
+        return sent(noise).double()
+
+    plain = sent(torch.zeros(count))
+    first = plain.double()
     offset = first.flatten()
     factor = through(torch.ones(count)).flatten() - offset
     place = torch.arange(count)
-    # places are sent digit by digit, small enough for the dtype of the state
-    base = 1024 if driver.state_dtype in (torch.float32, torch.float64) else 16
+    # places are sent digit by digit, small enough for the dtypes on the way
+    base = 1024 if {driver.state_dtype, plain.dtype} == {torch.float32} else 16
     index, unit = torch.zeros(len(factor), dtype=torch.int64), 1
     while unit < count:
         digit = ((through((place // unit % base).float()).flatten() - offset) / factor).round()

@@ -14,6 +14,7 @@ class Row:
         frames: argument with the number of frames; None: ``num_frames``, else ``frames``, else pictures.
         negative: negative prompt where none is given; None leaves the pipeline its own default.
         call: arguments that every call of the pipeline gets.
+        one_frame: a single step may be asked for with one frame, since the number only serves to prepare latents.
         absent: components that are left out when the pipeline is loaded.
     """
 
@@ -21,6 +22,7 @@ class Row:
     frames: str | None = None
     negative: str | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
+    one_frame: bool = False
     absent: tuple[str, ...] = ()
 
 
@@ -32,7 +34,8 @@ ROWS: Mapping[str, Row] = {
     "SanaVideoPipeline": Row(call=_NO_BINNING),
     "PRXPipeline": Row(call=_NO_BINNING),
     "QwenImagePipeline": Row(negative=" "),  # guidance is only switched on by a negative prompt; its own example is " "
-    "Cosmos2_5_PredictBasePipeline": Row(absent=("safety_checker",)),
+    # makes a black video of the full size in each call, a gigabyte a row at the usual one, and does not look at it
+    "Cosmos2_5_PredictBasePipeline": Row(one_frame=True, absent=("safety_checker",)),
 }
 
 

@@ -163,6 +163,8 @@ def view_class(pipeline_class: type) -> type:
             "prepare_latents": functools.wraps(plain)(prepare_latents),
             # the stock property walks through all modules on each call
             "_execution_device": property(lambda self: self._run.device),
+            # offloading puts hooks on modules, not on what stands in front of them here
+            "maybe_free_model_hooks": lambda self: self._whole.maybe_free_model_hooks(),
         },
     )
 
@@ -237,7 +239,7 @@ def call_pipeline(
     if run.on_decode is not None:
         fronts["vae"] = _DecoderFront(pipeline.vae, run)
     place = object.__new__(view)
-    place.__dict__.update({**vars(pipeline), **fronts, "scheduler": held, "_run": run})
+    place.__dict__.update({**vars(pipeline), **fronts, "scheduler": held, "_run": run, "_whole": pipeline})
     place.__dict__["_progress_bar_config"] = {"disable": True}
     try:
         return inspect.unwrap(view.__call__)(place, **arguments)

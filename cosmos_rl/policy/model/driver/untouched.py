@@ -44,12 +44,12 @@ def _degenerate(probing: Probing) -> bool:
     driver = probing.driver
     guidance = None if driver.guidance_name is None else 1.0
     cond = driver.encode(probing.prompts, guidance=guidance)
-    x = probing.noise_like(torch.empty(len(probing.prompts), *probing.facts.state_shape, dtype=driver.state_dtype))
+    x = probing.noise()
     level = Level(torch.tensor(500), torch.tensor(0.5))
     with torch.no_grad():
         plain = driver.velocity(x, level, cond, guidance)
         other_text = driver.velocity(x, level, cond.rows(torch.arange(cond.size).flip(0)), guidance)
-        other_state = driver.velocity(probing.noise_like(x, 8), level, cond, guidance)
+        other_state = driver.velocity(probing.noise(8), level, cond, guidance)
     return torch.equal(plain, other_text) or torch.equal(plain, other_state)
 
 

@@ -1,0 +1,33 @@
+"""Arguments of a denoiser's call by their place."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from cosmos_rl.policy.model.driver.seams import OnDenoiser, Run
+
+ScalarLevel = tuple[float, float]
+"""(t, sigma)"""
+
+
+class Inputs(NamedTuple):
+    """One call of a denoiser: its name, and all its arguments by their place."""
+
+    denoiser: str
+    leaves: dict[str, Any]
+
+
+def leaves_of(value: Any) -> dict[str, Any]:
+    """All leaves of a nesting by their place, as text."""
+    return {tree.keystr(path): leaf for path, leaf in tree.tree_flatten_with_path(value)[0]}
+
+
+def swap(table: dict[str, Tensor]) -> OnDenoiser:
+    """Has the denoiser called with other tensors at the places in the table."""
+
+    def on_denoiser(_run: Run, _name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        found, spec = tree.tree_flatten_with_path((args, kwargs))
+        return tree.tree_unflatten([table.get(tree.keystr(path), leaf) for path, leaf in found], spec)
+
+    return on_denoiser

@@ -1,0 +1,30 @@
+"""The other side of the comparison: the public call of the pipeline, with nothing of ours in it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.policy.model.driver.contract import Rollout
+from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.seams import fresh_copy
+
+
+@torch.no_grad()
+def stock_run(driver: Driver, prompts: list[str], guidance: float | None, generators: list[torch.Generator]) -> Rollout:
+    """The public stock call with nothing in it but a scheduler that notes what its step gets."""
+    pipeline, scheduler = driver.pipeline, fresh_copy(driver.scheduler)
+    seen: list[tuple[Tensor, Tensor]] = []
+    stock_step = scheduler.step
+
+    def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((sample.clone(), model_output.clone()))
+        return stock_step(model_output, timestep, sample, *args, **kwargs)
+
+    scheduler.__dict__["step"] = step
+    place = object.__new__(type(pipeline))
+    quiet = {"disable": True}
+    place.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
+    arguments = driver.arguments(len(prompts), guidance, driver.size, prompts)
+    result = place(**arguments, generator=generators, output_type="pt")[0]
+    return Rollout(result, [x for x, _ in seen], [], [v for _, v in seen])

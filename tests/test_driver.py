@@ -248,7 +248,7 @@ def test_folder_samples_in_plain_diffusers(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.zoo
 @pytest.mark.parametrize("family", [one for one in ORDINARY + ZOO if one.name != "mochi"], ids=lambda one: one.name)
 def test_half_precision_repeats_the_loop_bit_for_bit(family: Family, tmp_path: Path) -> None:
-    """All parts in bfloat16, in which the stock call of Mochi cannot run. Some loops round their state at the first step."""
+    """In bfloat16, in which the stock call of Mochi cannot run. Some loops round their state at the first step."""
     path = build(family.name, tmp_path / family.name, "unit", seed=0)
     driver = Driver(load_pipeline(str(path), dtype=torch.bfloat16), call=family.call)
     prove(driver)

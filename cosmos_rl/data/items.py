@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.texts import text_problem
+from cosmos_rl.data.text_lengths import Named, TextEncoder, refusal
+from cosmos_rl.data.texts import printable, text_problem
 from cosmos_rl.errors import UserError
 
 
@@ -44,6 +45,40 @@ class Part(Sequence[Any]):
         """The captions, where the data set knows them without decoding."""
         prompts = getattr(self._dataset, "prompts", None)
         return None if prompts is None else [prompts[i] for i in self._range]
+
+    @property
+    def names(self) -> list[str] | None:
+        """What messages call the elements."""
+        names = getattr(self._dataset, "names", None)
+        return None if names is None else [names[i] for i in self._range]
+
+
+def named_captions(dataset: Any) -> list[Named]:
+    """(name, caption) of every element of a data set that knows its captions without decoding; else nothing."""
+    prompts = getattr(dataset, "prompts", None) or ()
+    names = getattr(dataset, "names", None) or [f"element {i}" for i in range(len(prompts))]
+    return list(zip(names, prompts, strict=True))
+
+
+class Readable(Sequence[Item]):
+    """A data set whose captions went through the tokenizers when an element is taken: each distinct one once."""
+
+    def __init__(self, dataset: Sequence[Any], encoders: Sequence[TextEncoder]) -> None:
+        self._dataset = dataset
+        self._encoders = encoders
+        self._right: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
+        item = as_item(self._dataset[index], index)
+        if item.prompt not in self._right:
+            why = refusal(item.prompt, self._encoders)
+            if why is not None:
+                raise BadSample(f"caption of {printable(item.name)}: {why}")
+            self._right.add(item.prompt)
+        return item
 
 
 def as_item(raw: Any, index: int) -> Item:

@@ -37,6 +37,11 @@ class LocalPairs(Sequence[Item]):
         """All captions, in the order of the pairs; no picture is decoded for them."""
         return [pair.prompt for pair in self.pairs]
 
+    @property
+    def names(self) -> list[str]:
+        """The caption files, in the same order."""
+        return [f"{pair.name}.json" for pair in self.pairs]
+
     def __len__(self) -> int:
         return len(self.pairs)
 

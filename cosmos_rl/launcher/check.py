@@ -18,6 +18,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipel
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned
 from cosmos_rl.launcher.rl_plan import reward_lines, watch_lines
 from cosmos_rl.launcher.sizing import sized
+from cosmos_rl.launcher.text_notes import text_notes
 from cosmos_rl.policy.config import Config, dump_toml, load_config, not_runnable_yet, notes, world_size
 from cosmos_rl.policy.config.keys import keys_of
 from cosmos_rl.policy.config.problems import shown
@@ -294,7 +295,7 @@ def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[s
         notes += [f"warning: the disk of train.output_dir has {line}" for line in lacks]
     except UserError as error:
         problems.append(str(error))
-    return problems, notes
+    return problems, notes + text_notes(config, data)
 
 
 # ---- small parts -------------------------------------------------------------------------------------------------

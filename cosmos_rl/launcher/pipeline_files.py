@@ -57,7 +57,7 @@ def read_pipeline(policy: PolicyConfig) -> PipelineFiles:
     """
     if not policy.is_diffusers:
         raise Unknown("only diffusers pipelines are looked into")
-    folder = _folder_of(policy.model_name_or_path, policy.model_revision)
+    folder = folder_of(policy.model_name_or_path, policy.model_revision)
     index = _json(folder / "model_index.json")
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
     with_weights = [name for name in parts if (folder / name / "config.json").is_file()]
@@ -113,7 +113,12 @@ def is_hub_name(name: str) -> bool:
     return not Path(name).expanduser().exists() and name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def _folder_of(name: str, revision: str | None) -> Path:
+def folder_of(name: str, revision: str | None) -> Path:
+    """The local folder of a pipeline, or that of the hub cache.
+
+    Raises:
+        Unknown: it is not there.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

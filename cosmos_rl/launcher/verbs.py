@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
+from cosmos_rl.data.text_lengths import too_long
 from cosmos_rl.errors import UserError
 from cosmos_rl.storage.disk import writing_into
 from cosmos_rl.storage.run_folder import run_at
@@ -89,18 +91,13 @@ def sample(argv: Sequence[str]) -> int:
         raise UserError(
             f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {pipe.vae_scale_factor}"
         )
-    pictures = [
-        pipe(
-            prompt,
-            num_inference_steps=given.steps,
-            guidance_scale=given.guidance,
-            max_sequence_length=length,
-            generator=generator,
-            output_type="np",
-            **size,
-        ).images[0]
-        for prompt, generator in zip(prompts, generators, strict=True)
-    ]
+    settings = {
+        "num_inference_steps": given.steps,
+        "guidance_scale": given.guidance,
+        "max_sequence_length": length,
+        **size,
+    }
+    pictures = _drawn(pipe, prompts, generators, settings)
     stacked = torch.stack([torch.from_numpy(picture) for picture in pictures])
     shown = [
         Shown(picture, prompt, generator.initial_seed())
@@ -109,6 +106,22 @@ def sample(argv: Sequence[str]) -> int:
     for path in save_gallery(given.out, shown, remedy=""):
         print(path)
     return 0
+
+
+def _drawn(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+    """Pictures as arrays; prompts that are cut are named in one line, not printed by the libraries."""
+    from cosmos_rl.policy.model.quiet import quiet_warnings, text_encoders_of
+
+    tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]
+    encoders = text_encoders_of(tokenizers, settings["max_sequence_length"])
+    line = too_long([(repr(text[:40]), text) for text in dict.fromkeys(prompts)], encoders, "prompts")
+    if line:
+        print(f"warning: {line}", file=sys.stderr)
+    with quiet_warnings():
+        return [
+            pipe(prompt, generator=generator, output_type="np", **settings).images[0]
+            for prompt, generator in zip(prompts, generators, strict=True)
+        ]
 
 
 def schema(argv: Sequence[str]) -> int:

@@ -107,7 +107,7 @@ class DiffusersConfig(Table):
     is_video: Later[StrictBool] = False
     """Train on videos in place of pictures."""
     max_prompt_length: PositiveInt = 300
-    """Longest prompt in tokens."""
+    """Longest prompt in tokens, for T5 and its like; CLIP always takes 77. Exports hold it: use it at inference too."""
     weighting_scheme: Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"] = "logit_normal"
     """Density of the training timesteps; "none" is uniform."""
     logit_mean: StrictFloat = 0.0

@@ -1,9 +1,12 @@
 """Silences the progress bars and needless warnings of the libraries while they load or save a pipeline."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from cosmos_rl.data.text_lengths import TextEncoder, encoder_of, refusal
 
 
 @contextlib.contextmanager
@@ -23,7 +26,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Only errors of the libraries: a prompt that is cut is theirs to say once, not on each of many calls."""
+    """Only errors of the libraries. They print the whole text that an encoder cuts, at every call."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -38,14 +41,23 @@ def quiet_warnings() -> Iterator[None]:
             place.set_verbosity(verbosity)
 
 
+def text_encoders_of(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:
+    """What counts tokens as the loaded tokenizers do; ``limit`` is the configured length."""
+
+    def counting(tokenizer: Any) -> TextEncoder:
+        def lengths(texts: Sequence[str]) -> list[int]:
+            return [len(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
+
+        return encoder_of(type(tokenizer).__name__, int(getattr(tokenizer, "model_max_length", limit)), limit, lengths)
+
+    # data workers are forked, in which the parallel mode of tokenizers does not work; it warns of that each time
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    found = [counting(tokenizer) for tokenizer in tokenizers]
+    return [encoder for encoder in found if refusal("a", [encoder]) is None]  # a user's class may hold something else
+
+
 def load_adapter(pipe: Any, folder: Path) -> None:
     """Load and use an exported adapter. Its text encoders have no part of it, of which diffusers warns each time."""
-    from diffusers.utils import logging as diffusers_logging
-
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
+    with quiet_warnings():
         pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
-    finally:
-        diffusers_logging.set_verbosity(before)
     pipe.set_adapters("default")

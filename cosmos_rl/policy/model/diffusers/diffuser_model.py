@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.data.text_lengths import Named, TextEncoder, refusal, too_long
+from cosmos_rl.data.texts import printable
 from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
@@ -26,7 +28,7 @@ from cosmos_rl.policy.model.diffusers import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.freezing import apply_patterns
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
-from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.policy.model.quiet import quiet_libraries, quiet_warnings, text_encoders_of
 from cosmos_rl.utils.logging import logger
 
 DECODED_AT_ONCE = 2**20
@@ -45,6 +47,7 @@ class DiffuserModel(VelocityModel):
         timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
         sigma_map: the noise levels in [0, 1] that belong to ``timestep_map``.
         text_encoders, tokenizers: lists that a family fills.
+        warns_of_cuts: whether to say it once when a prompt is longer than the text encoders take.
     """
 
     transformer: Any
@@ -111,6 +114,8 @@ class DiffuserModel(VelocityModel):
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
         self.text_encoders = []
         self.tokenizers = []
+        self._encoders_counted: list[TextEncoder] | None = None
+        self.warns_of_cuts = True
 
     # ---- what a family gives -----------------------------------------------------------------------------------
 
@@ -208,6 +213,19 @@ class DiffuserModel(VelocityModel):
         with torch.no_grad(), self.on_device(self.vae):
             pictures = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
         return self.pipeline.image_processor.postprocess(pictures, output_type="pt").float()
+
+    def counted_encoders(self) -> list[TextEncoder]:
+        """What counts the tokens of prompts, for each tokenizer that the family names."""
+        if self._encoders_counted is None:
+            self._encoders_counted = text_encoders_of(self.tokenizers, self.config.max_prompt_length)
+        return self._encoders_counted
+
+    def warn_of_cuts(self, texts: Sequence[Named], noun: str) -> None:
+        """One line about the texts that are longer than the text encoders take; later ones are not named."""
+        line = too_long(texts, self.counted_encoders(), noun)
+        if line:
+            logger.warning(line)
+            self.warns_of_cuts = False
 
     # ---- conditions and velocity -------------------------------------------------------------------------------
 
@@ -372,14 +390,28 @@ class DiffuserModel(VelocityModel):
 
     def _encode(self, prompts: list[str], each: bool) -> dict[str, Tensor]:
         distinct = prompts if each else list(dict.fromkeys(prompts))
+        if self.warns_of_cuts:
+            self.warn_of_cuts([(repr(printable(prompt[:40])), prompt) for prompt in distinct], "prompts (so far)")
         keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
-        encoded = self.text_embedding(distinct, **_accepted(self.text_embedding, keywords))
+        try:
+            with quiet_warnings():
+                encoded = self.text_embedding(distinct, **_accepted(self.text_embedding, keywords))
+        except Exception:
+            self._refuse_unreadable(distinct)
+            raise
         compute = self.param_dtype
         given = {k: v.to(compute) if v.is_floating_point() else v for k, v in encoded.items() if v is not None}
         if len(distinct) == len(prompts):
             return given
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
         return {k: v[rows] for k, v in given.items()}
+
+    def _refuse_unreadable(self, prompts: Sequence[str]) -> None:
+        """Raise `UserError` for the first prompt that a tokenizer does not take."""
+        for prompt in prompts:
+            why = refusal(prompt, self.counted_encoders())
+            if why is not None:
+                raise UserError(f"prompt {printable(prompt[:80])!r}: {why}")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.param_dtype == torch.float32:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.items import as_item
+from cosmos_rl.data.items import Readable, as_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, named_sampling_keys
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
@@ -64,6 +64,10 @@ def build_nft(
         sharding=sharding_of(config, context),
         rest_on_cpu=job.cached_text,
     )
+    model.warns_of_cuts = context.is_main
+    if context.is_main:
+        model.warn_of_cuts(_named(prompts), "prompts")
+        model.warn_of_cuts(_named(val_prompts), "validation prompts")
     encoding = Encoding(model, config)
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
     conditions = PromptConditions(lambda texts: encoding.conditions(texts, negative))
@@ -84,6 +88,10 @@ def build_nft(
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
     return [as_prompt_record(dataset[i], i) for i in range(len(dataset))]
+
+
+def _named(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
+    return [(repr(record.prompt[:40]), record.prompt) for record in records]
 
 
 def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
@@ -114,6 +122,7 @@ def _data_loss(
             f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: at most the {len(pairs)} "
             f"pairs in {term.local_dir}"
         )
+    readable = Readable(pairs, model.counted_encoders())
     stream = MapStream(len(pairs), term.batch_size, job.dataloader_seed)
     noising = Noising(model, encoding, config)
     skipped = Skipped(len(pairs), job.max_skipped_frac)
@@ -123,7 +132,7 @@ def _data_loss(
     def losses(step: int, number: int) -> Iterator[Tensor]:
         place = step * per_step + number
         batches = load_batches(
-            pairs, stream, place, place + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
+            readable, stream, place, place + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
         )
         own = next(batches)
         ids = [position.sample_id for position in own.positions]

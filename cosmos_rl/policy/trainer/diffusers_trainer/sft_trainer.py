@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.items import BadSample, Item, Part
+from cosmos_rl.data.items import BadSample, Item, Part, Readable, named_captions
 from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, unused_keys
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
-from cosmos_rl.data.texts import text_problem
+from cosmos_rl.data.text_lengths import refusal
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -91,7 +91,18 @@ class SFTTrainer:
         held_out = len(self._val_dataset) if self._val_dataset is not None else 0
         self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation goes on without")
         self._optimizer_steps = 0  # those that were applied: what the EMA's decay counts
+        self._items, self._val_items = self._readable()
         self._describe()
+
+    def _readable(self) -> tuple[Readable, Readable]:
+        """Training and validation data without the captions that no tokenizer takes; long ones are counted."""
+        encoders, empty = self.model.counted_encoders(), ()
+        self.model.warns_of_cuts = self._context.is_main
+        if self._context.is_main:
+            self.model.warn_of_cuts(named_captions(self._dataset), "captions")
+            validation = [(repr(record.prompt[:40]), record.prompt) for record in self._val_records or ()]
+            self.model.warn_of_cuts(validation or named_captions(self._val_dataset), "validation captions")
+        return Readable(self._dataset, encoders), Readable(self._val_dataset or empty, encoders)
 
     def _held_out(self, val_dataset: Any) -> Any:
         """The validation data: what is given, else the first ``dataset.test_size`` training samples, taken out."""
@@ -119,7 +130,7 @@ class SFTTrainer:
     def start(self, step: int) -> None:
         """Open the data at 0-based ``step``."""
         self._batches = load_batches(
-            self._dataset,
+            self._items,
             self.stream,
             step,
             self.total_steps,
@@ -201,10 +212,10 @@ class SFTTrainer:
         chunks = dealt(len(self._val_dataset), self._validation_size, rank, ranks)
         for number, (ids, counts) in enumerate(chunks):
             notify("pre_per_step_validation_hook", {"batch_index": number})
-            read, items = read_held_out(self._val_dataset, ids, self._val_skipped)
+            read, items = read_held_out(self._val_items, ids, self._val_skipped)
             counts = counts and bool(read)
             for other in range(len(self._val_dataset)) if not read else ():  # all ranks must meet in the forward pass
-                read, items = read_held_out(self._val_dataset, [other], self._val_skipped)
+                read, items = read_held_out(self._val_items, [other], self._val_skipped)
                 if read:
                     break
             micro_sum, micro_weight = self._noising.prepare("validation", 0, read, items, 0.0).loss(self.model)
@@ -221,10 +232,13 @@ class SFTTrainer:
             data = self._val_dataset
             # a data set that knows its captions need not decode its pictures for them
             prompts = getattr(data, "prompts", None) or (
-                item.prompt for i in range(len(data)) for item in read_held_out(data, [i], self._val_skipped)[1]
+                item.prompt
+                for i in range(len(data))
+                for item in read_held_out(self._val_items, [i], self._val_skipped)[1]
             )
-            prompts = (prompt for prompt in prompts if text_problem(prompt) is None)
-            self._val_prompts = list(itertools.islice(dict.fromkeys(prompts), MAX_VALIDATION_PROMPTS))
+            encoders = self.model.counted_encoders()
+            usable = (prompt for prompt in dict.fromkeys(prompts) if refusal(prompt, encoders) is None)
+            self._val_prompts = list(itertools.islice(usable, MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 
     @property

@@ -1,0 +1,44 @@
+"""What `cosmos-rl check --env` says about texts that a run would cut. No torch: tokenizers come from files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cosmos_rl.data.pair_files import scan_pairs
+from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompts import is_prompt_file, read_prompts
+from cosmos_rl.data.text_lengths import Named, encoders_in, too_long
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.environment import DataForm
+from cosmos_rl.launcher.pipeline_files import Unknown, folder_of
+from cosmos_rl.policy.config import Config, DatasetConfig
+
+
+def text_notes(config: Config, data: DataForm | None) -> list[str]:
+    """A line for each set of texts of which some are longer than the text encoders take, where that can be known."""
+    if data is None:
+        return []
+    try:
+        folder = folder_of(config.policy.model_name_or_path, config.policy.model_revision)
+        encoders = encoders_in(folder, config.policy.diffusers.max_prompt_length)
+    except (Unknown, OSError, ValueError, KeyError):
+        return []  # what cannot be read here the run reads by another way
+    noun = "captions" if data == "pairs" else "prompts"
+    sets = {noun: (config.train.train_policy.dataset, "train")}
+    if config.validation.enable:
+        sets[f"validation {noun}"] = (config.validation.dataset, "test")
+    lines = (too_long(_texts(dataset, data, split), encoders, name) for name, (dataset, split) in sets.items())
+    return [line for line in lines if line]
+
+
+def _texts(dataset: DatasetConfig, data: DataForm, split: str) -> Sequence[Named]:
+    """Empty where `check_environment` has found something wrong, or there is nothing to read."""
+    try:
+        if data == "prompts" or (split == "test" and is_prompt_file(dataset.local_dir)):
+            file = prompt_file(dataset, "", split=split) if data == "prompts" else Path(dataset.local_dir)
+            return [(repr(r.prompt[:40]), r.prompt) for r in read_prompts(file)] if file is not None else []
+        if not dataset.local_dir:
+            return []
+        pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser())
+        return [(f"{pair.name}.json", pair.prompt) for pair in pairs]
+    except UserError:
+        return []

@@ -235,3 +235,15 @@ def test_the_console_shows_the_first_the_last_and_every_nth_step_and_the_file_al
 
     assert lines("--logging.log_interval=3") == ["1/8", "3/8", "6/8", "8/8"]
     assert lines("--logging.log_interval=3", "--logging.logger=[]") == []
+
+
+def test_a_rewind_of_a_long_file_reads_from_its_end_and_keeps_what_a_reader_of_all_lines_would(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "note": "x" * (step % 977)}) for step in range(400)]  # several blocks
+    for step, end in ((-1, "\n"), (0, "\n"), (250, "\n"), (398, '\n{"step": 400, "lo'), (399, "")):
+        path.write_text("\n".join(lines) + end)
+        MetricsFile(path).rewind(step)
+        assert path.read_text() == "".join(f"{line}\n" for line in lines[: step + 1])
+    path.write_text('{"step": 1, "los')
+    MetricsFile(path).rewind(5)
+    assert path.read_text() == ""

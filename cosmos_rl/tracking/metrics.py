@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from cosmos_rl.storage import atomic
 from cosmos_rl.storage.disk import writing_into
+
+_BLOCK = 2**16
 
 
 class MetricsFile:
@@ -21,8 +23,12 @@ class MetricsFile:
         """Forget all lines after ``step`` (and a line cut off by a kill): the resumed run will write them again."""
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        atomic.write_text(self._path, "".join(f"{line}\n" for line in kept))
+        with self._path.open("rb+") as file:
+            end, line = next((found for found in _from_the_end(file) if _step_of(found[1]) <= step), (0, b"\n"))
+            file.truncate(end)
+            if not line.endswith(b"\n"):
+                file.seek(end)
+                file.write(b"\n")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
@@ -35,14 +41,38 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for one that is not whole."""
+def _row(line: str | bytes) -> dict[str, Any] | None:
+    """What a line holds; None for one that is not whole."""
     try:
-        return int(json.loads(line)["step"])
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return None
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity for one that is not whole."""
+    row = _row(line)
+    return float("inf") if row is None else row["step"]
+
+
+def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(where it ends in the file, line), the last line first. Steps ascend, so a resume reads little of a long file."""
+    place, rest = file.seek(0, os.SEEK_END), b""
+    while place > 0:
+        size = min(_BLOCK, place)
+        place = file.seek(place - size)
+        first, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        end = place + len(first) + sum(map(len, lines))
+        for line in reversed(lines):
+            yield end, line
+            end -= len(line)
+        rest = first
+    if rest:
+        yield len(rest), rest
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; the last one may be half written while the run goes on."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if math.isfinite(_step_of(line))]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [row for line in lines if (row := _row(line)) is not None]

@@ -86,23 +86,23 @@ def is_watched(key: str) -> bool:
 
 def limit_of(record: Record, key: str) -> float | None:
     """The level that ``key`` should not cross, as it was recorded last."""
-    known = record.series(key + LIMIT).known
-    return known[-1][1] if known else None
+    ends = record.series(key + LIMIT).ends
+    return ends[1][1] if ends else None
 
 
 def warnings(record: Record) -> list[str]:
     """What a reader should know before believing the numbers: alarms, crossed limits, steps that were left out."""
-    rows = record.rows
     found = []
-    for key in dict.fromkeys(key for row in rows for key in row if key.startswith("watch/") and "alarm" in key):
-        steps = [row["step"] for row in rows if row.get(key)]
+    for key in (key for key in record.keys if key.startswith("watch/") and "alarm" in key):
+        steps = [step for step, value in record.series(key).known if value]
         if steps:
             found.append(f"Alarm {key} at {_listed(steps)}.")
     found += [text for key in record.keys if is_watched(key) for text in _crossing(record, key)]
-    lost = [row["step"] for row in rows if "train/loss_avg" in row and row["train/loss_avg"] is None]
+    loss, spread = record.series("train/loss_avg"), record.series("rollout/zero_std_ratio")
+    lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
     if lost:
         found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
-    equal = [row["step"] for row in rows if row.get("rollout/zero_std_ratio") == 1.0]
+    equal = [step for step, value in zip(spread.steps, spread.values, strict=True) if value == 1.0]
     if equal:
         found.append(
             f"At {_listed(equal)} the samples of each prompt all had the same reward: nothing was learnt from them. "

@@ -55,6 +55,16 @@ class Series:
         """(step, value) without the nulls."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
+    @property
+    def ends(self) -> tuple[tuple[int, float], tuple[int, float]] | None:
+        """The first and the last of the known values; None: there is none."""
+        places = range(len(self.steps))
+        first = next((i for i in places if self.values[i] is not None), None)
+        last = next((i for i in reversed(places) if self.values[i] is not None), None)
+        if first is None or last is None:
+            return None
+        return (self.steps[first], self.values[first] or 0.0), (self.steps[last], self.values[last] or 0.0)
+
 
 @dataclass(frozen=True)
 class Record:
@@ -72,7 +82,7 @@ class Record:
     age_s: float = field(default=float("inf"))
     """Seconds since the last line of ``metrics.jsonl`` was written."""
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Steps that are done."""
         return max((row["step"] for row in self.rows), default=0)
@@ -82,11 +92,11 @@ class Record:
         """Steps that the configuration asks for, where it gives their number."""
         return self.setting("train.max_num_steps")
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Time of all steps and validations."""
-        parts = (row.get(key) for row in self.rows for key in ("train/iteration_time", "val/time"))
-        return sum(part for part in parts if part is not None)
+        columns = (self.series(key).values for key in ("train/iteration_time", "val/time"))
+        return sum(value for values in columns for value in values if value is not None)
 
     @property
     def finished(self) -> bool:
@@ -113,15 +123,28 @@ class Record:
         return step, lora if lora.is_dir() else folders[step]
 
     @cached_property
+    def _columns(self) -> Mapping[str, Series]:
+        """The rows by key: charts, tables and warnings ask for each many times."""
+        columns: dict[str, tuple[list[int], list[Any]]] = {}
+        for row in self.rows:
+            step = row["step"]
+            for key, value in row.items():
+                column = columns.get(key)
+                if column is None:
+                    column = columns[key] = ([], [])
+                column[0].append(step)
+                column[1].append(value)
+        return {key: Series(steps, _numbers(values)) for key, (steps, values) in columns.items()}
+
+    @cached_property
     def keys(self) -> list[str]:
         """Names of all metrics that ever were numbers, in order of appearance."""
-        found = {key: None for row in self.rows for key, value in row.items() if _number(value) is not None}
+        found = (key for key, series in self._columns.items() if any(value is not None for value in series.values))
         return [key for key in found if key != "step"]
 
     def series(self, key: str) -> Series:
         """The values of ``key`` at the lines that have it."""
-        rows = [row for row in self.rows if key in row]
-        return Series([row["step"] for row in rows], [_number(row[key]) for row in rows])
+        return self._columns.get(key, Series((), ()))
 
     def value(self, key: str, step: int) -> float | None:
         """The value of ``key`` at ``step``."""
@@ -188,6 +211,12 @@ def _step_folders(folder: Path) -> dict[int, Path]:
     entries = folder.iterdir() if folder.is_dir() else ()
     matches = ((re.fullmatch(r"step_(\d+)", entry.name), entry) for entry in entries)
     return {int(match[1]): entry for match, entry in matches if match}
+
+
+def _numbers(values: list[Any]) -> Sequence[float | None]:
+    if set(map(type, values)) == {float} and all(map(math.isfinite, values)):
+        return values  # nearly always, and much faster than one by one
+    return list(map(_number, values))
 
 
 def _number(value: Any) -> float | None:

@@ -58,10 +58,10 @@ def how_it_ended(record: Record, now: str) -> str:
 
 def tiles(record: Record, pairs: Pairs | None) -> str:
     """The two or three numbers that tell the outcome, first → last."""
-    rewards = [key for key in ("val/reward_avg", "train/reward_mean") if len(record.series(key).known) > 1]
-    losses = [key for key in ("val/avg_loss", "train/loss_avg") if len(record.series(key).known) > 1]
+    rewards = [key for key in ("val/reward_avg", "train/reward_mean") if _several(record, key)]
+    losses = [key for key in ("val/avg_loss", "train/loss_avg") if _several(record, key)]
     keys = rewards[:1] or losses[:1]
-    keys += [key for key in record.keys if re.fullmatch(r"watch/\w+_ratio", key) and record.series(key).known]
+    keys += [key for key in record.keys if re.fullmatch(r"watch/\w+_ratio", key) and record.series(key).ends]
     found = [_tile(record, key) for key in keys[:3]]
     if pairs and pairs.means and not rewards:
         found.insert(0, _change_tile("Mean score of the pictures", *pairs.means, 1))
@@ -72,10 +72,10 @@ def key_numbers(record: Record) -> str:
     """Table: first and last value of everything that matters."""
     rows = []
     for key in main_keys(record):
-        known, about = record.series(key).known, measure(key)
-        if not known:
+        ends, about = record.series(key).ends, measure(key)
+        if ends is None:
             continue
-        (first_step, first), (last_step, last) = known[0], known[-1]
+        (first_step, first), (last_step, last) = ends
         unit = f" {about.unit}" if about.unit else ""
         limit = limit_of(record, key)
         note = f" (limit {number(limit)})" if limit is not None else ""
@@ -155,8 +155,15 @@ def _masked_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _tile(record: Record, key: str) -> str:
-    known, about = record.series(key).known, measure(key)
-    return _change_tile(about.title, known[0][1], known[-1][1], about.better)
+    ends, about = record.series(key).ends, measure(key)
+    assert ends is not None, f"{key} has no value"
+    return _change_tile(about.title, ends[0][1], ends[1][1], about.better)
+
+
+def _several(record: Record, key: str) -> bool:
+    """Whether ``key`` has more than one value."""
+    ends = record.series(key).ends
+    return ends is not None and ends[0][0] < ends[1][0]
 
 
 def _change_tile(label: str, first: float, last: float, better: int) -> str:

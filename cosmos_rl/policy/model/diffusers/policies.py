@@ -149,6 +149,8 @@ def _local(value: Tensor) -> Tensor:
 def free_gathered(module: nn.Module) -> None:
     """Free weights that a forward pass without a backward pass left gathered: they would outlive a change of the
     shards."""
+    if not isinstance(module, FSDPModule):  # a sharded transformer is one as a whole, see distributed/sharding.py
+        return
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

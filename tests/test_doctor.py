@@ -91,7 +91,7 @@ def test_an_adapter_that_targets_nothing_is_found(write_toml: Toml, capsys: pyte
     options = ['--policy.lora.target_modules=["attn.to_q", "attn.nothing"]']
     code, found, out = marks(capsys, "--config", write_toml(), *options)
     assert (code, found["model and data"]) == (1, "FAIL")
-    assert "'attn.nothing' matches no module" in out
+    assert "'attn.nothing' matches no layer of the transformer" in out
 
 
 def test_a_random_autoencoder_is_warned_of(write_toml: Toml, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_an_adapter_that_targets_nothing_is_found(write_nft_toml: Toml, capsys: 
     options = ['--policy.lora.target_modules=["attn.to_q", "attn.nothing"]']
     code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
     assert (code, found["model and data"]) == (1, "FAIL")
-    assert "'attn.nothing' matches no module" in out
+    assert "'attn.nothing' matches no layer of the transformer" in out
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def test_the_scale_is_alpha_over_r_and_with_rslora_over_its_root(tiny_sd3: Path)
 def test_targets_that_match_nothing_are_all_listed_with_the_nearest_name(tiny_sd3: Path) -> None:
     with pytest.raises(UserError) as error:
         build(tiny_sd3, target_modules=("attn.to_q", "attn.to_qq", "attn1.to_k"))
-    assert "'attn.to_qq' matches no module; did you mean 'attn.to_q'?" in str(error.value)
-    assert "'attn1.to_k' matches no module" in str(error.value)
+    assert "'attn.to_qq' matches no layer of the transformer; did you mean 'attn.to_q'?" in str(error.value)
+    assert "'attn1.to_k' matches no layer of the transformer" in str(error.value)
     assert "'attn.to_q' matches" not in str(error.value)
 
 

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.trainer.diffusers_trainer import sft_trainer
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.trainer_runs import Stop, train
 
@@ -101,6 +104,31 @@ def test_async_saves_hold_the_weights_of_their_step(write_toml: Callable[..., Pa
         assert_same_state(one, other)
 
 
+def test_the_copies_of_two_exports_are_never_there_at_once(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, most = 0, 0
+    prepare = sft_trainer.prepare_export
+
+    def counted(model: Any, **given: Any) -> Callable[[Path], None]:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        write = prepare(model, **given)
+
+        def slow(folder: Path) -> None:
+            nonlocal alive
+            time.sleep(0.2)  # longer than a step
+            write(folder)
+            alive -= 1
+
+        return slow
+
+    monkeypatch.setattr(sft_trainer, "prepare_export", counted)
+    train(write_toml(), "--train.ckpt.save_freq=1", "--train.max_num_steps=3")
+    assert (most, alive) == (1, 0)
+
+
 def test_only_the_newest_steps_are_kept(write_toml: Callable[..., Path]) -> None:
     run = train(write_toml(), "--train.ckpt.save_freq=1", "--train.ckpt.max_keep=2")
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_5", "step_6"]
@@ -120,7 +148,7 @@ def test_a_checkpoint_of_other_weights_is_refused(write_toml: Callable[..., Path
     run = train(write_toml(), "--train.ckpt.save_freq=3")
     with pytest.raises(UserError, match="does not belong to this configuration"):
         train(write_toml(lora=False), resume=(run, 3))
-    with pytest.raises(UserError, match="shape"):
+    with pytest.raises(UserError, match=r"policy\.lora\.r = 4, this run has 2"):
         train(write_toml(), "--policy.lora.r=2", resume=(run, 3))
 
 

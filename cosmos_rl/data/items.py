@@ -52,6 +52,12 @@ class Part(Sequence[Any]):
         names = getattr(self._dataset, "names", None)
         return None if names is None else [names[i] for i in self._range]
 
+    @property
+    def digest(self) -> str | None:
+        """Of names and captions, where the data set knows it."""
+        whole = getattr(self._dataset, "digest", None)
+        return whole and f"{whole}[{self._range.start}:{self._range.stop}]"
+
 
 def named_captions(dataset: Any) -> list[Named]:
     """(name, caption) of every element of a data set that knows its captions without decoding; else nothing."""

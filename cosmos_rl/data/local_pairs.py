@@ -1,5 +1,6 @@
 """Data set of a flat folder of pairs ``<name>.json`` (``{"prompt": "..."}``) and ``<name>.jpg|.jpeg|.png|.webp``."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from cosmos_rl.data.images import load_picture
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.pair_files import usable_pairs
+from cosmos_rl.data.pair_files import pairs_digest, usable_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
@@ -41,6 +42,11 @@ class LocalPairs(Sequence[Item]):
     def names(self) -> list[str]:
         """The caption files, in the same order."""
         return [f"{pair.name}.json" for pair in self.pairs]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of names and captions, in the order of the pairs."""
+        return pairs_digest(self.pairs)
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -3,6 +3,7 @@
 Which files belong together, and why a file is left out. No torch: `cosmos-rl check` looks at folders with it.
 """
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,14 @@ def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
     if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
         raise UserError(f"{text}\nMore is left out than used; {expected_layout()}")
     return pairs, problems, text
+
+
+def pairs_digest(pairs: Sequence[Pair]) -> str:
+    """16 hex digits of all names and captions."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(f"{pair.name}\0{pair.prompt}\0".encode())
+    return digest.hexdigest()[:16]
 
 
 def _by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

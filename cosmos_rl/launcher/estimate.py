@@ -4,7 +4,6 @@ Sizes follow what the trainer keeps: trained weights, gradients, moments and ave
 `train.param_dtype`, text encoders in `policy.diffusers.dtype`, the VAE in float32.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, el
 from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
 from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig
+from cosmos_rl.policy.config.targets import target_problems
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
@@ -181,25 +181,15 @@ def _adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
         size += math.prod(down) + math.prod(up)
         eight_bit += sum(math.prod(shape) for shape in (down, up) if blocks_in_a_row(shape))
     counts = {"all-linear": len(targets)} if everything else {t: len(names) for t, names in found.items()}
-    unmatched = [] if everything else [t for t, names in found.items() if not names]
+    problems = [] if everything else target_problems(targets, layers)
     spare = (len(lora.lora_names) - 1) * size
-    return Selection(size, elements(shapes), spare, counts, _unmatched(unmatched, list(weights)), eight_bit)
+    return Selection(size, elements(shapes), spare, counts, problems, eight_bit)
 
 
 def _rank_of(name: str, lora: LoraConfig) -> int:
     """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
     matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
     return next(matching, lora.r)
-
-
-def _unmatched(targets: Sequence[str], names: Sequence[str]) -> list[str]:
-    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
-    lines = []
-    for target in targets:
-        near = difflib.get_close_matches(target, endings, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        lines.append(f"policy.lora.target_modules: {target!r} matches no layer of the transformer{hint}")
-    return lines
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest
+from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest, same_run
 from cosmos_rl.policy.trainer.task import Alarm, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
@@ -73,6 +73,8 @@ class TrainLoop:
             max_keep=ckpt.max_keep,
             is_main=context.is_main,
         )
+        self._same = same_run.must_equal(config, context, task.identity())
+        self._settings = same_run.settings(config, task.total_steps)
         self._saved_step: int | None = None
         self._judged: tuple[int, float] | None = None  # step and objective of the last validation that reported one
         self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
@@ -212,11 +214,13 @@ class TrainLoop:
         """Save step ``done``; its export too when the configuration or the end of the run asks for it."""
         ckpt = self._config.train.ckpt
         last = done == self._task.total_steps
+        self._manager.wait()  # first, so that the copies of two exports are never there at once
         export = self._export_of(done) if ckpt.export_safetensors or last else None
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._copies())
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
-        kept = {"step": done, "run": self._task.identity(), "loop": own, "task": self._task.progress()}
+        kept = {"step": done, "run": self._same, "loop": own, "task": self._task.progress()}
+        kept["settings"] = self._settings
         job = SaveJob(done, state, kept, export, best=is_best)
         self._manager.save(job, block=final)
         self._saved_step = done
@@ -296,13 +300,8 @@ class TrainLoop:
                 f"{resume_from} is step {step}, but this run ends after {self._task.total_steps} steps (train.epoch, "
                 "train.max_num_steps); raise them or resume an earlier step"
             )
-        for name, now in self._task.identity().items():
-            before = state["run"].get(name)
-            if before != now:
-                raise UserError(
-                    f"{resume_from} was saved with {name} = {before!r}, this run has {now!r}: data and noise "
-                    "would not go on where they stopped. Use the old value, or start a new run."
-                )
+        same_run.compare(resume_from, state["run"], self._same)
+        same_run.say_changes(state.get("settings", {}), self._settings)
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._copies())
         self._task.restore_progress(state["task"])
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])

@@ -1,6 +1,5 @@
 """LoRA adapters on a diffusers transformer: create, check, warm-start."""
 
-import difflib
 import json
 import math
 import re
@@ -18,9 +17,11 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
+from cosmos_rl.policy.config.targets import target_problems
 from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
+_ADAPTABLE = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding)
 METADATA_KEY = "lora_adapter_metadata"
 _UP = ".lora_B.weight"
 
@@ -30,21 +31,20 @@ def linear_names(transformer: torch.nn.Module) -> list[str]:
     return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def check_targets(targets: Sequence[str], names: Iterable[str]) -> None:
-    """Every target must be the name of a module or the end of one.
+def layer_names(transformer: torch.nn.Module) -> list[str]:
+    """Names of all layers that can have an adapter, in order."""
+    return [name for name, module in transformer.named_modules() if isinstance(module, _ADAPTABLE)]
+
+
+def check_targets(targets: Sequence[str], layers: Iterable[str]) -> None:
+    """Every target must be the name of a layer or the end of one.
 
     Raises:
         UserError: lists the targets that match nothing, each with the nearest ending that exists.
     """
-    names = list(names)
-    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
-    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    if unmatched:
-        lines = []
-        for target in unmatched:
-            near = difflib.get_close_matches(target, endings, n=1)
-            lines.append(f"  {target!r} matches no module" + (f"; did you mean {near[0]!r}?" if near else ""))
-        raise UserError("policy.lora.target_modules:\n" + "\n".join(lines))
+    problems = target_problems(targets, layers)
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def add_adapters(transformer: Any, config: LoraConfig) -> None:
@@ -59,7 +59,7 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     names = [name for name, _ in transformer.named_modules()]
     _check_config(config, names)
     targets = linear_names(transformer) if config.target_modules == "all-linear" else list(config.target_modules)
-    check_targets(targets, names)
+    check_targets(targets, layer_names(transformer))
     peft_config = {
         "r": config.r,
         "lora_alpha": config.lora_alpha,

@@ -275,6 +275,7 @@ class SFTTrainer:
             "seed": self._seed,
             "global_batch_size": self.stream.batch,
             "dataset_length": self.stream.length,
+            "data (digest of names and captions)": getattr(self._dataset, "digest", None),
             "dataloader_seed": sft.dataloader_seed,
             "dataloader_shuffle": sft.dataloader_shuffle,
             "dataloader_drop_last": sft.dataloader_drop_last,

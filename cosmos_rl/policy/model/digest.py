@@ -1,0 +1,67 @@
+"""Which base model a run starts from, in a few characters. No torch."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+_SAMPLED_BYTES = 2**20
+_TEXTS = (".json", ".txt", ".model")
+_VARIANTS = (".fp16.", ".bf16.", ".ema.", ".non_ema.")
+
+
+def pipeline_digest(name: str, revision: str | None) -> str | None:
+    """16 hex digits of what a pipeline's files hold, wherever they are; None: there is no such folder here.
+
+    Settings and tokenizers count as a whole; of weights, which may take an hour to read, the size and the first and
+    last megabyte. What is no part of the pipeline, such as a README or another variant of the weights, does not.
+    """
+    folder = _folder_of(name, revision)
+    if folder is None or not (folder / "model_index.json").is_file():
+        return None
+    digest = hashlib.sha256(_settings(folder / "model_index.json"))
+    for file in _files(folder):
+        digest.update(f"\n{file.relative_to(folder).as_posix()}\n".encode())
+        digest.update(_settings(file) if file.suffix == ".json" else _sampled(file))
+    return digest.hexdigest()[:16]
+
+
+def _folder_of(name: str, revision: str | None) -> Path | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # late: only a hub name needs it
+
+    found = try_to_load_from_cache(name, "model_index.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    for part in sorted(name for name, value in index.items() if isinstance(value, list)):
+        for file in sorted((folder / part).glob("*")):
+            weights = file.suffix == ".safetensors" and not any(word in file.name for word in _VARIANTS)
+            if weights or file.suffix in _TEXTS:
+                yield file
+
+
+def _settings(file: Path) -> bytes:
+    """The content of a JSON file without what saving it again would change: versions and places."""
+    text = file.read_bytes()
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(content, dict):
+        content = {k: v for k, v in content.items() if not k.startswith("_") or k == "_class_name"}
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _sampled(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(_SAMPLED_BYTES)
+        opened.seek(max(0, size - _SAMPLED_BYTES))
+        return f"{size}:".encode() + first + opened.read(_SAMPLED_BYTES)

@@ -1,0 +1,113 @@
+"""What a resumed run must have in common with its checkpoint, and what may differ but is worth a line."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl.data.pair_files import pairs_digest, scan_pairs
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.problems import shown
+from cosmos_rl.policy.model.digest import pipeline_digest
+from cosmos_rl.utils.logging import logger
+
+_ADAPTER = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "r_pattern", "target_modules")
+"""Of ``policy.lora``: the strength and place of an adapter, which its weights do not hold."""
+_ELSEWHERE = frozenset(
+    {
+        "custom",
+        "policy.model_name_or_path",
+        "policy.model_revision",
+        "policy.lora.lora_path",
+        "policy.model_gradient_checkpointing",
+        "policy.diffusers.offload",
+        "rollout.n_generation_mini_batch",
+        "train.output_dir",
+        "train.timestamp",
+        "train.resume",
+        "train.device",
+        "train.epoch",
+        "train.max_num_steps",
+        "train.max_nonfinite_steps",
+        "train.train_batch_per_replica",
+        "train.global_batch_size",
+        "train.train_policy.enable_dataset_cache",
+        "train.train_policy.dataloader_num_workers",
+        "train.train_policy.dataloader_prefetch_factor",
+        "train.train_policy.max_skipped_frac",
+        "train.train_policy.mini_batch",
+    }
+)
+_ELSEWHERE_TABLES = (
+    "logging.",
+    "profiler.",
+    "validation.",
+    "policy.parallelism.",
+    "rollout.parallelism",
+    "train.ckpt.",
+    "train.train_policy.cache.",
+)
+"""Keys that change no draw and no weight, or are compared by what they lead to: digests of data and model."""
+
+
+def must_equal(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a resumed run must have in common with its checkpoint: the task's own, base model and adapter."""
+    model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision) if context.is_main else None
+    found = {**task, "base model (digest of its files)": context.as_on_main(model or "") or None}
+    lora, job = config.policy.lora, config.train.train_policy
+    if lora is not None:
+        found |= {f"policy.lora.{name}": getattr(lora, name) for name in _ADAPTER}
+    if isinstance(job, GrpoPolicyConfig) and job.data_term.beta > 0:
+        pairs = pairs_digest(scan_pairs(Path(job.data_term.local_dir).expanduser())[0]) if context.is_main else ""
+        found["train.train_policy.data_term (digest of names and captions)"] = context.as_on_main(pairs)
+    return _as_json(found)
+
+
+def settings(config: Config, total_steps: int) -> dict[str, Any]:
+    """Values of the configuration that a run may change on its way and that change what is learnt."""
+    kept = {key.path: key.value for key in keys_of(config) if key.kind is not Kind.NO_EFFECT}
+    found = {path: value for path, value in kept.items() if _counts(path)}
+    train = config.train
+    if train.optm_decay_type not in (None, "none") or isinstance(train.optm_warmup_steps, float):
+        found["steps of the learning rate's schedule"] = total_steps
+    return _as_json(found)
+
+
+def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `UserError` where a resumed run would silently learn something else than its checkpoint did."""
+    unknown = [name for name in now if name not in saved]
+    for name, value in now.items():
+        before = saved.get(name)
+        if name in saved and before != value and None not in (before, value):
+            raise UserError(
+                f"{checkpoint} was saved with {name} = {before!r}, this run has {value!r}: data, noise or the policy "
+                "would not go on where they stopped. Use the old value, or start a new run."
+            )
+    if unknown:
+        logger.info(f"not compared, since an older version has saved {checkpoint}: {', '.join(unknown)}")
+
+
+def say_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """One line with all values that are not those of the checkpoint."""
+    changed = [
+        f"{name} {shown(saved[name])} -> {shown(value)}"
+        for name, value in now.items()
+        if name in saved and saved[name] != value
+    ]
+    if changed:
+        logger.warning(f"Changed since the checkpoint: {'; '.join(changed)}")
+
+
+def _counts(path: str) -> bool:
+    if path in _ELSEWHERE or path.startswith(_ELSEWHERE_TABLES) or path.endswith(".local_dir"):
+        return False
+    return path.removeprefix("policy.lora.") not in _ADAPTER
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As they come back from a file: tuples are lists there, tables are dictionaries."""
+    return json.loads(json.dumps(values, default=lambda value: value.model_dump(mode="json")))

@@ -139,6 +139,12 @@ def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
         assert torch.equal(EulerKernel().step(x, v, index, levels), stock)
 
 
+def test_the_euler_step_keeps_float64() -> None:
+    x, v = torch.tensor([[1.0 + 1e-12]], dtype=torch.float64), torch.tensor([[1e-9]], dtype=torch.float64)
+    moved = EulerKernel().step(x, v, 0, [0.5, 0.25])
+    assert moved.item() == pytest.approx(1.0 + 1e-12 - 0.25e-9, rel=1e-15)
+
+
 def sample(
     kernel: AffineKernel, levels: list[float], dtype: torch.dtype = torch.float32
 ) -> tuple[Sampled, list[Tensor]]:

@@ -116,6 +116,30 @@ def test_draws_depend_on_the_key_alone() -> None:
     assert not any(torch.equal(randomness.normal((2, 3), *other), together[:1]) for other in others)
 
 
+def test_samples_of_one_step_never_share_their_noise() -> None:
+    """torch's CPU generator keeps 32 bits of a seed: keys that differ above them are one key."""
+    same = [torch.randn(3, generator=torch.Generator().manual_seed(seed)) for seed in (12345, 12345 + 2**32)]
+    assert torch.equal(*same)
+    for ids in (range(2_000), range(2**32 - 10, 2**32 + 10)):
+        starts = {randomness.normal((4,), 42, "rollout", 7, [i]).numpy().tobytes() for i in ids}
+        assert len(starts) == len(ids)
+    seeds = {randomness.torch_seed(42, "rollout", 0, i) for i in range(300_000)}
+    assert len(seeds) == 300_000
+    # two that were equal when all ids were hashed to 63 bits
+    pairs = [randomness.normal((4,), 0, "rollout", step, [i]) for step, i in ((81, 81162), (103, 103263))]
+    assert not torch.equal(*pairs)
+
+
+def test_seeds_are_spread_over_their_range() -> None:
+    for seeds in (
+        [randomness.torch_seed(seed, "lora/a") for seed in range(2_000)],
+        [randomness.torch_seed(0, "rollout", step, 5) for step in range(2_000)],
+    ):
+        assert len(set(seeds)) == 2_000
+        assert all(0 <= seed < 2**32 for seed in seeds)
+        assert sum(seeds) / 2_000 / 2**32 == pytest.approx(0.5, abs=4 * (1 / 12 / 2_000) ** 0.5)
+
+
 def test_keys_are_spread_over_their_range() -> None:
     keys = [randomness.key(0, "noise", 0, i) for i in range(4096)]
     assert len(set(keys)) == 4096

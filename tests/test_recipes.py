@@ -69,7 +69,7 @@ def test_a_recipe_writes_where_its_opening_says(recipe):
 def test_a_reinforcement_learning_recipe_trains_nine_of_ten_steps_in_whole_groups(recipe):
     config = load_config(CONFIGS / recipe)
     diffusers, group = config.policy.diffusers, config.rollout.n_generation
-    assert int(diffusers.sample.num_steps * diffusers.timesteps_fraction) == 9
+    assert diffusers.trained_levels == 9
     assert config.train.train_batch_per_replica == 6 * group * 8
     assert config.policy.lora
     assert config.policy.lora.lora_names == ("default", "old")

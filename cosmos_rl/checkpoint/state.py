@@ -118,7 +118,8 @@ def _check_names(folder: Path, stored: set[str], params: Mapping[str, torch.nn.P
         lines += [f"  only in the checkpoint: {key}" for key in foreign[:5]]
         raise UserError(
             f"{folder} does not belong to this configuration: {len(missing)} tensors are missing, {len(foreign)} are "
-            "foreign (policy.lora, train.ema_enable and the model must be those of the saved run):\n" + "\n".join(lines)
+            "foreign (policy.lora, train.ema_enable, the model and whether kl_beta is 0 must be as in the saved run):\n"
+            + "\n".join(lines)
         )
 
 

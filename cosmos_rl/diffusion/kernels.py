@@ -93,7 +93,8 @@ class AffineKernel(ABC):
 class EulerKernel(AffineKernel):
     """The probability-flow ODE, first order: ``z' = z + (sigma_next - sigma) * v``.
 
-    Bit-equal to ``FlowMatchEulerDiscreteScheduler.step``, which multiplies in the velocity's dtype and adds in float32.
+    Bit-equal to ``FlowMatchEulerDiscreteScheduler.step``, which multiplies in the velocity's dtype and adds in float32;
+    float64 stays float64.
     First-order DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095) and DDIM without noise are this step for flow models.
     """
 
@@ -112,7 +113,7 @@ class EulerKernel(AffineKernel):
     ) -> Tensor:
         """See :class:`Kernel`."""
         dt = sigmas[index + 1] - sigmas[index]
-        return (latents.float() + dt * velocity).to(velocity.dtype)
+        return (_wide(latents) + dt * velocity).to(velocity.dtype)
 
 
 Dpm1Kernel = EulerKernel

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,12 @@ class Context:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maxima over all ranks."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        """Element-wise maxima over all ranks; NaN where any rank has it."""
+        lost = [float(math.isnan(value)) for value in values]
+        known = [-math.inf if math.isnan(value) else value for value in values]
+        found = self._reduced([*known, *lost], dist.ReduceOp.MAX)  # the backends' own maximum loses some NaN
+        tops = zip(found[: len(lost)], found[len(lost) :], strict=True)
+        return [math.nan if is_lost else top for top, is_lost in tops]
 
     def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:

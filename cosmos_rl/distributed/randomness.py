@@ -12,14 +12,25 @@ from torch import Tensor
 
 
 def key(seed: int, purpose: str, *ids: int) -> int:
-    """A 63-bit seed from the run seed, a purpose and any number of ids (step, sample id, ...)."""
+    """A 63-bit hash of the run seed, a purpose and any number of ids (step, sample id, ...)."""
     text = "/".join([str(seed), purpose, *map(str, ids)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def torch_seed(seed: int, purpose: str, *ids: int) -> int:
+    """What to seed a torch generator with: a 32-bit hash of all but the last id, plus the last one.
+
+    torch's CPU generator uses 32 bits of a seed and no more. So two keys that differ in the last id alone (samples of
+    one step, ranks) never have the same numbers while these ids lie within a range of 2^32. Any two other keys have the
+    same ones with probability 2^-32; two steps whose hashes lie that close share those of many samples.
+    """
+    *others, last = ids or (0,)
+    return (key(seed, purpose, *others) + last) % 2**32
+
+
 def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
-    """A CPU generator for one key; CPU, so that the numbers are the same on every device."""
-    return torch.Generator().manual_seed(key(seed, purpose, *ids))
+    """A CPU generator for one key, see ``torch_seed``; CPU, so that the numbers are the same on every device."""
+    return torch.Generator().manual_seed(torch_seed(seed, purpose, *ids))
 
 
 def normal(shape: Sequence[int], seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:

@@ -85,7 +85,7 @@ def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
 
 def _loaded(config: Config, device: torch.device) -> Any:
     """The model as the trainer builds it."""
-    torch.manual_seed(randomness.key(config.train.seed, "init"))
+    torch.manual_seed(randomness.torch_seed(config.train.seed, "init"))
     return ModelRegistry.build_diffusers_model(
         config,
         param_dtype=config.train.param_dtype,

@@ -16,9 +16,9 @@ class RlMemory:
     """Bytes per rank."""
 
     copies: Mapping[str, int]
-    """Policies that stay for the whole run, where all weights are trained."""
+    """Copies of policies that stay for the whole run."""
     saved: int
-    """Of a checkpoint: the old policy, and the watch's samples."""
+    """Of a checkpoint: the old policy, a reference that is an adapter, and the watch's samples."""
     collected: int
     """In host memory: latents and media of a rank's samples, and their rows for the update."""
     conditions: int
@@ -35,18 +35,20 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     """
     job, plan = config.train.train_policy, rl_plan(config)
     assert isinstance(job, GrpoPolicyConfig)
-    copies, share = {}, 4 * trained // shards
-    if config.policy.lora is None:
-        copies = {"old policy": share * keeps_old(config), "reference": share * (job.kl_beta > 0)}
+    lora, share = config.policy.lora, 4 * trained // shards
+    copies = {
+        "old policy": share * (lora is None and keeps_old(config)),
+        "reference": share * (job.kl_beta > 0 and (lora is None or not lora.starts_as_base)),
+    }
     height, width = config.policy.diffusers.inference_size
     latent = 4 * latent_numbers(config, pipeline)
     watched = job.watch.samples * latent if job.watch.enable and not job.watch.local_dir else 0
-    has_old = config.policy.lora is not None or keeps_old(config)
+    saved = (lora is not None or keeps_old(config)) + (lora is not None and copies["reference"] > 0)
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_TARGETS // micro, 1) * job.mini_batch)
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
-        saved=4 * trained * has_old + watched,
+        saved=4 * trained * saved + watched,
         collected=plan.samples * (3 * height * width + latent) + plan.pairs * latent + watched,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows,

@@ -52,7 +52,7 @@ def rl_plan(config: Config) -> RlPlan:
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     samples = total // ranks
     chunk = rollout_chunk(config)
-    levels = int(diffusers.sample.num_steps * diffusers.timesteps_fraction)
+    levels = diffusers.trained_levels
     each_batch = (job.batch_size_per_optimize or samples) * levels // job.mini_batch
     batches = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations
     dropout = config.policy.lora is not None and config.policy.lora.lora_dropout > 0

@@ -1,5 +1,6 @@
 """`[policy]`: which model is trained, which part of it, and over how many ranks."""
 
+import math
 import re
 from typing import Annotated, Literal
 
@@ -65,6 +66,11 @@ class LoraConfig(Table):
         """Name of the adapter that is trained."""
         return self.primary_adapter or self.lora_names[0]
 
+    @property
+    def starts_as_base(self) -> bool:
+        """Whether the adapter changes nothing at the start: it is fresh, with one of its two matrices zero."""
+        return not self.lora_path and self.init_lora_weights is not False
+
 
 class SampleConfig(Table):
     """`[policy.diffusers.sample]`: how pictures and videos are sampled."""
@@ -127,7 +133,7 @@ class DiffusersConfig(Table):
     inference_frames: ForVideo[PositiveInt] = 41
     """Frames of a validation video: a multiple of 4, plus 1."""
     timesteps_fraction: ForRl[PositiveFraction] = 1.0
-    """Share of the sample.num_steps sampling steps that are trained."""
+    """Share of the sample.num_steps sampling steps that are trained, rounded down."""
     nft_beta: ForRl[PositiveFloat] = 1.0
     """How far DiffusionNFT's implicit policies lie from the old one."""
     weight_copy_decay_type: ForRl[Literal[0, 1, 2]] = 0
@@ -136,6 +142,11 @@ class DiffusersConfig(Table):
     """How pictures and videos are sampled."""
     tokenizer: ForRl[TokenizerConfig] = TokenizerConfig()
     """The VAE that packs videos for the reward service."""
+
+    @property
+    def trained_levels(self) -> int:
+        """Sampling steps that are trained. As decimal numbers: 0.58 of 50 are 29, although floats make 28.99… of it."""
+        return math.floor(round(self.sample.num_steps * self.timesteps_fraction, 9))
 
 
 class ParallelismConfig(Table):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cosmos_rl.policy.config.policy import SampleConfig
+from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.schema import Config
@@ -18,7 +18,8 @@ def rl_rules(config: Config) -> list[str]:
         return []
     return [
         *_placement(config, job),
-        *_sampling(config.policy.diffusers.sample, config.policy.diffusers.timesteps_fraction),
+        *_sampling(config.policy.diffusers.sample),
+        *_levels(config.policy.diffusers),
         *_advantages(config, job),
         *_batches(config, job),
         *_real_samples(config, job),
@@ -55,7 +56,7 @@ def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             )
 
 
-def _sampling(sample: SampleConfig, fraction: float) -> Iterator[str]:
+def _sampling(sample: SampleConfig) -> Iterator[str]:
     if sample.solver in _NOISELESS and not sample.deterministic_sampling:
         yield (
             "policy.diffusers.sample.deterministic_sampling: found false; allowed: true with "
@@ -76,10 +77,14 @@ def _sampling(sample: SampleConfig, fraction: float) -> Iterator[str]:
             f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "
             'policy.diffusers.sample.solver = "ddim"'
         )
-    if int(sample.num_steps * fraction) < 1:
+
+
+def _levels(diffusers: DiffusersConfig) -> Iterator[str]:
+    if diffusers.trained_levels < 1:
+        fraction, steps = diffusers.timesteps_fraction, diffusers.sample.num_steps
         yield (
             f"policy.diffusers.timesteps_fraction: found {fraction}; of policy.diffusers.sample.num_steps = "
-            f"{sample.num_steps} it leaves int({sample.num_steps} * {fraction}) = 0 trained steps; allowed: at least 1"
+            f"{steps} it leaves int({steps} * {fraction}) = 0 trained steps; allowed: at least 1"
         )
 
 

@@ -274,6 +274,7 @@ class DiffuserModel(VelocityModel):
             noise: like ``clean_latents``.
         """
         noised, noise, timesteps = self.add_noise(clean_latents, timestep=timestep, noise=noise)
+        self.evaluations += len(clean_latents)
         velocity = self.predict(noised, timesteps, cond)
         sigma = timesteps.float().to(clean_latents.device) / self.scheduler.config.num_train_timesteps
         weight = loss_weight(sigma, self.config.weighting_scheme)

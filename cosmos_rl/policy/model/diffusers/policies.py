@@ -1,7 +1,8 @@
 """The policies that share one transformer: the trained one, the old one that samples, the reference.
 
-With LoRA the old policy is a second adapter and the reference is the base without adapters: nothing is copied. With all
-weights trained they are copies of the trained parameters, sharded like these and made only when they are wanted.
+With LoRA the old policy is a second adapter. The reference is the base without adapters where a fresh adapter changes
+nothing, else a frozen copy of the adapter as it was at the start. With all weights trained both are copies of the
+trained parameters. Copies are sharded like what they copy, and made only when they are wanted.
 """
 
 import contextlib
@@ -35,12 +36,20 @@ class Policies(Protocol):
         """The old policy's weights by the names of the trained parameters; empty when none are kept."""
         ...
 
+    def reference_state(self) -> Mapping[str, Tensor]:
+        """What a resumed run cannot take from the base model; empty when there is nothing."""
+        ...
+
 
 class AdapterPolicies:
     """Policies as LoRA adapters of one base."""
 
-    def __init__(self, transformer: nn.Module, trained: str, old: str | None) -> None:
-        """``trained`` and ``old`` name adapters; without ``old`` there is none to sample from."""
+    def __init__(self, transformer: nn.Module, trained: str, old: str | None, *, copy_reference: bool = False) -> None:
+        """``trained`` and ``old`` name adapters; without ``old`` there is none to sample from.
+
+        ``copy_reference``: the reference is the trained adapter as it is now; else the base without adapters.
+        """
+        self._transformer = transformer
         self._trained = trained
         self._old = old
         self._layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
@@ -49,6 +58,7 @@ class AdapterPolicies:
         self._old_params: dict[str, Tensor] = {}
         if old is not None:
             self._old_params = {n: named[n.replace(f".{trained}.", f".{old}.")] for n in self._default_params}
+        self._reference = {n: p.detach().clone() for n, p in self._default_params.items()} if copy_reference else {}
         self.old_is_default = False
         self.follow(0.0)
 
@@ -58,14 +68,19 @@ class AdapterPolicies:
         if name == "old" and self._old is None:
             raise ValueError("this model keeps no old policy")
         before = [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
-        wanted = {"default": self._trained, "old": self._old}.get(name)
+        copied = name == "reference" and bool(self._reference)
+        wanted = {"default": self._trained, "old": self._old, "reference": self._trained if copied else None}[name]
         for layer in self._layers:
             layer._disable_adapters = wanted is None
             if wanted is not None:
                 layer._active_adapter = [wanted]
+        if copied:
+            _exchange(self._transformer, self._default_params, self._reference)
         try:
             yield
         finally:
+            if copied:
+                _exchange(self._transformer, self._default_params, self._reference)
             for layer, (active, disabled) in zip(self._layers, before, strict=True):
                 layer._active_adapter, layer._disable_adapters = active, disabled
 
@@ -77,6 +92,10 @@ class AdapterPolicies:
     def old_state(self) -> Mapping[str, Tensor]:
         """The old adapter's weights by the names of the trained ones."""
         return {name: param.detach() for name, param in self._old_params.items()}
+
+    def reference_state(self) -> Mapping[str, Tensor]:
+        """The adapter at the start, where it is the reference."""
+        return self._reference
 
 
 class CopyPolicies:
@@ -104,11 +123,11 @@ class CopyPolicies:
             return
         if name not in self._copies:
             raise ValueError(f"this model keeps no {name} policy")
-        self._exchange(self._copies[name])
+        _exchange(self._transformer, self._params, self._copies[name])
         try:
             yield
         finally:
-            self._exchange(self._copies[name])
+            _exchange(self._transformer, self._params, self._copies[name])
 
     def follow(self, decay: float) -> None:
         """``old = decay * old + (1 - decay) * default``."""
@@ -120,14 +139,19 @@ class CopyPolicies:
         """The old policy's weights; empty when it is always the trained one."""
         return self._copies.get("old", {})
 
-    @torch.no_grad()
-    def _exchange(self, other: Mapping[str, Tensor]) -> None:
-        free_gathered(self._transformer)
-        for name, param in self._params.items():
-            held = param.detach().clone()
-            param.detach().copy_(other[name])
-            other[name].copy_(held)
-        free_gathered(self._transformer)
+    def reference_state(self) -> Mapping[str, Tensor]:
+        """Nothing: the start of the run is the base model itself."""
+        return {}
+
+
+@torch.no_grad()
+def _exchange(transformer: nn.Module, params: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    free_gathered(transformer)
+    for name, param in params.items():
+        held = param.detach().clone()
+        param.detach().copy_(other[name])
+        other[name].copy_(held)
+    free_gathered(transformer)
 
 
 @torch.no_grad()

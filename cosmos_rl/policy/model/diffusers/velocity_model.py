@@ -255,12 +255,14 @@ class VelocityModel(abc.ABC):
     def policies(self, *, keep_old: bool, keep_reference: bool) -> Policies:
         """The old policy and the reference beside the trained one; both start as the weights are now.
 
-        With LoRA nothing is copied: ``old`` is the adapter of that name, the reference is the base.
+        With LoRA ``old`` is the adapter of that name; the reference is the base, or a copy of an adapter that does
+        something from the start.
         """
         if self.lora_config is None:
             return CopyPolicies(self.transformer, self.trainable(), keep_old=keep_old, keep_reference=keep_reference)
         old = "old" if "old" in self.lora_config.lora_names else None
-        return AdapterPolicies(self.transformer, self.primary_adapter, old)
+        copied = keep_reference and not self.lora_config.starts_as_base
+        return AdapterPolicies(self.transformer, self.primary_adapter, old, copy_reference=copied)
 
     def synchronise_gradients(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""

@@ -35,7 +35,9 @@ def optimizer_batches(
 
     Args:
         kept: ids of all samples that are trained on, in order.
-        size: samples per optimiser step over all ranks; None: all of them.
+        size: samples per optimiser step over all ranks, at most; None: all of them. Where they do not divide, the
+            batches are as equal as can be: 73 samples at 72 are 37 and 36, as an optimiser step moves the weights as
+            far whatever its batch.
         passes: how often each sample is used.
 
     A pass that is one batch keeps the order, so that samples stay where they were made; else each pass is shuffled.
@@ -46,8 +48,8 @@ def optimizer_batches(
         if size is not None and size < len(order):
             generator = randomness.generator(seed, f"{purpose}/order", step, number)
             order = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
-        width = size or len(order)
-        batches += [order[first : first + width] for first in range(0, len(order), width)]
+        count = math.ceil(len(order) / (size or len(order)))
+        batches += [part.tolist() for part in torch.tensor(order).tensor_split(count)]
     return batches
 
 

@@ -54,7 +54,9 @@ def build_nft(
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
-    torch.manual_seed(randomness.key(config.train.seed, "init"))  # what a library draws while it builds the model
+    torch.manual_seed(
+        randomness.torch_seed(config.train.seed, "init")
+    )  # what a library draws while it builds the model
     model: DiffuserModel = ModelRegistry.build_diffusers_model(
         config,
         param_dtype=config.train.param_dtype,
@@ -138,7 +140,9 @@ def _data_loss(
         ids = [position.sample_id for position in own.positions]
         whole = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout)
         for first in range(0, len(ids), job.mini_batch):
-            loss_sum, _ = whole.rows(slice(first, first + job.mini_batch)).loss(model)
+            part = whole.rows(slice(first, first + job.mini_batch))
+            loss_sum, _ = part.loss(model)
+            model.evaluations += 2 * len(part.clean)  # of the backward pass
             yield loss_sum / term.batch_size
 
     return losses

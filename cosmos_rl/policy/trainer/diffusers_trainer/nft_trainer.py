@@ -115,7 +115,7 @@ class NFTTrainer:
         self._held_out = held_out
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
         self._evaluations = 0  # of all ranks, before this process was started or at the last step
-        self._levels_per_sample = int(len(self._levels) * diffusers.timesteps_fraction)
+        self._levels_per_sample = diffusers.trained_levels
         self._rewinds = 0
         self._last_good = 0  # the last step at which the watch found nothing wrong
         self._missing_warned = self._equal_warned = False
@@ -243,7 +243,7 @@ class NFTTrainer:
 
     def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
         """What must survive a restart beside weights, moments and EMA."""
-        found = {"old": self.policies.old_state()}
+        found = {"old": self.policies.old_state(), "reference": self.policies.reference_state()}
         if self._job.watch.enable and self._held_out is None:
             found["watch"] = {"latents": self.watch.held_out.latents}
         return found
@@ -405,7 +405,7 @@ class NFTTrainer:
             key=(self._seed, self._purpose(f"nft/{number}"), step),
         )
         row_cond = self._conditions.places(rows.prompts)
-        torch.manual_seed(randomness.key(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
+        torch.manual_seed(randomness.torch_seed(self._seed, self._purpose("dropout"), step, number, context.dp_rank))
         total_weight = float(len(places) * self._levels_per_sample)
         data_share = self._data_term(step, number, total_weight)
         terms = self._update.accumulate(

@@ -69,7 +69,7 @@ class SFTTrainer:
         self.total_steps = self.stream.steps_per_epoch * config.train.epoch
         if config.train.max_num_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_num_steps)
-        torch.manual_seed(randomness.key(self._seed, "init"))  # what a library draws while it builds the model
+        torch.manual_seed(randomness.torch_seed(self._seed, "init"))  # what a library draws while it builds the model
         job = config.train.train_policy
         self.model: DiffuserModel = ModelRegistry.build_diffusers_model(
             config,
@@ -144,7 +144,7 @@ class SFTTrainer:
     def train_step(self, step: int) -> StepReport:
         """One optimiser step on the batch at ``step``."""
         batch = next(self._batches)
-        torch.manual_seed(randomness.key(self._seed, "dropout", step, self._context.dp_rank))
+        torch.manual_seed(randomness.torch_seed(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
         dropout = self._config.train.train_policy.caption_dropout
         whole = self._noising.prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)

@@ -130,3 +130,16 @@ lora_alpha = 8
 target_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
 init_lora_weights = "gaussian"
 """
+
+
+HANG_S = 1800
+"""Of tests that start processes or train. They wait by `tests.patience`, which knows a hang from a busy machine; this
+is for what hangs in spite of it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give long tests the time that a busy machine takes for them."""
+    for item in items:
+        is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")
+        if is_long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HANG_S))

@@ -27,11 +27,11 @@ from cosmos_rl.policy.trainer.task import StepReport
 from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, Slot
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+from tests.patience import wait_until
 from tests.ranks import free_port
 from tests.trainer_runs import Stop, train
 
 PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
-DEADLINE_S = 200
 PRELOADED = (  # what a job imports, much of it late
     "tests.nft_runs",
     "cosmos_rl.policy.trainer.loop",
@@ -255,7 +255,7 @@ def run_forked(jobs: Sequence[Job], ranks: int, logs: Path) -> None:
     """Run the jobs to their end; fails with the output of the ranks that failed."""
     processes = forked(jobs, ranks, logs)
     for process in processes:
-        process.join(DEADLINE_S)
+        wait_until(lambda process=process: process.exitcode is not None, "the end of a rank")
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEADLINE_S = 240
+from tests.patience import exit_code
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -23,7 +24,7 @@ def train_on_ranks(count: int, config: Path, folder: Path, *overrides: str, resu
         with (folder / f"rank_{rank}.log").open("ab") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(DEADLINE_S) for process in processes]
+        codes = [exit_code(process) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
 from cosmos_rl.storage.run_folder import newest
 from cosmos_rl.tracking.metrics import read_metrics
+from tests import patience
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "customisation"
@@ -208,14 +208,8 @@ def test_an_own_option_changes_the_data(run_example) -> None:
 def test_the_command_gives_a_script_its_own_options_and_keeps_the_overrides(write_toml, tmp_path: Path) -> None:
     script = str(EXAMPLES / "own_options.py")
     argv = ["--config", str(write_toml()), "--train.max_num_steps=2", script, "--mirror", "--train.seed=7"]
-    done = subprocess.run(
-        [sys.executable, "-m", "cosmos_rl.launcher.cli", *argv],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [sys.executable, "-m", "cosmos_rl.launcher.cli", *argv]
+    done = patience.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = newest(tmp_path / "out")
     assert run is not None

@@ -13,9 +13,10 @@ import pytest
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.tracking.metrics import read_metrics
+from tests.patience import exit_code, wait_until
 from tests.test_resume import assert_same_state, saved_state
 
-TOTAL, SAVE_FREQ, DEADLINE_S = 24, 5, 120
+TOTAL, SAVE_FREQ = 24, 5
 
 
 class Run:
@@ -29,18 +30,19 @@ class Run:
 
     def kill_group_when(self, condition: Callable[[], bool], wait_s: float = 0.0) -> None:
         """SIGKILL to launcher and workers alike, ``wait_s`` after ``condition`` holds for the first time."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
+
+        def has_come() -> bool:
             assert self.process.poll() is None, "the run ended before the moment of the kill"
-            assert time.monotonic() < end, "the moment of the kill never came"
-            time.sleep(0.0005)
+            return condition()
+
+        wait_until(has_come, "the moment of the kill", poll_s=0.0005)
         time.sleep(wait_s)
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(DEADLINE_S)
+        self.process.wait()
         self._log.close()
 
     def finish(self) -> int:
-        code = self.process.wait(DEADLINE_S)
+        code = exit_code(self.process)
         self._log.close()
         return code
 

@@ -14,6 +14,7 @@ import pytest
 
 from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.cli import main
+from tests.patience import wait_until
 
 CONFIG = """
 [policy]
@@ -49,11 +50,8 @@ def steps(stop):
 """
 
 
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+def wait_for(condition, seconds=60.0):
+    wait_until(condition, "what a worker does", silent_s=seconds)
 
 
 def is_alive(pid):

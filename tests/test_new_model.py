@@ -17,6 +17,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
 from cosmos_rl.policy.model.tiny.text import t5_tokenizer
 from cosmos_rl.tracking.metrics import read_metrics
+from tests import patience
 
 MODEL_FILE = Path(__file__).parent / "my_sana_model.py"
 
@@ -77,7 +78,7 @@ def run_cli(config: Path, script: str, cwd: Path, *, pythonpath: Path) -> subpro
     code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(pythonpath)}
     command = [sys.executable, "-c", code, "--config", str(config), script]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    return patience.run(command, cwd=cwd, env=environment)
 
 
 @pytest.mark.process

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,9 @@ from cosmos_rl.launcher.supervised import supervised
 from cosmos_rl.policy.trainer.diffusers_trainer import nft_update
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_runs import nft_toml, nft_train, nft_trainer
+from tests.patience import exit_code, wait_until
 from tests.ranks import ROOT
 from tests.test_resume import assert_same_state, saved_state
-
-DEADLINE_S = 120
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ class Command:
 
     def end(self) -> int:
         try:
-            return self.process.wait(DEADLINE_S)
+            return exit_code(self.process)
         finally:
             self.process.kill()
 
@@ -167,10 +165,12 @@ def test_sigterm_within_a_step_saves_it_and_ends_with_75(tmp_path: Path, tiny_sd
     called = tmp_path / "called"
     options = ("--train.ckpt.save_freq=50", "--train.max_num_steps=60")
     command = Command(nft_toml(tmp_path, tiny_sd3, reward="slow"), tmp_path / "log", *options, TEST_CALLED=str(called))
-    end = time.monotonic() + DEADLINE_S
-    while not called.exists() and time.monotonic() < end:
+
+    def is_called() -> bool:
         assert command.process.poll() is None, command.log.read_text()[-3000:]
-        time.sleep(0.01)
+        return called.exists()
+
+    wait_until(is_called, "the first reward")
     command.process.send_signal(signal.SIGTERM)
     assert command.end() == 75, command.log.read_text()[-3000:]
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())

@@ -19,11 +19,12 @@ from cosmos_rl.launcher.nodes import JobEnded, Nodes, nodes_of
 from cosmos_rl.launcher.signals import StopRequest
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, world_size
+from tests import patience
+from tests.patience import exit_code, wait_until
 from tests.ranks import ROOT, free_port
-from tests.test_launcher import CONFIG, WORKER, wait_for
+from tests.test_launcher import CONFIG, WORKER
 from tests.test_ranks import trace
 
-DEADLINE_S = 120
 HERE = "127.0.0.1;127.0.0.1"
 
 
@@ -184,7 +185,7 @@ def plain(tmp_path: Path) -> Callable[[str], None]:
 
 
 def codes_of(*launchers: subprocess.Popen[bytes]) -> list[int]:
-    return [launcher.wait(DEADLINE_S) for launcher in launchers]
+    return [exit_code(launcher) for launcher in launchers]
 
 
 def run_folders(output: Path) -> list[Path]:
@@ -200,14 +201,12 @@ def test_two_launchers_train_like_one_stop_together_and_resume(
     options += ["--train.ckpt.save_freq=100", "--train.ckpt.export_safetensors=false"]
     one, two = tmp_path / "one", tmp_path / "two"
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", config, "--nproc-per-node", "2", *options]
-    done = subprocess.run(
-        [*command, f"--train.output_dir={one}"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = patience.run([*command, f"--train.output_dir={one}"], cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     options += [f"--train.output_dir={two}", "--config", config]
     pair = [start(1, *options), start(0, *options)]
-    wait_for(lambda: any("\n" in f.read_text() for f in two.glob("2*/metrics.jsonl")), seconds=DEADLINE_S)
+    wait_until(lambda: any("\n" in f.read_text() for f in two.glob("2*/metrics.jsonl")), "the first step")
     os.kill(pair[0].pid, signal.SIGTERM)
     assert codes_of(*pair) == [75, 75], (tmp_path / "node_0.log").read_text() + (tmp_path / "node_1.log").read_text()
     (run,) = run_folders(two)
@@ -234,7 +233,7 @@ def test_rank_0_is_on_node_0_whichever_comes_first(tmp_path: Path, start: Start,
         process = start(index, "--config", "run.toml", "worker.py", count=3)
         del os.environ["NODE"]
         time.sleep(0.5 * (index == 2))
-    assert process.wait(DEADLINE_S) == 0
+    assert exit_code(process) == 0
     (run,) = run_folders(tmp_path / "outputs")
     for rank in range(3):
         seen = json.loads((tmp_path / str(rank) / "seen").read_text())
@@ -247,9 +246,9 @@ def test_a_killed_node_0_ends_the_other_with_an_error(
 ) -> None:
     plain("supervised(steps)\n")
     pair = [start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]
-    wait_for(lambda: all((tmp_path / str(rank) / "beat").exists() for rank in (0, 1)), seconds=DEADLINE_S)
+    wait_until(lambda: all((tmp_path / str(rank) / "beat").exists() for rank in (0, 1)), "both workers")
     os.killpg(pair[0].pid, signal.SIGKILL)
-    assert pair[1].wait(DEADLINE_S) == 1
+    assert exit_code(pair[1]) == 1
     log = (tmp_path / "node_1.log").read_text()
     assert log.splitlines()[-1] == "error: the connection to node 0 (127.0.0.1) is lost; see its output"
     assert "Traceback" not in log
@@ -304,7 +303,7 @@ def test_a_stop_while_the_workers_still_import_ends_all_nodes_quietly(
 ) -> None:
     plain("(here / os.environ['RANK'] / 'ready').touch()\ntime.sleep(60)\n")
     pair = [start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]
-    wait_for(lambda: all((tmp_path / str(rank) / "ready").exists() for rank in (0, 1)), seconds=DEADLINE_S)
+    wait_until(lambda: all((tmp_path / str(rank) / "ready").exists() for rank in (0, 1)), "both workers")
     os.kill(pair[1].pid, signal.SIGTERM)
     assert codes_of(*pair) == [75, 75]
     assert "error" not in (tmp_path / "node_0.log").read_text() + (tmp_path / "node_1.log").read_text()

@@ -1,6 +1,5 @@
 """Any number of ranks gives the result of one."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,8 @@ from safetensors.torch import load_file
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.ranks import DEADLINE_S, ROOT, train_on_ranks
+from tests import patience
+from tests.ranks import ROOT, train_on_ranks
 from tests.test_kill import Run, newest_run, steps_done
 from tests.test_resume import saved_state
 
@@ -77,7 +77,7 @@ def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
         out = tmp_path / str(count)
         command = [sys.executable, "-c", code, "--config", str(config), "--nproc-per-node", str(count)]
         command += [*options, f"--train.output_dir={out}", "cosmos_rl.tools.dataset.diffusers_dataset"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = patience.run(command, cwd=ROOT)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         (runs[count],) = (p for p in out.iterdir() if p.name.isdigit())
     for count in (2, 4):

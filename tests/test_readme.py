@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import patience
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -23,7 +25,7 @@ def in_shell(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
     alias = f'cosmos-rl() {{ "{sys.executable}" -m cosmos_rl.launcher.cli "$@"; }}\nset -e\n'
     place = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = ["bash", "-c", alias + commands]
-    return subprocess.run(command, cwd=folder, env=place, capture_output=True, text=True, timeout=250)
+    return patience.run(command, cwd=folder, env=place)
 
 
 @pytest.mark.process

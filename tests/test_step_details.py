@@ -321,13 +321,13 @@ def gradient_of_step(trainer: NFTTrainer) -> tuple[Tensor, dict[str, float]]:
 def test_the_data_term_adds_its_share_to_gradient_and_loss() -> None:
     alone, metrics = gradient_of_step(data_trainer(0.0, square_loss))
     trainer = data_trainer(0.7, square_loss)
-    value = square_loss(trainer)
+    value = square_loss(trainer)  # with a gradient
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(trainer.params.values()))])
     both, told = gradient_of_step(trainer)
     torch.testing.assert_close(both - alone, 0.7 * wanted, rtol=1e-3, atol=1e-5)
-    assert told["train/data_loss_avg"] == pytest.approx(float(value), rel=1e-6)
+    assert told["train/data_loss_avg"] == pytest.approx(value.item(), rel=1e-6)
     assert told["train/policy_loss_avg"] == metrics["train/policy_loss_avg"]
-    assert told["train/loss_avg"] == pytest.approx(metrics["train/loss_avg"] + 0.7 * float(value), rel=1e-6)
+    assert told["train/loss_avg"] == pytest.approx(metrics["train/loss_avg"] + 0.7 * value.item(), rel=1e-6)
 
 
 def test_a_data_loss_that_is_not_finite_is_not_applied() -> None:

@@ -24,6 +24,7 @@ from cosmos_rl.policy.config.keys import keys_of
 from cosmos_rl.policy.config.problems import shown
 from cosmos_rl.policy.config.ranks import described, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+from cosmos_rl.policy.model.single_file import single_file_problem
 from cosmos_rl.storage.disk import missing_abilities, standing
 from cosmos_rl.storage.run_folder import runs
 
@@ -65,6 +66,8 @@ def check(argv: Sequence[str]) -> int:
         found, notes = _environment_problems(config, BUNDLED.get(script))
         _print([Section("Environment", report.environment() + notes)])
         problems += found + report.disk_problems()
+    elif one_file := single_file_problem(config.policy.model_name_or_path):
+        problems.append(one_file)
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
     return 0

@@ -13,6 +13,7 @@ from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import check_sampling, is_prompt_file, read_prompts, unused_keys
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
+from cosmos_rl.policy.model.single_file import single_file_problem
 from cosmos_rl.reward.access import missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
@@ -175,6 +176,9 @@ def _missing(key: str, value: str) -> list[str]:
 def _model(config: Config) -> list[str]:
     name = config.policy.model_name_or_path
     path = Path(name).expanduser()
+    one_file = single_file_problem(name)
+    if one_file is not None:
+        return [one_file]
     if path.is_dir():
         if (path / "model_index.json").is_file():
             return []

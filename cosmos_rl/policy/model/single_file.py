@@ -1,0 +1,58 @@
+"""A model in one file, as model-sharing sites offer it: recognised, and refused with the command that makes a folder of
+it. No torch."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+_LARGE_BLOCKS = 38
+_TO_FOLDER = (
+    "from diffusers import SD3Transformer2DModel as T, StableDiffusion3Pipeline as P; base = {base!r}; "
+    "P.from_pretrained(base, transformer=T.from_single_file({file!r}, config=base, subfolder='transformer'))"
+    ".save_pretrained({folder!r})"
+)
+
+
+def single_file_problem(name: str) -> str | None:
+    """Why the model ``name`` cannot be trained when it is a file, and what to do; None: it is no file."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return None
+    what = f'policy.model_name_or_path = "{name}": is one file, and a pipeline is a folder with a model_index.json'
+    if path.suffix != ".safetensors":
+        return f"{what}; only of .safetensors files it is known how to make one"
+    try:
+        with safe_open(path, framework="np") as file:
+            keys = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        return f"{what}; it is no whole .safetensors file either ({error})"
+    if any(".lora_" in key or ".lora." in key for key in keys):
+        return f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path"
+    base = base_of(keys)
+    if base is None:
+        return f"{what}; it does not hold the transformer of Stable Diffusion 3 or 3.5"
+    folder = str(path.with_suffix(""))
+    code = _TO_FOLDER.format(base=base, file=str(path), folder=folder)
+    return (
+        f"{what}. This makes one, with the VAE and the text encoders of {base}:\n  python -c {shlex.quote(code)}\n"
+        f"  then policy.model_name_or_path = {folder!r}"
+    )
+
+
+def base_of(keys: Sequence[str]) -> str | None:
+    """The published pipeline whose transformer has these names of tensors; None: another family."""
+    blocks = {part.split(".")[0] for key in keys for part in key.split("joint_blocks.")[1:]}
+    if not blocks:
+        blocks = {key.split(".")[1] for key in keys if key.startswith("transformer_blocks.")}
+    if not blocks or not any("context" in key or "add_q_proj" in key for key in keys):
+        return None
+    if len(blocks) >= _LARGE_BLOCKS:
+        return "stabilityai/stable-diffusion-3.5-large"
+    two_attentions = any("x_block.attn2." in key or ".attn2." in key for key in keys)
+    return (
+        "stabilityai/stable-diffusion-3.5-medium"
+        if two_attentions
+        else "stabilityai/stable-diffusion-3-medium-diffusers"
+    )

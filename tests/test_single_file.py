@@ -73,11 +73,8 @@ def test_files_of_other_kinds_are_named(
 
 
 def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
-    blocks = {"large": 38, "medium": 24}
-    original = {
-        kind: [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(n)] for kind, n in blocks.items()
-    }
-    assert base_of(original["large"]) == "stabilityai/stable-diffusion-3.5-large"
+    large = [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(38)]
+    assert base_of(large) == "stabilityai/stable-diffusion-3.5-large"
     prefixed = [f"model.diffusion_model.{key}" for key in large[:24]]
     assert base_of(prefixed) == "stabilityai/stable-diffusion-3-medium-diffusers"
     two = [*prefixed, "model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight"]

@@ -134,8 +134,12 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    # first the two that are called most, past the framework's reading of arguments
-    often = [Route(f"/api/reward/{call.__name__}", call, methods=["POST"]) for call in (v1.enqueue, v1.pull)]
+    # first those that are called most, past the framework's reading of arguments
+    often = [
+        Route("/api/reward/enqueue", v1.enqueue, methods=["POST"]),
+        Route("/api/reward/pull", v1.pull, methods=["POST"]),
+        Route("/v2/score", v2.score, methods=["POST"]),
+    ]
     app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan, routes=often)
     if auth.open:
         app.add_middleware(LocalOnly)

@@ -18,11 +18,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class _Measured(BaseRewardHandler):
-    """Runs on numpy, merges with other requests, needs no prompt."""
+    """Runs on numpy and needs no prompt. Scores sample by sample: merged requests would only wait for each other."""
 
     array_type = "numpy"
-    mergeable = True
-    max_batch = 64
+    mergeable = False
+    max_batch = 4
 
 
 @RewardRegistry.register()

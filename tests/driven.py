@@ -23,7 +23,8 @@ PROMPTS = ["", "two red circles & a très odd (prompt)!!", "a cat"]
 class Family:
     """What the driver must find out by itself, written down from the pipelines' documentation.
 
-    ``t`` and ``sigma`` are the scheduler's rule: "float" t = 1000 sigma, "whole" rounded down, "other".
+    ``t`` is the scheduler's rule: "float" 1000 sigma, "whole" rounded down, "other". ``one_call``: rows of several
+    levels share a call. ``decoded``: how closely the stock call gives what the autoencoder alone gives.
     """
 
     name: str
@@ -33,6 +34,9 @@ class Family:
     negative: str | None = None
     call: dict[str, Any] = field(default_factory=lambda: {"max_sequence_length": 48})
     t: str = "float"
+    path: str = "flow"
+    one_call: bool = True
+    decoded: float = 1e-5
 
 
 SPELT = {"max_sequence_length": 48, "complex_human_instruction": None, "use_resolution_binning": False}
@@ -49,6 +53,7 @@ ZOO = [
     Family("qwen-image", "true_cfg_scale", negative=" "),
     Family("z-image", off=0.0),
     Family("sana-video", frames=("frames", 5), call=SPELT, t="whole"),
+    Family("cosmos-predict2", path="edm", one_call=False, decoded=1.01 / 255),  # it cuts pixels to bytes
     Family("cosmos-predict2.5", frames=("num_frames", 5), t="whole"),
     Family("wan2.2", frames=("num_frames", 5), t="whole"),
     Family("wan2.2-5b", frames=("num_frames", 5), t="whole"),

@@ -59,17 +59,17 @@ def test_states_velocities_and_media_are_those_of_the_stock_call(pair: Pair, mod
             assert torch.equal(pair.driver.velocity(driven, wide(level, n), cond, guidance), velocity)
     assert torch.equal(loop.media, media)
     assert 0 <= float(media.min()) < float(media.max()) <= 1
-    assert float(loop.levels[-1].sigma) == 0.0
+    assert float(loop.levels[-1].sigma) == pytest.approx(0.0 if pair.family.path == "flow" else 0.002)
     assert not torch.equal(loop.velocities[0], loop.velocities[1])
 
 
 def test_facts_are_those_of_the_documentation(pair: Pair) -> None:
     facts, family = pair.driver.facts, pair.family
-    assert (facts.guidance_name, facts.guidance_off, facts.path) == (family.guidance, family.off, "flow")
+    assert (facts.guidance_name, facts.guidance_off, facts.path) == (family.guidance, family.off, family.path)
     assert pair.driver.frames_name == (family.frames and family.frames[0])
     parts = {name for name, part in pair.stock.components.items() if name.startswith("transformer") and part}
     assert set(pair.driver.denoisers) == parts
-    assert all(facts.time_inputs[mode] for mode in ("off", "on"))
+    assert [bool(facts.time_inputs[mode]) for mode in ("off", "on")] == 2 * [family.one_call]
     sigma = torch.tensor([0.0119, 0.3333, 0.99967])
     t = pair.driver.training_level(sigma).t
     if family.t == "float":
@@ -87,6 +87,8 @@ def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
     guidance, driver, n = pair.guidance(mode), pair.driver, len(PROMPTS)
     kernel = kernel_named("flow", noise_level=0.7, deterministic=False)
     sigmas = [float(level.sigma) for level in driver.levels(STEPS)]
+    if pair.family.path == "edm":
+        sigmas = [sigma / (1 + sigma) for sigma in sigmas]
     sigmas[0] = min(sigmas[0], 0.999)  # this kernel has no transition from sigma 1
     recorded: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -94,7 +96,7 @@ def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
         noise = torch.randn(state.shape, generator=torch.Generator().manual_seed(index))
         moved = kernel.step(state, velocity, index, sigmas, None, noise)
         recorded.append((state, velocity.clone(), moved))
-        assert float(next_sigma) < float(level.sigma)
+        assert float(next_sigma) <= float(level.sigma)
         return moved
 
     cond = driver.encode(PROMPTS, guidance=guidance)
@@ -203,7 +205,7 @@ def test_decode_after_encode_is_the_autoencoder_alone(pair: Pair) -> None:
     state = driver.encode_media(media)
     assert list(state.shape[1:]) == driver.facts.state_shape
     assert state.dtype == driver.state_dtype
-    torch.testing.assert_close(driver.decode(state), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(driver.decode(state), wanted, rtol=0, atol=pair.family.decoded)
     assert float((driver.decode(state) - driver.decode(state.flip(0))).abs().max()) > 1e-3
 
 

@@ -5,7 +5,7 @@ which only the first axis means anything to a caller.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,11 @@ class Cond(Protocol):
     @property
     def size(self) -> int: ...
 
-    def rows(self, index: Tensor) -> "Cond":
+    def rows(self, index: Tensor) -> Self:
         """The conditions of the rows ``index`` (int64 ``[K]``), repeats allowed."""
         ...
 
-    def to(self, device: torch.device | str) -> "Cond": ...
+    def to(self, device: torch.device | str) -> Self: ...
 
 
 class Rollout(NamedTuple):
@@ -62,7 +62,11 @@ class Transition(Protocol):
         ...
 
 
-class FlowModel(Protocol):
+CondT = TypeVar("CondT", bound=Cond)
+"""The conditions of one model: another model cannot read them."""
+
+
+class FlowModel(Protocol[CondT]):
     """A trainable velocity field with conditions, a sampling loop, an encoder and a decoder of media."""
 
     @property
@@ -85,7 +89,7 @@ class FlowModel(Protocol):
 
     def encode(
         self, prompts: Sequence[str], negatives: Sequence[str] | None = None, guidance: float | None = None
-    ) -> Cond:
+    ) -> CondT:
         """Conditions of the prompts, made as the pipeline makes them at that guidance (None: switched off)."""
         ...
 
@@ -97,13 +101,13 @@ class FlowModel(Protocol):
         """The level at any sigma, float32 ``[]`` or ``[B]``."""
         ...
 
-    def velocity(self, state: Tensor, level: Level, cond: Cond, guidance: float | None, size: Size) -> Tensor:
+    def velocity(self, state: Tensor, level: Level, cond: CondT, guidance: float | None, size: Size) -> Tensor:
         """``dx/dsigma`` like ``state``, differentiable, the bits of the rollout. Rows may have several levels."""
         ...
 
     def rollout(
         self,
-        cond: Cond,
+        cond: CondT,
         generators: Sequence[torch.Generator],
         steps: int,
         guidance: float | None,

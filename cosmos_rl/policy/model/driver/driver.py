@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.model.driver import media
+from cosmos_rl.policy.model.driver import media as media_maps
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, locate, shape_of
-from cosmos_rl.policy.model.driver.contract import Level, Rollout, Size, Transition
+from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.facts import Facts
 from cosmos_rl.policy.model.driver.first_look import denoisers_of, require_seams, smallest_size
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, leaves_of, swap
@@ -80,7 +80,7 @@ class Driver:
         self._axes: dict[str, list[Any]] = {}
         self._blank: DrivenCond | None = None
         self._prepared: OrderedDict[Any, tuple[list[Any], tree.TreeSpec]] = OrderedDict()
-        self._maps: OrderedDict[Size, media.DecodeMap] = OrderedDict()
+        self._maps: OrderedDict[Size, media_maps.DecodeMap] = OrderedDict()
         self._grids: OrderedDict[Size, list[Level]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -320,10 +320,10 @@ class Driver:
     # ---- media -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode_media(self, pictures: Tensor, size: Size | None = None) -> Tensor:
+    def encode_media(self, media: Tensor, size: Size | None = None) -> Tensor:
         """Media ``[N, (T,) 3, H, W]`` in [-1, 1] -> clean states (the posterior's mean)."""
         size = size or self.size
-        return media.state_of(self, media.latents_of(self, pictures), self.decode_map(size), size)
+        return media_maps.state_of(self, media_maps.latents_of(self, media), self.decode_map(size), size)
 
     @torch.no_grad()
     def decode(self, state: Tensor, size: Size | None = None) -> Tensor:
@@ -365,10 +365,10 @@ class Driver:
             raise UserError("prepare_latents does not draw its noise by randn_tensor")
         return seen[0][1:]
 
-    def decode_map(self, size: Size) -> media.DecodeMap:
+    def decode_map(self, size: Size) -> media_maps.DecodeMap:
         """The map between noise layout and decoder for one size, measured once."""
         found = self._maps.get(size)
-        return found or self._keep(self._maps, size, media.measure_map(self, size))
+        return found or self._keep(self._maps, size, media_maps.measure_map(self, size))
 
     def _tail(self, state: Tensor, size: Size, run: Run) -> Any:
         n = len(state)
@@ -489,3 +489,9 @@ def _stop(run: Run, *_: Any) -> Any:
 
 def _stop_with_velocity(run: Run, _index: int, v: Tensor, *_: Any) -> Any:
     run.stop(v)
+
+
+if TYPE_CHECKING:
+
+    def _fulfils_the_contract(driver: Driver) -> FlowModel[DrivenCond]:
+        return driver

@@ -34,6 +34,7 @@ ROWS: Mapping[str, Row] = {
     "SanaVideoPipeline": Row(call=_NO_BINNING),
     "PRXPipeline": Row(call=_NO_BINNING),
     "QwenImagePipeline": Row(negative=" "),  # guidance is only switched on by a negative prompt; its own example is " "
+    "Cosmos2TextToImagePipeline": Row(absent=("safety_checker",)),
     # makes a black video of the full size in each call, a gigabyte a row at the usual one, and does not look at it
     "Cosmos2_5_PredictBasePipeline": Row(one_frame=True, absent=("safety_checker",)),
 }

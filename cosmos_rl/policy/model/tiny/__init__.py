@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "qwen-image": {"unit": "pictures, packed states, a video autoencoder (Qwen-Image)"},
     "z-image": {"unit": "pictures, lists of tensors (Z-Image)"},
     "sana-video": {"unit": "videos, DPM-Solver"},
+    "cosmos-predict2": {"unit": "pictures by a video autoencoder, states x0 + sigma * noise; text to image"},
     "cosmos-predict2.5": {"unit": "videos, UniPC with Karras levels, time per frame; text to world"},
     "wan2.2": {"unit": "videos, an expert for high and one for low noise (Wan 2.2 A14B)"},
     "wan2.2-5b": {"unit": "videos, time per token (Wan 2.2 5B)"},

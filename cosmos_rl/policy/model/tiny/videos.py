@@ -119,6 +119,32 @@ def cosmos2_5() -> d.Cosmos2_5_PredictBasePipeline:
     )
 
 
+def cosmos2() -> d.Cosmos2TextToImagePipeline:
+    """Cosmos-Predict 2, whose states are x0 + sigma * noise, without its safety checker."""
+    from cosmos_rl.policy.model.driver.loading import NothingChecked
+
+    tokenizer = t5_tokenizer()
+    transformer = d.CosmosTransformer3DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        mlp_ratio=2,
+        text_embed_dim=text.WIDTH,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+        patch_size=(1, 2, 2),
+        rope_scale=(1.0, 4.0, 4.0),
+        concat_padding_mask=True,
+        extra_pos_embed_type=None,
+    )
+    scheduler = d.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    return d.Cosmos2TextToImagePipeline(
+        text.t5_encoder(tokenizer), tokenizer, alive(transformer), wan_vae(), scheduler, NothingChecked()
+    )
+
+
 def hunyuan_video() -> d.HunyuanVideoPipeline:
     tokenizer, clip = text.llama_tokenizer(), clip_tokenizer(77)
     transformer = d.HunyuanVideoTransformer3DModel(

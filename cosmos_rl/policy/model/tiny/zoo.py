@@ -23,6 +23,7 @@ MAKERS = {
     "wan2.2": "videos:wan22",
     "wan2.2-5b": "videos:wan22_5b",
     "sana-video": "videos:sana_video",
+    "cosmos-predict2": "videos:cosmos2",
     "cosmos-predict2.5": "videos:cosmos2_5",
     "hunyuan-video": "videos:hunyuan_video",
     "ltx": "videos:ltx",

@@ -104,6 +104,14 @@ def test_short_captions_get_no_line(tiny_sd3: Path) -> None:
     )
 
 
+def test_of_very_many_long_captions_the_first_are_counted(tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_rl.data.text_lengths._MOST_COUNTED", 3)
+    encoders = [encoder for encoder in encoders_in(tiny_sd3, 20) if encoder.name == "T5"]
+    texts = [(f"{i}.json", LONG) for i in range(3)]
+    assert too_long(texts, encoders).startswith("3 of 3 captions are longer than 20 tokens (T5); ")
+    assert too_long([*texts, ("x", LONG)], encoders).startswith("at least 3 of 4 captions are longer than 20 tokens")
+
+
 def test_a_data_set_that_hides_its_captions_is_warned_of_when_they_come(
     write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str], library_lines: list[str]
 ) -> None:

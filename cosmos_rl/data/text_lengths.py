@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _AT_ONCE = 1000
+_MOST_COUNTED = 10_000
+"""Long texts whose tokens are counted, at about 0.4 ms each; of more it is said that there are at least so many."""
 Named = tuple[str, str]
 """(name for messages, text)."""
 
@@ -51,27 +53,33 @@ def encoders_in(folder: Path, limit: int) -> list[TextEncoder]:
 def too_long(texts: Sequence[Named], encoders: Sequence[TextEncoder], noun: str = "captions") -> str:
     """One line about the texts that are cut; empty when none is."""
     distinct = {(encoder.name, encoder.limit): encoder for encoder in reversed(encoders)}
-    counts, longest = list[tuple[int, TextEncoder]](), (0, "")
+    counts, longest, least = list[tuple[int, TextEncoder]](), (0, ""), ""
     for encoder in sorted(distinct.values(), key=lambda e: e.name, reverse=True):
-        lengths = [(count, name) for name, count in _long_ones(texts, encoder)]
+        candidates = _candidates(texts, encoder)
+        lengths = [(count, name) for name, count in _long_ones(candidates[:_MOST_COUNTED], encoder)]
+        if len(candidates) > _MOST_COUNTED:
+            least = "at least "
         if lengths:
             counts.append((len(lengths), encoder))
             longest = max(longest, max(lengths))
     if not counts:
         return ""
     (first, encoder), *rest = counts
-    parts = [f"{first} of {len(texts)} {noun} are longer than {encoder.limit} tokens ({encoder.name})"]
+    parts = [f"{least}{first} of {len(texts)} {noun} are longer than {encoder.limit} tokens ({encoder.name})"]
     parts += [f"{count} than {encoder.limit} ({encoder.name})" for count, encoder in rest]
     return f"{', '.join(parts)}; what is beyond is cut off; longest: {longest[1]}, {longest[0]} tokens"
 
 
+def _candidates(texts: Sequence[Named], encoder: TextEncoder) -> list[Named]:
+    """Those that may be too long: a token has at least one character, unless one that is not ASCII is expanded."""
+    return [named for named in texts if len(named[1]) > encoder.limit - 3 or not named[1].isascii()]
+
+
 def _long_ones(texts: Sequence[Named], encoder: TextEncoder) -> list[tuple[str, int]]:
     """(name, tokens) of those that are longer than the encoder takes."""
-    # a token has at least one character, except in the expansion of a character that is not ASCII
-    candidates = [named for named in texts if len(named[1]) > encoder.limit - 3 or not named[1].isascii()]
     found = []
-    for first in range(0, len(candidates), _AT_ONCE):
-        part = candidates[first : first + _AT_ONCE]
+    for first in range(0, len(texts), _AT_ONCE):
+        part = texts[first : first + _AT_ONCE]
         lengths = _lengths([text for _, text in part], encoder)
         found += [(name, count) for (name, _), count in zip(part, lengths, strict=True) if count > encoder.limit]
     return found

@@ -195,7 +195,8 @@ def test_the_watch_is_counted_too() -> None:
     }
     run = Recorder(tables)
     run.trainer.start(0)
-    start, step = 6 * 20 + 6 * 4, 8 * 10 + 8 * 10 * 3
+    look = 6 * 4 + 4 * 10  # held-out samples at 4 levels, and 4 samples whose spread is measured
+    start, step = 6 * 20 + look, 8 * 10 + 8 * 10 * 3
     told = [run.trainer.train_step(i).metrics["train/network_evaluations"] for i in range(2)]
-    assert told == [start + step, start + 2 * step + 6 * 4]
+    assert told == [start + step, start + 2 * step + look]
     assert told[-1] == run.model.units

@@ -31,8 +31,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Multiplies the held-out loss by the given factors, look by look; the first one is of the start."""
 
     def script(*factors: float) -> None:
-        left, loss = list(factors), Watch.loss
-        monkeypatch.setattr(Watch, "loss", lambda self: loss(self) * (left.pop(0) if left else 1.0))
+        left, measured = list(factors), Watch.held_out_loss
+
+        def scaled(self: Watch) -> tuple[float, Tensor]:
+            loss, norm = measured(self)
+            return loss * (left.pop(0) if left else 1.0), norm
+
+        monkeypatch.setattr(Watch, "held_out_loss", scaled)
 
     return script
 
@@ -40,8 +45,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
     for more in ((FEW,), (f"--train.train_policy.watch.local_dir={picture_folder}",)):
         trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *ON, *more)
-        trainer.watch.note_spread(0.5)
-        assert trainer.watch.look() == ({"watch/loss_ratio": 1.0, "watch/diversity_ratio": 1.0}, [])
+        metrics, wrong = trainer.watch.look()
+        assert wrong == []
+        assert {"watch/loss_ratio", "watch/diversity_ratio", "watch/velocity_norm_ratio_p90/0.625"} < metrics.keys()
+        assert set(metrics.values()) == {1.0}
     assert len(trainer.watch.held_out.prompts) == 12  # all pairs, as there are fewer than watch.samples
 
 
@@ -112,6 +119,56 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, 
     assert_same_state(saved_state(run, 7), end)
 
 
+def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
+    tmp_path: Path, tiny_sd3: Path, picture_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off, then on with own samples, with a folder, with fewer of it: each compares with the step of its resume."""
+    config = nft_toml(tmp_path, tiny_sd3)
+    # a policy that left where it began, so that a comparison with the true start would show
+    run = nft_train(
+        config, "--train.max_num_steps=1", "--train.optm_lr=0.03", "--train.train_policy.watch.enable=false"
+    )
+    still = (*ON, FEW, "--train.optm_lr=1e-9", acting("warn"))
+    folder = f"--train.train_policy.watch.local_dir={picture_folder}"
+    fewer = "--train.train_policy.watch.samples=8"
+    held_out, spread = "the held-out samples", "the samples whose spread is measured"
+    for step, options, new in (
+        (1, still, f"{held_out} and {spread}"),
+        (2, (*still, folder), held_out),
+        (3, (*still, folder), ""),
+        (4, (*still, folder, fewer), held_out),
+        (5, (*still, fewer), held_out),
+    ):
+        capsys.readouterr()
+        nft_train(config, *options, f"--train.max_num_steps={step + 1}", resume=(run, step))
+        told = (
+            f"{new} are not those of the run that is resumed: the watch compares them with what they are at step {step}"
+        )
+        assert (told in capsys.readouterr().out) == bool(new)
+        last = read_metrics(run / "metrics.jsonl")[-1]
+        assert last["step"] == step + 1
+        assert last["watch/loss_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert last["watch/diversity_ratio"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_validation_that_changed_is_compared_with_itself(
+    tmp_path: Path, tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = nft_toml(tmp_path, tiny_sd3)
+    options = (*ON, FEW, acting("warn"), "--validation.enable=true", "--validation.freq=1")
+    options += (
+        "--validation.n_generation=8",
+        f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'v.txt')}",
+    )
+    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda picture: 1.0}}
+    run = nft_train(config, *options, "--train.max_num_steps=1", **rewards)
+    capsys.readouterr()
+    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda picture: 0.1 + 0.0}}
+    nft_train(config, *options, resume=(run, 1), **rewards)
+    assert "are compared with their scores of step 2" in capsys.readouterr().out
+    assert [line["watch/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
+
+
 def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
     tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
 ) -> None:
@@ -152,7 +209,8 @@ def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp
 
     config = nft_toml(tmp_path, tiny_sd3)
     options = (*ON, FEW, acting("rewind"), "--train.max_num_steps=6", "--validation.enable=true", "--validation.freq=2")
-    options += (f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'val.txt')}",)
+    options += (f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat', 'a boat'), 'val.txt')}",)
+    options += ("--validation.n_generation=4",)
     with recorded() as steps:
         run = nft_train(
             config,

@@ -23,6 +23,9 @@ StateDict = dict[str, Tensor]
 Copies = Mapping[str, Mapping[str, Tensor]]
 """Kind (``ema``, ``old``, ...) -> name -> tensor."""
 
+OPTIONAL = ("watch",)
+"""Kinds without which a run can be continued; whoever has them knows from its own counters whether they were saved."""
+
 
 def collect(
     params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, copies: Copies
@@ -45,12 +48,14 @@ def restore(
     copies: Copies,
 ) -> None:
     """Load ``folder`` into the live objects. Every weight must be there; a parameter that had no gradient before the
-    save has no moments and starts fresh. Without an optimiser only the weights are read.
+    save has no moments and starts fresh. Without an optimiser only the weights are read. Copies of an ``OPTIONAL`` kind
+    that are not there, or not of their shape, stay as they are.
 
     Raises:
         UserError: the checkpoint holds other weights than the run at hand trains.
     """
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    copies = {kind: tensors for kind, tensors in copies.items() if kind not in OPTIONAL or _fits(stored, kind, tensors)}
     _check_names(folder, set(stored), params, copies)
     for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
@@ -121,6 +126,11 @@ def _check_names(folder: Path, stored: set[str], params: Mapping[str, torch.nn.P
             "foreign (policy.lora, train.ema_enable, the model and whether kl_beta is 0 must be as in the saved run):\n"
             + "\n".join(lines)
         )
+
+
+def _fits(stored: Mapping[str, object], kind: str, tensors: Mapping[str, Tensor]) -> bool:
+    sizes = {name: getattr(stored.get(f"{kind}.{name}"), "size", None) for name in tensors}
+    return all(size is not None and tuple(size) == tuple(tensors[name].shape) for name, size in sizes.items())
 
 
 def _check_shapes(folder: Path, stored: Mapping[str, object], target: StateDict) -> None:

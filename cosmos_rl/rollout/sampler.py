@@ -80,7 +80,7 @@ class RolloutSampler:
 
     def __init__(self, model: VelocityModel, spec: RolloutSpec, conditions: Conditions, seed: int) -> None:
         self._model = model
-        self._spec = spec
+        self.spec = spec
         self._conditions = conditions
         self._seed = seed
         self._takes_keep_trajectory = "keep_trajectory" in inspect.signature(model.pipeline_with_logprob).parameters
@@ -100,7 +100,7 @@ class RolloutSampler:
 
     def _sampled(self, slots: Sequence[Slot], purpose: str, step: int, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
         """Media and states; with ``keep`` false the model may leave out all states but the last."""
-        spec, model = self._spec, self._model
+        spec, model = self.spec, self._model
         cond = self._conditions([slot.prompt for slot in slots])
         if any(slot.negative for slot in slots):
             cond = replace(cond, negative=self._conditions([slot.negative for slot in slots]).text)

@@ -32,9 +32,13 @@ class WatchConfig(Table):
     max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] = 3.0
     """Alarm when their loss, as a multiple of the loss at the start, is larger."""
     min_diversity_ratio: Fraction = 0.5
-    """Alarm when the spread of the samples of one prompt, as a share of that at the start, is smaller."""
-    max_untrained_drop: Fraction = 0.3
-    """Alarm when a validation reward that is not trained on falls by more than this share of its first value."""
+    """Alarm when the spread of the samples of one prompt, as a share of that at the start, is smaller. It is measured
+    on half as many samples as `samples`, at least 4, made from the same noise at each look."""
+    max_untrained_drop: NonNegativeFloat = 0.3
+    """Alarm when a validation reward that is not trained on falls by more than so many standard deviations of its first
+    scores, and also by more than untrained_sigmas."""
+    untrained_sigmas: NonNegativeFloat = 4.0
+    """So many standard errors of the change from sample to sample must that fall be, so that chance gives no alarm."""
     action: Literal["warn", "stop", "rewind"] = "stop"
     """What an alarm does: warn, save and stop, or go back to the last checkpoint that was found good."""
     max_rewinds: NonNegativeInt = 3

@@ -1,5 +1,6 @@
 """From a configuration to a DiffusionNFT task: pipeline, prompts, rewards, held-out and real samples."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import opened, prepare_ex
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
+from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, digest_of
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
@@ -102,7 +103,8 @@ def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> Held
         return None
     pairs = LocalPairs(job.watch.local_dir, *config.policy.diffusers.inference_size)
     items = [as_item(pairs[i], i) for i in range(min(job.watch.samples, len(pairs)))]
-    return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items))
+    source = digest_of(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
+    return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items), source)
 
 
 def _data_loss(

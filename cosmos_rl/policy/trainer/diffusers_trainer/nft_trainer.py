@@ -28,7 +28,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_o
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import optimizer_batches, over_ranks, share
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
 from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch
+from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, Watch, digest_of
 from cosmos_rl.policy.trainer.task import Alarm, Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, fixed, grouped, joined
@@ -108,8 +108,12 @@ class NFTTrainer:
             model,
             context,
             conditions,
+            sampler=self._sampler,
+            evaluator=self._evaluator,
+            prompts=prompts,
             seed=self._seed,
             chunk=job.mini_batch,
+            rollout_chunk=self._chunk,
             latent_shape=model.latent_shape(*diffusers.inference_size),
         )
         self._held_out = held_out
@@ -131,19 +135,9 @@ class NFTTrainer:
     # ---- the task ----------------------------------------------------------------------------------------------
 
     def start(self, step: int) -> None:
-        """Prepare the watch: at step 0 its samples are drawn and measured, later they come from the checkpoint."""
-        if not self._job.watch.enable:
-            return
-        count = self._job.watch.samples
-        prompts = tuple(self._prompts[i % len(self._prompts)].prompt for i in range(count))
-        if self._held_out is not None:
-            self.watch.hold_out(self._held_out)
-        elif step > 0:
-            self.watch.hold_out(HeldOut(self.watch.held_out.latents, prompts))
-        else:
-            self.watch.hold_out(HeldOut(self._base_samples(prompts), prompts))
-        if step == 0:
-            self.watch.begin()
+        """Let the watch measure the start: before the first step, or where a checkpoint knows nothing of it."""
+        if self._job.watch.enable:
+            self.watch.begin(step, self._held_out)
 
     def train_step(self, step: int) -> StepReport:
         """Roll out, score, learn."""
@@ -157,15 +151,13 @@ class NFTTrainer:
         terms, refusal = self._learn(step, scored)
         learnt = time.perf_counter()
         (spread,) = self._context.sum_over_ranks([diversity(own.media, [slot.group for slot in own.slots])])
-        spread /= self._context.dp_size
-        self.watch.note_spread(spread)
         metrics = {
             **scoring.reward_metrics(scored),
             **terms,
             "train/learning_rate": self.optimizer.learning_rate(step),
             "train/optimizer_steps": float(self._optimizer_steps),
             "train/epoch": float(self.epoch(step)),
-            "rollout/diversity": spread,
+            "rollout/diversity": spread / self._context.dp_size,
             "time/rollout": rolled - began,
             "time/reward_wait": judged - rolled,
             "time/update": learnt - judged,
@@ -205,32 +197,27 @@ class NFTTrainer:
         self._count_evaluations()  # here, so that a checkpoint of this step holds them
         return self._validated(step, slots, media, reward)
 
-    def _base_samples(self, prompts: Sequence[str]) -> Tensor:
-        """Samples of the model as it is at the start, ``[W, C, ...]``; the same on all ranks."""
-        slots = [Slot(i, i, prompt, {}) for i, prompt in enumerate(prompts)]
-        self._conditions.prepare([slot.prompt for slot in slots[self._context.dp_rank :: self._context.dp_size]])
-        with self.policies.using("default"), self.model.evaluating():
-
-            def made(ids: Sequence[int], number: int) -> tuple[Tensor]:
-                return (self._evaluator.sample([slots[i] for i in ids], "watch/sample", 0).latents,)
-
-            (latents,) = over_ranks(len(slots), self._chunk, self._context, made)
-        self._conditions.forget()
-        return latents
-
     def _validated(self, step: int, slots: Sequence[Slot], media: Tensor, reward: Tensor) -> ValidationReport:
         names = list(self._val_rewards.names)
         metrics = scoring.validation_metrics(reward, names)
-        trained = {name for name, weight in self._rewards.weights.items() if weight != 0.0}
-        untrained = {name: metrics[f"val/reward_{name}"] for name in names if name not in trained}
-        if untrained:
-            self._last_good = min(self._last_good, self.watch.note_untrained(step, untrained))
+        self._note_untrained(step, reward)
         shown = [
             Shown(media[i], slot.prompt, slot.sample_id, "fixed", scoring.score_dict(reward[i], names))
             for i, slot in enumerate(slots)
         ]
         objective = -metrics["val/reward_avg"]
         return ValidationReport(metrics, shown if media.dtype == torch.uint8 else (), objective=objective)
+
+    def _note_untrained(self, step: int, reward: Tensor) -> None:
+        """Show the watch the scores of a validation that training does not use."""
+        places = [i for i, name in enumerate(self._val_rewards.names) if not self._rewards.weights.get(name)]
+        if not places:
+            return
+        names = [self._val_rewards.names[i] for i in places]
+        made = (self._seed, self._evaluator.spec, self._config.validation.n_generation)
+        of = digest_of(*made, prompts_digest(self._val_prompts), *(self._val_rewards.origins[name] for name in names))
+        scores = {name: reward[:, 1 + i] for name, i in zip(names, places, strict=True)}
+        self._last_good = min(self._last_good, self.watch.untrained.note(step, scores, of))
 
     def epoch(self, step: int) -> int:
         """In which 0-based pass over the prompts the run is after ``step`` steps."""

@@ -1,0 +1,140 @@
+"""The rules of the watch: numbers in, metrics and alarms out. What is measured, and how, is in `watch`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.paired import PairedChange, paired_change
+from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.utils.logging import logger
+
+LEVELS = (0.125, 0.375, 0.625, 0.875)
+"""Noise levels at which the held-out loss is measured; each is the middle of a quarter of all levels."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look measures; the same on all ranks."""
+
+    loss: float
+    """Mean flow-matching loss of the held-out samples."""
+    norm: Tensor
+    """``[W, len(LEVELS)]``: root mean square of the velocity at each of their points."""
+    spread: float
+    """How much the samples of one prompt differ."""
+
+
+def norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float]:
+    """Median and 90 % quantile of the norm ratios of ``R`` velocities, by quarter of the noise levels; NaN: none."""
+    quarter_R = (sigma_R * len(LEVELS)).long().clamp(max=len(LEVELS) - 1)
+    found = {}
+    for number, level in enumerate(LEVELS):
+        ratios = ratio_R[(quarter_R == number) & ~ratio_R.isnan()]
+        if len(ratios):
+            found[f"{kind}/velocity_norm_ratio/{level:g}"] = float(ratios.quantile(0.5))
+            found[f"{kind}/velocity_norm_ratio_p90/{level:g}"] = float(ratios.quantile(0.9))
+    return found
+
+
+def compared(config: WatchConfig, start: Look, now: Look) -> tuple[dict[str, float], list[str]]:
+    """(metrics, what is wrong: one sentence each). Both looks are at the same samples with the same noise, so a policy
+    that did not change has ratios of exactly 1."""
+    wrong = []
+    ratio = now.loss / max(start.loss, 1e-12)
+    metrics = {"watch/loss_ratio": ratio}
+    if not ratio <= config.max_loss_ratio:  # NaN is an alarm too
+        wrong.append(
+            f"the held-out flow-matching loss is {ratio:.3g} times that of the start (watch.max_loss_ratio = "
+            f"{config.max_loss_ratio:g}): the policy is leaving what the model knows"
+        )
+    if start.spread > 0:
+        metrics["watch/diversity_ratio"] = share = now.spread / start.spread
+        if not share >= config.min_diversity_ratio:
+            wrong.append(
+                f"the samples of one prompt differ only {share:.3g} times as much as at the start "
+                f"(watch.min_diversity_ratio = {config.min_diversity_ratio:g}): the policy collapses"
+            )
+    ratios = now.norm / start.norm
+    return metrics | norm_metrics("watch", ratios.flatten(), torch.tensor(LEVELS).repeat(len(ratios))), wrong
+
+
+class Untrained:
+    """Validation rewards that are not trained on, compared with their first scores, sample by sample."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self._config = config
+        self._of = ""  # a digest of the validation whose scores are compared
+        self._first: dict[str, list[float | None]] = {}
+        self._means: dict[str, float] = {}
+        self._changes: dict[str, PairedChange | None] = {}
+        self._good = 0  # the last step at which all were known and none had fallen
+
+    def note(self, step: int, scores: Mapping[str, Tensor], of: str) -> int:
+        """Take in the scores ``[N]`` by reward of a validation after ``step`` steps; NaN: missing.
+
+        Args:
+            of: what was validated and by what. Scores of another validation do not compare: these are then the first.
+
+        Returns:
+            The last step at which all of them were known and none had fallen. A reward whose scores are missing is not
+            known: it is no alarm, and nothing that a run should go back to.
+        """
+        if self._of not in ("", of):
+            logger.warning(
+                "validation prompts, samples or rewards are not those of the run that is resumed: rewards that are not "
+                f"trained on are compared with their scores of step {step} (train.train_policy.watch)"
+            )
+            self._first = {}
+        self._of = of
+        for name, score_N in scores.items():
+            if name not in self._first and bool(score_N.isfinite().any()):
+                self._first[name] = [value if math.isfinite(value) else None for value in score_N.tolist()]
+        self._means = {name: float(score_N[score_N.isfinite()].mean()) for name, score_N in scores.items()}
+        self._changes = {name: self._change(name, score_N) for name, score_N in scores.items()}
+        if all(change is not None and not self._has_fallen(change) for change in self._changes.values()):
+            self._good = step
+        return self._good
+
+    def _change(self, name: str, score_N: Tensor) -> PairedChange | None:
+        first = self._first.get(name)
+        return None if first is None else paired_change(_tensor(first), score_N)
+
+    def _has_fallen(self, change: PairedChange) -> bool:
+        return change.has_fallen(self._config.max_untrained_drop, self._config.untrained_sigmas)
+
+    def look(self) -> tuple[dict[str, float], list[str]]:
+        """(metrics, what is wrong) of the newest validation."""
+        metrics, wrong = {f"watch/untrained_reward/{name}": mean for name, mean in self._means.items()}, []
+        for name, change in self._changes.items():
+            if change is None:
+                continue
+            if math.isfinite(change.drop):
+                metrics[f"watch/untrained_drop/{name}"] = change.drop
+            if self._has_fallen(change):
+                now, error = self._means[name], abs(change.sigmas)
+                wrong.append(
+                    f"the reward {name}, which is not trained on, fell from {now - change.mean:.4g} to {now:.4g}, by "
+                    f"{change.drop:.3g} deviations of its first scores (watch.max_untrained_drop = "
+                    f"{self._config.max_untrained_drop:g}) and {error:.3g} standard errors (watch.untrained_sigmas = "
+                    f"{self._config.untrained_sigmas:g}): the trained reward is being cheated"
+                )
+        return metrics, wrong
+
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run continues from."""
+        changes = {name: None if c is None else [c.mean, c.spread, c.sigmas] for name, c in self._changes.items()}
+        return {"of": self._of, "first": self._first, "means": self._means, "changes": changes, "good": self._good}
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint holds."""
+        self._of, self._first = str(progress["of"]), dict(progress["first"])
+        self._means, self._good = dict(progress["means"]), int(progress["good"])
+        self._changes = {name: None if c is None else PairedChange(*c) for name, c in progress["changes"].items()}
+
+
+def _tensor(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)

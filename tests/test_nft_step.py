@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
 from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate
 from cosmos_rl.reward import batch_reward
@@ -200,3 +201,34 @@ def test_the_watch_is_counted_too() -> None:
     told = [run.trainer.train_step(i).metrics["train/network_evaluations"] for i in range(2)]
     assert told == [start + step, start + 2 * step + look]
     assert told[-1] == run.model.units
+
+
+def test_norms_relative_to_the_reference_cost_no_pass() -> None:
+    """With a KL term each step has them by quarter of the levels; 1 while the policy is the reference."""
+    tables = {"train.train_batch_per_replica": 8, "rollout.n_generation": 8, "train.train_policy.mini_batch": 3}
+    run = Recorder({**tables, "train.train_policy.kl_beta": 0.1, "train.optm_lr": 0.1})
+    first, second = (run.trainer.train_step(step).metrics for step in range(2))
+    quarters = ["0.125", "0.375", "0.625", "0.875"]
+    norms = {f"train/velocity_norm_ratio{part}/{level}" for part in ("", "_p90") for level in quarters}
+    assert {key for key in first if "norm_ratio" in key} == norms
+    assert {first[key] for key in norms} == {1.0}
+    assert all(second[f"train/velocity_norm_ratio_p90/{level}"] != 1.0 for level in quarters)
+    assert first["train/network_evaluations"] == 8 * 10 + 8 * 10 * (3 + 1)  # rollout, both ways, reference
+
+
+def test_a_loss_that_is_not_finite_is_named_with_prompt_and_level(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = {"train.train_batch_per_replica": 8, "rollout.n_generation": 8, "train.train_policy.mini_batch": 8}
+    run = Recorder(tables)
+    velocity, calls = run.trainer.model.velocity, []
+
+    def poisoned(latents: Tensor, sigma: Tensor, cond: Cond, **given: Any) -> Tensor:
+        found = velocity(latents, sigma, cond, **given)
+        if found.requires_grad:
+            calls.append(float(sigma[5]))
+            found = found * torch.where(torch.arange(len(found)) == 5, torch.nan, 1.0)[:, None]
+        return found
+
+    run.trainer.model.velocity = poisoned
+    assert not run.trainer.train_step(0).applied
+    printed = capsys.readouterr().out
+    assert f"step 1: the loss is not finite, first for 'a point' at noise level {calls[0]:.3g}; " in printed

@@ -119,6 +119,7 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, 
     assert_same_state(saved_state(run, 7), end)
 
 
+@pytest.mark.slow
 def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
     tmp_path: Path, tiny_sd3: Path, picture_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,16 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | N
     return element_mean((widened(velocity) - widened(velocity_ref)) ** 2, element_mask)
 
 
+def norm_ratio(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | None = None) -> Tensor:
+    """Root mean square of ``velocity`` over that of ``velocity_ref``, over all but the batch dimension, ``[B]``.
+
+    Reinforcement learning raises it by 5 to 15 percent, together with harsh contrast and colours (arXiv 2606.27771).
+    """
+    _check_shapes(velocity, velocity_ref)
+    squares = [element_mean(widened(value) ** 2, element_mask) for value in (velocity, velocity_ref)]
+    return (squares[0] / squares[1]).sqrt()
+
+
 def _fit(error: Tensor, element_mask: Tensor | None, adaptive_weight: bool) -> Tensor:
     """``L+`` or ``L-`` ``[B]`` from the error of its clean prediction."""
     mean_B = element_mean(error**2, element_mask)

@@ -167,13 +167,14 @@ def watch_lines(config: Config) -> list[str]:
     if not watch.enable:
         return ["off: nothing tells when the reward rises because the policy cheats"]
     steps = sample.eval_num_steps or sample.num_steps
+    spread = max(watch.samples // 2, 4)
     source = f"pairs of {watch.local_dir}" if watch.local_dir else f"own samples, made at the start in {steps} steps"
     action = watch.action
     if action == "rewind":
         action = f"rewind, at most {watch.max_rewinds} times, to the newest checkpoint before it"
     return [
         f"every {counted(watch.freq, 'step')} {watch.samples} held-out samples ({source}) at {LEVELS_OF_THE_WATCH} "
-        "noise levels",
+        f"noise levels, and the spread of {counted(spread, 'sample')} made in {counted(sample.num_steps, 'step')}",
         f"alarm when their loss is more than {watch.max_loss_ratio:g} times, or the diversity less than "
         f"{watch.min_diversity_ratio:g} times that of the start: {action}",
     ]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cosmos_rl.tracking.report.inlined import escaped
-from cosmos_rl.tracking.report.measures import LIMIT, is_watched, limit_of, measure, reward_names
+from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_watched, limit_of, measure, reward_names
 from cosmos_rl.tracking.report.record import Record
 from cosmos_rl.tracking.report.svg import Curve, Limit, chart
 
@@ -34,6 +34,8 @@ class Charts:
             self._figure("Learning rate", ["train/learning_rate"]),
         ]
         watched = [self._watched(key) for key in self._record.keys if is_watched(key)]
+        for start, title in NORMS.items():
+            watched.append(self._figure(title, [key for key in self._record.keys if key.startswith(start)]))
         times = [self._figure(measure(k).title, [k]) for k in self._record.keys if measure(k).unit == "s"]
         # these are other views of what is shown above
         self._shown |= {key for key in self._record.keys if key.endswith(LIMIT)}

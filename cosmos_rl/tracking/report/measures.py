@@ -9,6 +9,13 @@ from cosmos_rl.tracking.report.svg import number
 
 LIMIT = "_limit"
 """``watch/<name>_limit`` is the level that ``watch/<name>`` should not cross."""
+NORMS = {
+    "watch/velocity_norm_ratio/": "Velocity norm at held-out samples, relative to the start: median by noise level",
+    "watch/velocity_norm_ratio_p90/": "The same: 90 % quantile by noise level",
+    "train/velocity_norm_ratio/": "Velocity norm in training, relative to the reference: median by noise level",
+    "train/velocity_norm_ratio_p90/": "The same in training: 90 % quantile by noise level",
+}
+"""Beginnings of metrics that are one figure each."""
 _STATISTICS = ("avg", "std", "max", "min")
 
 
@@ -32,6 +39,8 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"watch/loss_ratio", Measure("Held-out loss, relative to the start")),
     (r"watch/diversity_ratio", Measure("Diversity of the samples, relative to the start")),
     (r"watch/untrained_reward", Measure("Reward that is not trained on", 1)),
+    (r"watch/untrained_reward/(.+)", Measure("Reward “{}”, not trained on", 1)),
+    (r"watch/untrained_drop/(.+)", Measure("Fall of reward “{}”, in deviations of its first scores", -1)),
     (r"watch/(.+)", Measure("Watched: {}")),
     (r"train/policy_loss_avg", Measure("Policy loss")),
     (r"train/kl_loss_avg", Measure("Distance to the reference (KL)")),
@@ -80,8 +89,9 @@ def main_keys(record: Record) -> list[str]:
 
 
 def is_watched(key: str) -> bool:
-    """Whether ``key`` is a measure that is watched, not its limit and not an alarm."""
-    return key.startswith("watch/") and not key.endswith(LIMIT) and "alarm" not in key
+    """Whether ``key`` is a measure with a figure of its own that is watched, not its limit and not an alarm."""
+    alone = not key.startswith(tuple(NORMS))
+    return key.startswith("watch/") and alone and not key.endswith(LIMIT) and "alarm" not in key
 
 
 def limit_of(record: Record, key: str) -> float | None:

@@ -404,6 +404,8 @@ class NFTTrainer:
             old_is_current=self.policies.old_is_default and not self.model.has_dropout(),
             kl_beta=self._kl_beta,
         )
+        if terms.broken:
+            logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(terms.broken)}")
         if data_share is not None:
             terms.sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
         parts = context.sum_over_ranks([terms.sums.get(name, 0.0) for name in self._loss_weights])

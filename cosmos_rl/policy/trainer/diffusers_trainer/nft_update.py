@@ -1,12 +1,13 @@
 """The gradient of DiffusionNFT for one optimiser step (arXiv 2509.16117, algorithm 1, lines 8 to 12)."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.nft import NftTerms, nft_loss, velocity_kl
+from cosmos_rl.algorithms.nft import NftTerms, nft_loss, norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -14,6 +15,7 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.policies import Policies
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import chosen_levels
+from cosmos_rl.policy.trainer.diffusers_trainer.watch_rules import norm_metrics
 from cosmos_rl.rollout.sampler import Slot
 
 TARGET_BYTES = 256 * 2**20
@@ -93,6 +95,10 @@ class TermSums:
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     count: float = 0.0
+    norms: list[Tensor] = field(default_factory=list)
+    """``[R, 2]``: norm of the velocity relative to the reference's (NaN for a row that only fills up), noise level."""
+    broken: list[str] = field(default_factory=list)
+    """The first rows of this rank whose loss is not finite."""
 
     def add(self, terms: NftTerms, weight_B: Tensor, kl_B: Tensor | None, old_kl_B: Tensor | None) -> None:
         """Rows of one optimiser step; nothing has a gradient."""
@@ -121,6 +127,7 @@ class TermSums:
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
         self.count += other.count
+        self.norms += other.norms
 
     def metrics(self, context: Context, loss_weights: Mapping[str, float]) -> dict[str, float]:
         """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks.
@@ -132,6 +139,9 @@ class TermSums:
         found = {f"train/{name}_avg": value / max(count, 1e-12) for name, value in zip(names, sums, strict=True)}
         for name, value in zip(tops, context.max_over_ranks([self.maxima[name] for name in tops]), strict=True):
             found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        if self.norms:
+            ratio_R, sigma_R = context.gather_rows(torch.cat(self.norms)).unbind(1)
+            found |= norm_metrics("train", ratio_R, sigma_R)
         loss = sum(weight * found.get(f"train/{name}_avg", 0.0) for name, weight in loss_weights.items())
         return {**found, "train/loss_avg": loss}
 
@@ -194,7 +204,12 @@ class NftUpdate:
                 told.append(self._backward(micro, cond.rows(micro.places), kl_beta, loss_factor))
         terms = TermSums()
         if told:
-            terms.add(*_joined(told))  # all at once: to read a number is to wait for the device
+            joined, norms = _joined(told), [ratio_B for *_, ratio_B in told if ratio_B is not None]
+            terms.add(*joined)  # all at once: to read a number is to wait for the device
+            if norms:
+                terms.norms.append(torch.stack([torch.cat(norms).cpu(), rows.sigma.cpu()], dim=1))
+            if not math.isfinite(terms.sums["policy_loss"]):
+                terms.broken = _broken(rows, joined[0].policy_B.cpu())
         return terms
 
     def _blocks(self, micros: Sequence[slice], rows: Rows) -> Iterator[Sequence[slice]]:
@@ -243,23 +258,31 @@ class NftUpdate:
             adaptive_weight=settings.adaptive_weight,
             weight_B=micro.weight,
         )
-        loss, kl_B, old_kl_B = found.loss_sum, None, None
+        loss, kl_B, old_kl_B, ratio_B = found.loss_sum, None, None, None
         if micro.reference is not None:
             kl_B = velocity_kl(velocity, micro.reference, cond.element_mask)
             old_kl_B = velocity_kl(old, micro.reference, cond.element_mask)
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
+            ratio_B = norm_ratio(velocity.detach(), micro.reference, cond.element_mask)
+            ratio_B = torch.where(micro.weight > 0, ratio_B, torch.nan)
         (loss_factor * loss).backward()
         found = replace(found, loss_sum=found.loss_sum.detach())
-        return found, micro.weight, None if kl_B is None else kl_B.detach(), old_kl_B
+        return found, micro.weight, None if kl_B is None else kl_B.detach(), old_kl_B, ratio_B
 
 
-_Told = tuple[NftTerms, Tensor, Tensor | None, Tensor | None]
-"""What `TermSums.add` takes."""
+_Told = tuple[NftTerms, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""What `TermSums.add` takes, and the rows' norm ratios."""
 
 
-def _joined(parts: Sequence[_Told]) -> _Told:
+def _broken(rows: Rows, loss_R: Tensor) -> list[str]:
+    """Where the loss is not finite, up to three rows that count."""
+    places = torch.nonzero(~loss_R.isfinite() & (rows.weight.cpu() > 0)).flatten().tolist()
+    return [f"{rows.prompts[i][:60]!r} at noise level {float(rows.sigma[i]):.3g}" for i in places[:3]]
+
+
+def _joined(parts: Sequence[_Told]) -> tuple[NftTerms, Tensor, Tensor | None, Tensor | None]:
     """The rows of several micro-batches as those of one."""
-    terms, weights, kls, old_kls = zip(*parts, strict=True)
+    terms, weights, kls, old_kls, _ = zip(*parts, strict=True)
     names = [entry.name for entry in fields(NftTerms)]
     whole = {name: torch.cat([getattr(t, name) for t in terms]) for name in names if name.endswith("_B")}
     whole |= {name: torch.stack([getattr(t, name) for t in terms]).sum() for name in names if name not in whole}

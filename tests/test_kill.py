@@ -73,6 +73,8 @@ def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
     config = write_toml(lora=lora)
     undisturbed = Run(config, tmp_path / "log", f"--train.output_dir={tmp_path / 'calm'}", *options)
     assert undisturbed.finish() == 0, (tmp_path / "log").read_text()[-3000:]
+    # a user's first screen holds our lines and no library's
+    assert [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("[cosmos] ")] == []
 
     chance = random.Random(0 if lora else 1)
     output = tmp_path / "killed"

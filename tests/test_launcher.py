@@ -98,7 +98,8 @@ def newest_run(folder):
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_help_and_version_need_no_torch(argument):
     code = (
-        f"import sys; from cosmos_rl.launcher.cli import main;sys.exit(main(['{argument}']) or 'torch' in sys.modules)"
+        f"import sys; from cosmos_rl.launcher.cli import main; code = main(['{argument}']);"
+        "sys.exit(code or 'torch' in sys.modules or 'pydantic' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """What a training script calls, in and without the launcher."""
 
 import argparse
+import subprocess
 import sys
 
 import pytest
@@ -137,3 +138,18 @@ def test_the_bundled_launcher_reads_pairs_or_prompts_for_validation(tmp_path):
     assert list(read) == ["a cat"]
     with pytest.raises(UserError, match=r"train\.train_policy\.dataset\.local_dir: missing"):
         training_pairs(Config())
+
+
+@pytest.mark.process
+def test_a_training_process_imports_nothing_of_check_and_no_library_that_it_never_uses() -> None:
+    code = (
+        "import sys, cosmos_rl.launcher.worker_entry, cosmos_rl.policy.trainer.loop\n"
+        "import cosmos_rl.policy.trainer.diffusers_trainer.nft_job\n"
+        "import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer, cosmos_rl.policy.model.diffusers.sd3_model\n"
+        "from diffusers import StableDiffusion3Pipeline\n"
+        "unwanted = ('cosmos_rl.launcher.check', 'cosmos_rl.launcher.estimate', 'torchao', 'boto3')\n"
+        "print([name for name in unwanted if name in sys.modules])\n"
+        "import importlib.util; print(importlib.util.find_spec('torchao') is not None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr) == (["[]", "True"], "")  # the 8-bit optimisers still find torchao

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, parse_prompts, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig
@@ -118,6 +116,8 @@ def _own_file(path: Path, split: str, key: str) -> Path:
 
 def _fetched(url: str, path: Path) -> list[PromptRecord]:
     """Download a prompt file unless another process has done so meanwhile; only a whole and readable one is kept."""
+    import httpx  # late: a tenth of a second, and only a download needs it
+
     with _alone(path):
         if path.is_file():
             return read_prompts(path)
@@ -136,6 +136,8 @@ def _fetched(url: str, path: Path) -> list[PromptRecord]:
 
 
 def _download(url: str) -> bytes:
+    import httpx
+
     parts, size, until = [], 0, time.monotonic() + _FETCH_S
     with httpx.stream("GET", url, follow_redirects=True, timeout=20.0) as answer:
         answer.raise_for_status()

@@ -5,13 +5,14 @@ import difflib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.environment import DataForm
-from cosmos_rl.launcher.nodes import DEFAULT_PORT, Nodes, nodes_of
+from cosmos_rl.launcher.flags import launch_parser
+from cosmos_rl.launcher.nodes import Nodes, nodes_of
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
@@ -50,7 +51,7 @@ class Launch:
 
 def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
     """The parsed command line; argparse ends the process for `--help`, `--version` and misuse."""
-    return read_launch(_parser(version, verbs), argv)[0]
+    return read_launch(launch_parser(version, verbs), argv)[0]
 
 
 def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
@@ -202,45 +203,3 @@ def _module_exists(name: str) -> bool:
     finally:
         if added:
             sys.path.remove(os.getcwd())
-
-
-def _whole_number(minimum: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a whole number >= {minimum}")
-        return int(text)
-
-    return read
-
-
-def _parser(version: str, verbs: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cosmos-rl",
-        usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
-        "       cosmos-rl VERB ...",
-        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
-        "captioned pictures or, for reinforcement learning, the prompts that the TOML names.",
-        epilog=verbs,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_launch_flags(parser)
-    parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")
-    return parser
-
-
-def add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a training command."""
-    parser.add_argument("--config", metavar="X.toml", help="the configuration, or the folder of an earlier run")
-    parser.add_argument("--log-dir", metavar="D", help="write all output to D/logs_<time>/policy_0.log")
-    parser.add_argument("--nproc-per-node", type=_whole_number(1), metavar="N", help="processes on this machine")
-    parser.add_argument(
-        "--max-restarts", type=_whole_number(0), default=0, metavar="N", help="restart failed workers so many times (0)"
-    )
-    parser.add_argument("--num-workers", type=_whole_number(1), default=1, metavar="N", help="machines of the job (1)")
-    parser.add_argument("--worker-idx", type=_whole_number(0), default=0, metavar="I", help="which one this is (0)")
-    parser.add_argument("--node-ip-list", metavar="'A;B'", help="addresses of the machines, that of 0 first")
-    parser.add_argument(
-        "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of machine 0 ({DEFAULT_PORT})"
-    )
-    parser.add_argument("--debug", action="store_true", help="log more")

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
-from cosmos_rl.launcher.arguments import BUNDLED, Launch, add_launch_flags, read_launch, script_for
+from cosmos_rl.launcher.arguments import BUNDLED, Launch, read_launch, script_for
 from cosmos_rl.launcher.environment import DataForm, check_environment
+from cosmos_rl.launcher.flags import add_launch_flags
 from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned

@@ -1,14 +1,13 @@
 """The `cosmos-rl` command. Imports no torch until workers are started."""
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
 
+from cosmos_rl import __version__
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.arguments import parse_launch
-from cosmos_rl.launcher.launch import launch
+from cosmos_rl.launcher.flags import launch_parser
 from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_USER_ERROR
 from cosmos_rl.utils.logging import print_anything
 
@@ -32,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv and argv[0] in VERBS:
             return _printed(_verb(argv[0]), argv[1:])
-        return launch(parse_launch(argv, _version(), _verb_help()), ["cosmos-rl", *argv])
+        if argv and argv[0] in ("-h", "--help", "--version"):
+            launch_parser(__version__, _verb_help()).parse_args(argv[:1])
+        return _launch(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -55,6 +56,13 @@ def _printed(verb: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return EXIT_FAILED
 
 
+def _launch(argv: Sequence[str]) -> int:
+    from cosmos_rl.launcher.arguments import parse_launch  # the configuration's tables: half a second
+    from cosmos_rl.launcher.launch import launch
+
+    return launch(parse_launch(argv, __version__, _verb_help()), ["cosmos-rl", *argv])
+
+
 def _verb(name: str) -> Callable[[Sequence[str]], int]:
     module, _, function = VERBS[name][0].partition(":")
     return getattr(importlib.import_module(module), function)
@@ -63,13 +71,6 @@ def _verb(name: str) -> Callable[[Sequence[str]], int]:
 def _verb_help() -> str:
     width = max(map(len, VERBS))
     return "\n".join(["verbs:", *(f"  {name:{width}}  {text}" for name, (_, text) in VERBS.items())])
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("cosmos-rl")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.errors import OutOfMemory, UserError
-from cosmos_rl.launcher import out_of_memory
 from cosmos_rl.launcher.arguments import split_overrides
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
@@ -83,6 +82,8 @@ def main(
                     **rewards,
                 )
             except OutOfMemory as error:
+                from cosmos_rl.launcher import out_of_memory  # with all of `check`, which no other run needs
+
                 traceback.print_exc()
                 on_cpu = config.train.device == "cpu" or gpus() == 0
                 tell(out_of_memory.told(config, error.phase, on_cpu=on_cpu))

@@ -1,0 +1,49 @@
+"""The flags of `cosmos-rl` itself. Imports next to nothing, so that `--help` is there at once."""
+
+import argparse
+from collections.abc import Callable
+
+from cosmos_rl.launcher.nodes import DEFAULT_PORT
+
+
+def _whole_number(minimum: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a whole number >= {minimum}")
+        return int(text)
+
+    return read
+
+
+def launch_parser(version: str, verbs: str) -> argparse.ArgumentParser:
+    """The parser of a training command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="cosmos-rl",
+        usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
+        "       cosmos-rl VERB ...",
+        description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
+        "captioned pictures or, for reinforcement learning, the prompts that the TOML names.",
+        epilog=verbs,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_launch_flags(parser)
+    parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")
+    return parser
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a training command."""
+    parser.add_argument("--config", metavar="X.toml", help="the configuration, or the folder of an earlier run")
+    parser.add_argument("--log-dir", metavar="D", help="write all output to D/logs_<time>/policy_0.log")
+    parser.add_argument("--nproc-per-node", type=_whole_number(1), metavar="N", help="processes on this machine")
+    parser.add_argument(
+        "--max-restarts", type=_whole_number(0), default=0, metavar="N", help="restart failed workers so many times (0)"
+    )
+    parser.add_argument("--num-workers", type=_whole_number(1), default=1, metavar="N", help="machines of the job (1)")
+    parser.add_argument("--worker-idx", type=_whole_number(0), default=0, metavar="I", help="which one this is (0)")
+    parser.add_argument("--node-ip-list", metavar="'A;B'", help="addresses of the machines, that of 0 first")
+    parser.add_argument(
+        "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of machine 0 ({DEFAULT_PORT})"
+    )
+    parser.add_argument("--debug", action="store_true", help="log more")

@@ -184,6 +184,16 @@ def test_dropout_acts_in_the_trained_policy_alone_and_is_seeded() -> None:
     assert torch.equal(*grads)  # whatever was drawn before
 
 
+def test_dropout_acts_in_fine_tuning_and_is_seeded(write_toml: Callable[..., Path]) -> None:
+    config, second = write_toml(), []
+    for state, dropout in ((1, 0.5), (2, 0.5), (1, 0.0)):
+        trainer = sft_trainer(config, f"--policy.lora.lora_dropout={dropout}")
+        torch.manual_seed(state)
+        second.append([trainer.train_step(step).metrics["train/loss_avg"] for step in range(2)][1])
+    assert second[0] == second[1]  # whatever was drawn before
+    assert second[2] != second[0]
+
+
 def test_guidance_goes_from_the_negative_to_the_positive() -> None:
     class Labelled(ToyModel):
         def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:

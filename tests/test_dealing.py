@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.launcher.rl_plan import rl_plan
+from cosmos_rl.policy.config import Config, DiffusersConfig
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.trainer.diffusers_trainer.dealing import optimizer_batches
 
@@ -33,6 +34,10 @@ def test_the_optimiser_batches_of_a_pass_are_as_equal_as_can_be(count: int, size
 
 def test_the_share_of_levels_is_that_of_the_decimal_number() -> None:
     """A float just below the product, 28.999999999999996 for 0.58 x 50, must not cost a level."""
+    diffusers = {"timesteps_fraction": 0.58, "sample": {"num_steps": 50}}
+    job = {"type": "grpo", "trainer_type": "diffusion_nft"}
+    config = Config.from_dict({"policy": {"diffusers": diffusers}, "train": {"train_policy": job}})
+    assert rl_plan(config).levels == 29
     for steps in range(1, 101):
         for percent in range(1, 101):
             config = DiffusersConfig(timesteps_fraction=percent / 100, sample=SampleConfig(num_steps=steps))

@@ -283,13 +283,13 @@ def test_dropout_makes_the_old_policy_run(tmp_path: Path, tiny_sd3: Path) -> Non
 
 def test_dropout_of_the_network_itself_makes_the_old_policy_run(tmp_path: Path, tiny_sd3: Path) -> None:
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3, lora=False), "--policy.diffusers.weight_copy_decay_type=0")
-    assert not trainer.model.has_dropout()
     block = trainer.model.transformer.transformer_blocks[1]
     block.attn.to_out[1].p = 0.2
     names = used_policies(trainer)
     trainer.train_step(0)
     assert names == ["old", "old", "reference"]
     block.attn.to_out[1].p = 0.0
+    assert not trainer.model.has_dropout()
     block.attn.attention_dropout = 0.1  # a number that is handed on
     assert trainer.model.has_dropout()
 

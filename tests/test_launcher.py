@@ -120,7 +120,10 @@ def test_help_and_version_need_no_torch(argument):
         (["--config", "run.toml", "./worker"], "did you mean the file ./worker.py?"),
         (["--config", "run.toml", "folder/worker"], "neither a .py file nor the name of a module"),
         (["--config", "run.toml", "--policy.diffusers.is_video=true"], "not runnable yet: policy.diffusers.is_video"),
-        (["--config", "run.toml", "--policy.parallelism.cp_size=2", "worker.py"], "2, the product of the other sizes"),
+        (
+            ["--config", "run.toml", "--nproc-per-node", "3", "--policy.parallelism.dp_replicate_size=2", "worker.py"],
+            "2, the product of the other sizes",
+        ),
         (
             ["--config", "run.toml", "--nproc-per-node", "2", "--policy.parallelism.tp_size=2"],
             "not runnable yet: policy",

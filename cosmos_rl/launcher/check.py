@@ -17,13 +17,15 @@ from cosmos_rl.launcher.flags import add_launch_flags
 from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned
+from cosmos_rl.launcher.prepare import unbuilt_parts
 from cosmos_rl.launcher.rl_plan import reward_lines, watch_lines
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.launcher.text_notes import text_notes
-from cosmos_rl.policy.config import Config, dump_toml, load_config, not_runnable_yet, notes, world_size
+from cosmos_rl.policy.config import Config, dump_toml, load_config, notes, world_size
 from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.model_rules import size_problem
 from cosmos_rl.policy.config.problems import shown
-from cosmos_rl.policy.config.ranks import described, resized
+from cosmos_rl.policy.config.ranks import described, has_unbuilt_ranks, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 from cosmos_rl.policy.model.single_file import single_file_problem
 from cosmos_rl.storage.disk import missing_abilities, standing
@@ -31,6 +33,7 @@ from cosmos_rl.storage.run_folder import runs
 
 _RECENT_STEPS = 50
 _SHOWN_TARGETS = 12
+_FOR_ONE_RANK = "That is for 1 rank, which a launch on this machine takes without a GPU."
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,19 @@ def check(argv: Sequence[str]) -> int:
     parser.add_argument("--toml", action="store_true", help="print the whole resolved configuration in place of it")
     asked, given = read_launch(parser, argv)
     nproc, nodes = asked.nproc_per_node, asked.nodes.count
-    config = _loaded(asked)
+    config, here = _loaded(asked)
     if given.toml:
         print(dump_toml(config), end="")
         return 0
     script = script_for(asked.script, config)
-    report = Report(config, _on_cpu(config, nproc), own_data=script not in BUNDLED, nodes=nodes)
-    print(f"{asked.config}: no mistakes found in the keys and between them.")
+    own = script not in BUNDLED
+    report = Report(config, _on_cpu(config, nproc), own_data=own, nodes=nodes)
+    print(f"{asked.config}: no mistakes found in the keys and between them.{here}")
     _print(report.sections())
     problems = list(report.problems())
+    if problems and _takes_one_rank(asked) and not list(Report(resized(config, 1), True, own_data=own).problems()):
+        print(f"{_FOR_ONE_RANK} Elsewhere: {'; '.join(problems)}")
+        problems = []
     if given.env:
         found, notes = _environment_problems(config, BUNDLED.get(script))
         _print([Section("Environment", report.environment() + notes)])
@@ -96,7 +103,7 @@ class Report:
     def sections(self) -> list[Section]:
         """The report, part by part."""
         config = self.config
-        unbuilt = [f"not runnable yet: {line}" for line in not_runnable_yet(config)]
+        unbuilt = [f"not runnable yet: {line}" for line in unbuilt_parts(config, own_script=self.own_data)]
         changed = [k for k in keys_of(config) if k.value != k.default]
         return [
             Section("Trained", self._trained()),
@@ -116,6 +123,8 @@ class Report:
         """What the launch would refuse, as the weights' names and the number of samples already tell."""
         if self.selection is not None:
             yield from self.selection.problems
+        yield from self._size_problems()
+        yield from self._data_problems()
         if self.rl and not self.own_data and not self._rewards():
             yield (
                 "no reward: set train.train_policy.use_remote_reward = true, name functions in "
@@ -127,6 +136,29 @@ class Report:
                 f" out, make no whole step of {self.plan.batch} samples; lower the batch or set "
                 "train.train_policy.dataloader_drop_last = false"
             )
+
+    def _size_problems(self) -> Iterator[str]:
+        policy, pipeline = self.config.policy, self.pipeline
+        if pipeline is None or pipeline.class_name != "StableDiffusion3Pipeline":
+            return
+        settings = pipeline.configs["transformer"]
+        try:
+            factor = estimate.vae_stride(pipeline) * int(settings["patch_size"])
+        except (Unknown, KeyError):
+            return
+        positions = settings.get("pos_embed_max_size")
+        problem = size_problem(policy.diffusers.inference_size, policy.model_name_or_path, factor, positions)
+        if problem is not None:
+            yield problem
+
+    def _data_problems(self) -> Iterator[str]:
+        dataset, key = self.config.train.train_policy.dataset, "train.train_policy.dataset.local_dir"
+        if self.own_data or dataset.local_dir:
+            return
+        if not self.rl:
+            yield f"{key}: missing; give the folder of training pictures"
+        elif not dataset.name:
+            yield f"{key}: missing; give a file of prompts, or a prompt set as train.train_policy.dataset.name"
 
     @property
     def rl(self) -> bool:
@@ -251,28 +283,38 @@ class Report:
 # ---- ranks and devices -------------------------------------------------------------------------------------------
 
 
-def _loaded(asked: Launch) -> Config:
-    """The configuration for the ranks that it asks for, on whichever machine that is."""
+def _loaded(asked: Launch) -> tuple[Config, str]:
+    """The configuration for the ranks that it asks for, on whichever machine that is.
+
+    Where it is wrong for these and a launch on this machine would take one rank, for which it is right: that one, and a
+    text that says so.
+    """
     nproc, nodes = asked.nproc_per_node, asked.nodes.count
 
     def loaded(nproc: int | None) -> Config:
         return load_config(asked.config, asked.overrides, sized=lambda config: _sized(config, nproc, nodes))
 
     try:
-        return loaded(nproc)
+        return loaded(nproc), ""
     except UserError as error:
-        if nproc is not None or nodes > 1 or machine.gpus():
+        if not _takes_one_rank(asked):
             raise
         try:
-            loaded(1)
+            config = loaded(1)
         except UserError:
             raise error from None
-        hint = "a launch on this machine has no GPU and takes 1 rank, for which nothing is wrong: --nproc-per-node 1"
-        raise UserError(f"{error}\n{hint}") from None
+        return config, f"\n{_FOR_ONE_RANK} Elsewhere: {error}"
+
+
+def _takes_one_rank(asked: Launch) -> bool:
+    """Whether a launch of the same command on this machine would take one rank, whatever the configuration asks for."""
+    return asked.nproc_per_node is None and asked.nodes.count == 1 and not machine.gpus()
 
 
 def _sized(config: Config, nproc: int | None, nodes: int) -> Config:
     """As the launcher sizes it, except that the machine at hand need not have the GPUs."""
+    if has_unbuilt_ranks(config.policy.parallelism):
+        return config
     if nproc is not None:
         return resized(config, nproc * nodes)
     asked = world_size(config.policy.parallelism)

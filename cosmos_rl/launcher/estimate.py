@@ -15,7 +15,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, el
 from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
 from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig
-from cosmos_rl.policy.config.targets import target_problems
+from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
@@ -181,7 +181,8 @@ def _adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
         size += math.prod(down) + math.prod(up)
         eight_bit += sum(math.prod(shape) for shape in (down, up) if blocks_in_a_row(shape))
     counts = {"all-linear": len(targets)} if everything else {t: len(names) for t, names in found.items()}
-    problems = [] if everything else target_problems(targets, layers)
+    problems = adapter_name_problems(lora.lora_names, (name.rpartition(".")[0] for name in shapes))
+    problems += [] if everything else target_problems(targets, layers)
     spare = (len(lora.lora_names) - 1) * size
     return Selection(size, elements(shapes), spare, counts, problems, eight_bit)
 

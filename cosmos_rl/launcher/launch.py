@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.alone import run_worker
 from cosmos_rl.launcher.arguments import BUNDLED, Launch, script_for, worker_command
+from cosmos_rl.launcher.check import Report
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.nodes import JobEnded, JobPlan
@@ -96,11 +97,14 @@ def _checked(asked: Launch) -> tuple[Config, list[str]]:
         sized=lambda config: sized(config, asked.nproc_per_node, gpus(), asked.nodes.count),
     )
     config = _of_named_run(config, Path(asked.config))
-    refuse_unbuilt(config)
+    script = script_for(asked.script, config)
+    refuse_unbuilt(config, own_script=script not in BUNDLED)
     for note in notes(config):
         logger.info(note)
-    script = script_for(asked.script, config)
     check_environment(config, BUNDLED.get(script))
+    problems = list(Report(config, on_cpu=not gpus(), own_data=script not in BUNDLED).problems())
+    if problems:
+        raise UserError("\n".join(problems))
     return with_absolute_paths(config), worker_command(script)
 
 

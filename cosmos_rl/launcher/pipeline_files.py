@@ -90,22 +90,23 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def served_classes() -> set[str]:
     """Pipeline classes that a file in `policy/model/diffusers` serves, read from its source: importing needs torch."""
-    found = set()
+    found: set[str] = set()
     for path in _FAMILIES.glob("*.py"):
         try:
-            functions = [
-                node
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, ast.FunctionDef)
-            ]
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
-        for function in functions:
-            if function.name == "supported_model_types":
-                found |= {
-                    n.value for n in ast.walk(function) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-                }
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef) and node.name == "supported_model_types":
+                found |= _returned_texts(node)
     return found
+
+
+def _returned_texts(function: ast.FunctionDef) -> set[str]:
+    """The strings in what a function returns; not those of its docstring."""
+    values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    return {value for value in constants if isinstance(value, str)}
 
 
 def is_hub_name(name: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.families import family_not_runnable
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
 from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
 from cosmos_rl.storage.atomic import write_text
@@ -21,9 +22,14 @@ from cosmos_rl.utils.logging import logger
 _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
 
 
-def refuse_unbuilt(config: Config) -> None:
+def unbuilt_parts(config: Config, *, own_script: bool) -> list[str]:
+    """What this version cannot run, one line each; a script of the user's own may bring a model class."""
+    return not_runnable_yet(config) + ([] if own_script else family_not_runnable(config.policy))
+
+
+def refuse_unbuilt(config: Config, *, own_script: bool = True) -> None:
     """Raise `UserError` for documented settings that this version cannot run."""
-    lines = not_runnable_yet(config)
+    lines = unbuilt_parts(config, own_script=own_script)
     if lines:
         raise UserError("\n".join(f"not runnable yet: {line}" for line in lines))
 

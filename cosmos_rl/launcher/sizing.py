@@ -2,7 +2,7 @@
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, world_size
-from cosmos_rl.policy.config.ranks import described, resized
+from cosmos_rl.policy.config.ranks import described, has_unbuilt_ranks, resized
 from cosmos_rl.utils.logging import logger
 
 
@@ -19,7 +19,7 @@ def sized(config: Config, nproc: int | None, gpus: int, nodes: int = 1) -> Confi
         UserError: a machine has fewer GPUs than that, or the sizes do not divide the ranks.
     """
     asked = config.policy.parallelism
-    if asked.dp_shard_size == 0:  # an error that the rules name
+    if asked.dp_shard_size == 0 or has_unbuilt_ranks(asked):  # errors that are named elsewhere
         return config
     on_cpu = gpus == 0 or config.train.device == "cpu"
     wanted = nproc * nodes if nproc else nodes if on_cpu else world_size(asked)

@@ -18,7 +18,7 @@ from cosmos_rl.launcher.resume import resume_from
 from cosmos_rl.launcher.signals import EXIT_FAILED, StopRequest
 from cosmos_rl.launcher.supervised import supervised, tell
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
-from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.config.ranks import has_unbuilt_ranks, resized
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.disk import writing_into
 from cosmos_rl.storage.run_folder import RunFolder
@@ -140,7 +140,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
 
 def _one_rank(config: Config) -> Config:
     asked = world_size(config.policy.parallelism)
-    if asked in (0, 1):  # 0 is an error that the rules name
+    if asked in (0, 1) or has_unbuilt_ranks(config.policy.parallelism):  # errors that are named elsewhere
         return config
     logger.warning(
         "started without cosmos-rl: 1 rank, policy.parallelism.dp_shard_size = 1 in place of "

@@ -30,8 +30,9 @@ class _StandardOutput(logging.StreamHandler):
 
 def _make_logger() -> logging.Logger:
     made = logging.getLogger("cosmos")
-    level = os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper()
-    made.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    usual = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"  # what describes the run is said once
+    level = os.environ.get("COSMOS_LOG_LEVEL", usual).upper()
+    made.setLevel(level if level in logging.getLevelNamesMapping() else usual)
     if not made.handlers:
         handler = _StandardOutput()
         line = f"{_prefix()}[cosmos] %(asctime)s - %(name)s - %(levelname)s - %(message)s"

@@ -1,5 +1,7 @@
 """What a configuration asks for: rules between keys (`cross_check`), parts not built (`not_runnable_yet`), `notes`."""
 
+import re
+
 from cosmos_rl.policy.config.base import Kind
 from cosmos_rl.policy.config.keys import keys_of
 from cosmos_rl.policy.config.problems import shown
@@ -8,12 +10,17 @@ from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
+_PLACES = ("output_dir", "local_dir", "dir", "lora_path", "model_name_or_path", "resume")
+"""Keys that hold a path, whatever their table."""
+_NEEDED_PLACES = ("train.output_dir", "train.train_policy.cache.dir")
+
 __all__ = ["cross_check", "data_ranks", "not_runnable_yet", "notes", "world_size"]
 
 
 def cross_check(config: Config) -> list[str]:
     """Every rule between keys that `config` breaks, one line each, starting with the dotted key."""
     return [
+        *_value_rules(config),
         *_model_rules(config),
         *_lora_rules(config),
         *_sft_batch_rules(config),
@@ -35,6 +42,12 @@ def not_runnable_yet(config: Config) -> list[str]:
         lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "sft"')
     if not config.policy.is_diffusers:
         lines.append("policy.is_diffusers = false (vision-language models); set it to true for a diffusers pipeline")
+    lora = config.policy.lora
+    if lora is not None and lora.init_lora_weights not in (True, False, "gaussian"):
+        lines.append(
+            f'policy.lora.init_lora_weights = "{lora.init_lora_weights}" changes the base weights, which an exported '
+            'adapter cannot carry; use true or "gaussian"'
+        )
     for key in keys_of(config):
         matters = config.validation.enable or not key.path.startswith("validation.")
         if key.kind is Kind.LATER and key.value != key.default and matters:
@@ -72,6 +85,23 @@ def _kinds_read(config: Config) -> set[Kind]:
         Kind.VLM: not config.policy.is_diffusers,
     }
     return {kind for kind, read in reads.items() if read}
+
+
+def _value_rules(config: Config) -> list[str]:
+    """What no type of a key says: places that are none, and numbers that no machine word holds."""
+    lines = []
+    for key in keys_of(config):
+        if isinstance(key.value, int) and abs(key.value) >= 2**63:
+            lines.append(f"{key.path}: found {key.value}; allowed: whole numbers below 2^63, as in TOML")
+        if not isinstance(key.value, str) or key.path.rpartition(".")[2] not in _PLACES:
+            continue
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", key.value):
+            lines.append(f"{key.path}: found {shown(key.value)}; addresses are not supported yet, give a local path")
+        if "\0" in key.value:
+            lines.append(f"{key.path}: found {shown(key.value)}; allowed: a path, which has no null character")
+        if key.path in _NEEDED_PLACES and not key.value.strip():
+            lines.append(f"{key.path}: found {shown(key.value)}; allowed: a folder (was a shell variable empty?)")
+    return lines
 
 
 def _model_rules(config: Config) -> list[str]:

@@ -140,7 +140,7 @@ class DiffusersConfig(Table):
     """How slowly the old policy follows: 0 copies, 1 and 2 are schedules of DiffusionNFT."""
     sample: SampleConfig = SampleConfig()
     """How pictures and videos are sampled."""
-    tokenizer: ForRl[TokenizerConfig] = TokenizerConfig()
+    tokenizer: ForVideo[TokenizerConfig] = TokenizerConfig()
     """The VAE that packs videos for the reward service."""
 
     @property

@@ -12,6 +12,11 @@ def world_size(parallelism: ParallelismConfig) -> int:
     return parallelism.dp_shard_size * _other_sizes(parallelism)
 
 
+def has_unbuilt_ranks(parallelism: ParallelismConfig) -> bool:
+    """Whether ranks are asked for that `not_runnable_yet` refuses: there is nothing to be sized then."""
+    return any(getattr(parallelism, name) != 1 for name in ("tp_size", "cp_size", "pp_size", "ep_size"))
+
+
 def data_ranks(parallelism: ParallelismConfig) -> int:
     """Ranks that see different samples; with dp_shard_size = -1 those of one shard."""
     return max(parallelism.dp_shard_size, 1) * parallelism.dp_replicate_size

@@ -183,15 +183,15 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """Real samples that are fine-tuned on beside the reward."""
     watch: WatchConfig = WatchConfig()
     """Tells when the policy cheats."""
-    epsilon_low: NonNegativeFloat = 0.2
+    epsilon_low: NoEffect[NonNegativeFloat] = 0.2
     """How far the likelihood ratio may fall below 1."""
-    epsilon_high: NonNegativeFloat = 0.2
+    epsilon_high: NoEffect[NonNegativeFloat] = 0.2
     """How far the likelihood ratio may rise above 1."""
-    on_policy: StrictBool = False
+    on_policy: Later[StrictBool] = False
     """Sample with the weights that are trained."""
-    reference_reset_interval: PositiveInt | None = None
+    reference_reset_interval: Later[PositiveInt | None] = None
     """Steps after which the reference becomes the present model; unset: never."""
-    reset_optimizer_with_reference: StrictBool = False
+    reset_optimizer_with_reference: Later[StrictBool] = False
     """Forget the optimiser's moments then."""
     allowed_outdated_steps: NoEffect[NonNegativeInt] = 4
     """Samples are never outdated: rollout and training share the weights."""

@@ -301,7 +301,8 @@ class TrainLoop:
                 "train.max_num_steps); raise them or resume an earlier step"
             )
         same_run.compare(resume_from, state["run"], self._same)
-        same_run.say_changes(state.get("settings", {}), self._settings)
+        if self._context.is_main:
+            same_run.say_changes(state.get("settings", {}), self._settings)
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._copies())
         self._task.restore_progress(state["task"])
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])

@@ -102,7 +102,7 @@ class DiffuserModel(VelocityModel):
         self.pipeline = self._load_pipeline(whole=sharding is None)
         for name, part in self.pipeline.components.items():
             setattr(self, name, part)
-        self._check_is_video()
+        self.init_output_process()
         if sharding is None:  # diffusers leaves what is missing without values
             folder = self.base_folder / "transformer"
             check_names(folder, set(weight_files(folder)), set(self.transformer.state_dict()))
@@ -212,7 +212,7 @@ class DiffuserModel(VelocityModel):
         parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_AT_ONCE // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
             pictures = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
-        return self.pipeline.image_processor.postprocess(pictures, output_type="pt").float()
+        return self.output_process.postprocess(pictures, output_type="pt").float()
 
     def counted_encoders(self) -> list[TextEncoder]:
         """What counts the tokens of prompts, for each tokenizer that the family names."""
@@ -352,8 +352,17 @@ class DiffuserModel(VelocityModel):
             if self.lora_config.lora_path:
                 lora.warm_start(self.transformer, self.primary_adapter, self.lora_config.lora_path)
 
-    def _check_is_video(self) -> None:
-        is_video = not hasattr(self.pipeline, "image_processor")
+    def init_output_process(self) -> None:
+        """Take the pipeline's processor of decoded samples, ``image_processor`` or ``video_processor``.
+
+        Raises:
+            UserError: the pipeline has none, or ``is_video`` asks for the other kind.
+        """
+        found = [name for name in ("image_processor", "video_processor") if hasattr(self.pipeline, name)]
+        if not found:
+            raise UserError(f"{type(self.pipeline).__name__} has neither an image_processor nor a video_processor")
+        self.output_process = getattr(self.pipeline, found[0])
+        is_video = found[0] == "video_processor"
         if is_video != self.config.is_video:
             kind = "videos" if is_video else "pictures"
             raise UserError(

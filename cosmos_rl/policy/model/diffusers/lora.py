@@ -17,7 +17,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
-from cosmos_rl.policy.config.targets import target_problems
+from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
 from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
@@ -114,14 +114,10 @@ def activate(transformer: Any, adapter: str) -> None:
 
 
 def _check_config(config: LoraConfig, module_names: list[str]) -> None:
-    """PEFT tells adapters apart by their name between dots; exports hold the difference to the base's own weights."""
-    parts = {part for name in module_names for part in name.split(".")}
-    taken = [name for name in config.lora_names if name in parts or not name.isidentifier()]
-    if taken:
-        raise UserError(
-            f"policy.lora.lora_names: {', '.join(map(repr, taken))} cannot name an adapter: names are identifiers that "
-            "no part of the transformer has"
-        )
+    """Adapters have names of their own; exports hold the difference to the base's own weights."""
+    problems = adapter_name_problems(config.lora_names, module_names)
+    if problems:
+        raise UserError("\n".join(problems))
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise UserError(
             f'not runnable yet: policy.lora.init_lora_weights = "{config.init_lora_weights}" changes the base weights, '

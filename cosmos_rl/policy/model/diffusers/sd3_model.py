@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config.model_rules import size_problem
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.weight_mapper import DiffuserModelWeightMapper
@@ -23,11 +24,11 @@ class SD3Model(DiffuserModel):
     def __init__(self, config: DiffusersConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         factor = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
-        if any(side % factor for side in config.inference_size):
-            raise UserError(
-                f"policy.diffusers.inference_size = {list(config.inference_size)}: {self.model_str} needs multiples of "
-                f"{factor} (VAE times patch size)"
-            )
+        problem = size_problem(
+            config.inference_size, self.model_str, factor, self.transformer.config.pos_embed_max_size
+        )
+        if problem is not None:
+            raise UserError(problem)
         self.set_scheduler_timestep(self.train_sampling_steps)
         self.text_encoders = [self.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3]
         self.tokenizers = [self.tokenizer, self.pipeline.tokenizer_2, self.pipeline.tokenizer_3]

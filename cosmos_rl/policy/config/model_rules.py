@@ -1,0 +1,47 @@
+"""Rules between a configuration and its model, the same for a check that knows files alone and for the model itself."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def target_problems(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
+    """A line for each target that is neither the name nor the end of the name of one of the layers."""
+    names = list(layers)
+    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
+    lines = []
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in names):
+            continue
+        near = difflib.get_close_matches(target, endings, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        lines.append(f"policy.lora.target_modules: {target!r} matches no layer of the transformer{hint}")
+    return lines
+
+
+def adapter_name_problems(adapters: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Why an adapter cannot have its name: PEFT tells adapters from modules by it, between dots."""
+    parts = {part for name in modules for part in name.split(".")}
+    taken = [name for name in adapters if name in parts or not name.isidentifier()]
+    if not taken:
+        return []
+    return [
+        f"policy.lora.lora_names: {', '.join(map(repr, taken))} cannot name an adapter: names are identifiers that no "
+        "part of the transformer has"
+    ]
+
+
+def size_problem(size: tuple[int, int], model: str, factor: int, positions: int | None = None) -> str | None:
+    """Why pictures of ``size`` do not fit a model; None: they fit.
+
+    Args:
+        size: height and width in pixels.
+        model: its name, for the message.
+        factor: pixels of a token's side, of which height and width are multiples.
+        positions: tokens of a side for which the model knows positions; None: any number.
+    """
+    found = f"policy.diffusers.inference_size = {list(size)}: {model}"
+    if any(side % factor for side in size):
+        return f"{found} needs multiples of {factor} (VAE times patch size)"
+    if positions is not None and max(size) > factor * positions:
+        return f"{found} has positions for at most {factor * positions} pixels a side"
+    return None

@@ -1,4 +1,5 @@
-"""CPU time of our rollouts against the stock pipeline with as many pictures, evaluations and the same result."""
+"""CPU time of our rollouts, in the calls that training makes by default, against the stock pipeline with as many
+pictures, evaluations and the same result."""
 
 import statistics
 import tempfile
@@ -11,7 +12,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from cosmos_rl.distributed import randomness
-from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config import Config, DiffusersConfig, rollout_chunk
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.model.tiny import build
@@ -24,17 +25,27 @@ SLOTS = [Slot(i * GROUP + k, i, prompt, {}) for i, prompt in enumerate(PROMPTS) 
 
 
 def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
-    """All samples in one call: uint8 ``[96, H, W, 3]``. The conditions are encoded anew in each call, as in a step."""
+    """All samples: uint8 ``[96, H, W, 3]``. The conditions are encoded again in each run, as in a step."""
+    chunk = rollout_chunk(default_config())
     conditions = PromptConditions(model.encode_prompts)
     spec = RolloutSpec(STEPS, 1.0, "euler", 0.0, True, SIZE, SIZE)
     sampler = RolloutSampler(model, spec, conditions, seed=0)
 
     def run() -> torch.Tensor:
         conditions.forget()
+        conditions.prepare(PROMPTS)
         with model.evaluating():
-            return sampler.sample(SLOTS, "rollout", 0).media
+            parts = [sampler.sample(SLOTS[i : i + chunk], "rollout", 0).media for i in range(0, len(SLOTS), chunk)]
+        return torch.cat(parts)
 
     return run
+
+
+def default_config() -> Config:
+    """A job that leaves open how many samples a call makes."""
+    diffusers = {"inference_size": [SIZE, SIZE], "sample": {"guidance_scale": 1.0}}
+    train = {"train_batch_per_replica": len(SLOTS), "train_policy": {"type": "grpo", "trainer_type": "diffusion_nft"}}
+    return Config.from_dict({"policy": {"diffusers": diffusers}, "rollout": {"n_generation": GROUP}, "train": train})
 
 
 def stock(pipeline: StableDiffusion3Pipeline) -> Callable[[], torch.Tensor]:

@@ -1,6 +1,7 @@
 """Caches of latents and text: what is kept, what is evicted, and that training does not notice."""
 
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from cosmos_rl.data.cache import TensorCache, files_digest
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.trainer_runs import train
 
@@ -23,27 +27,30 @@ def losses(run: Path) -> list[float]:
 def test_training_with_caches_is_training_and_encodes_each_thing_once(
     write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    encoded = {"pictures": 0, "texts": 0}
+    encoded: dict[str, list[object]] = {"pictures": [], "texts": []}
     visual, text = SD3Model.visual_embedding, SD3Model.text_embedding
 
     def count_visual(self: SD3Model, visual_list: list[torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        encoded["pictures"] += len(visual_list)
+        encoded["pictures"] += [picture.numpy().tobytes() for picture in visual_list]
         return visual(self, visual_list, *args, **kwargs)  # type: ignore[arg-type]
 
     def count_text(self: SD3Model, prompt_list: list[str], *args: object, **kwargs: object) -> object:
-        encoded["texts"] += len(prompt_list)
+        encoded["texts"] += prompt_list
         return text(self, prompt_list, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SD3Model, "visual_embedding", count_visual)
     monkeypatch.setattr(SD3Model, "text_embedding", count_text)
     plain = losses(train(write_toml()))
-    encoded.update(pictures=0, texts=0)
+    encoded.update(pictures=[], texts=[])
     cached = train(write_toml(), *CACHED)
     assert losses(cached) == pytest.approx(plain, rel=1e-5)  # an encoder's last bits depend on its batch
-    assert encoded == {"pictures": 12, "texts": 4}  # 24 samples were trained on
-    encoded.update(pictures=0, texts=0)
+    # 24 samples were trained on, 4 a step: 12 pictures and 4 texts are new, in batches that are filled up to 8
+    assert {kind: len(set(things)) for kind, things in encoded.items()} == {"pictures": 12, "texts": 4}
+    assert len(encoded["pictures"]) == 3 * 8
+    assert {len(things) % 8 for things in encoded.values()} == {0}
+    encoded.update(pictures=[], texts=[])
     assert losses(train(write_toml(), *CACHED)) == losses(cached)
-    assert encoded == {"pictures": 0, "texts": 0}
+    assert encoded == {"pictures": [], "texts": []}
     assert (tmp_path / "out" / "cache" / "latents").is_dir()
 
 
@@ -93,3 +100,51 @@ def test_a_resumed_run_with_caches_is_the_undisturbed_one(write_toml: Callable[.
     run = train(config, *options, "--train.max_num_steps=2")
     train(config, *options, resume=(run, 2))
     assert losses(run) == calm
+
+
+def test_the_bits_do_not_depend_on_what_was_missing_at_the_same_time(
+    write_toml: Callable[..., Path], tmp_path: Path, tiny_sd3: Path, picture_folder: Path
+) -> None:
+    config = load_config(write_toml(), [*CACHED])
+    model = SD3Model(config.policy.diffusers, model_str=str(tiny_sd3))
+    pairs = LocalPairs(picture_folder, 32, 32)
+    items = [pairs[i] for i in range(12)]
+    texts = [f"a photo of {i}" for i in range(12)]
+    chance = random.Random(0)
+
+    def encoding(number: int) -> Encoding:
+        folder = f'--train.train_policy.cache.dir="{tmp_path / str(number)}"'
+        return Encoding(model, load_config(write_toml(), [*CACHED, folder]))
+
+    whole = encoding(0)
+    latents, text = whole.latents(items), whole.conditions(texts).text
+    for number in range(1, 9):  # filled in other orders and portions, as by other ranks or after a kill
+        part, order = encoding(number), chance.sample(range(12), 12)
+        while order:
+            some, order = order[: (size := chance.randint(1, 5))], order[size:]
+            part.latents([items[i] for i in some])
+            part.conditions([texts[i] for i in some])
+        assert torch.equal(encoding(number).latents(items), latents)
+        found = encoding(number).conditions(texts).text
+        assert all(torch.equal(found[name], text[name]) for name in text)
+
+
+def test_an_entry_that_is_put_again_counts_once(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path, "latents", "about", 30_000)
+    for number in range(7):
+        cache.put(str(number), {"x": torch.zeros(1000)})
+    for _ in range(5):
+        cache.put("0", {"x": torch.ones(1000)})  # at first counted each time, which drove others out
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 7
+    assert cache._memory_bytes == 7 * 4000
+    found = TensorCache(tmp_path, "latents", "about", 30_000).get("0")
+    assert found is not None
+    assert torch.equal(found["x"], torch.ones(1000))
+
+
+def test_a_cache_that_only_answers_never_counts_its_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TensorCache(tmp_path, "latents", "about", 30_000).put("0", {"x": torch.zeros(10)})
+    monkeypatch.delattr(TensorCache, "_entries")
+    cache = TensorCache(tmp_path, "latents", "about", 30_000)
+    assert cache.get("0") is not None
+    assert cache.get("1") is None

@@ -7,13 +7,13 @@ that cannot be read is dropped and computed again.
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cosmos_rl.storage.atomic import move
@@ -39,6 +39,11 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+class _Entry(NamedTuple):
+    path: str
+    stat: os.stat_result
+
+
 class TensorCache:
     """Named tensors by key."""
 
@@ -53,7 +58,7 @@ class TensorCache:
         self._max_bytes = max_bytes
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._memory_bytes = 0
-        self._bytes = sum(size for size, _, _ in self._entries())
+        self._bytes: int | None = None  # of the folder; counted when something is added for the first time
         self.misses = 0
         """Look-ups that found nothing so far."""
 
@@ -78,45 +83,58 @@ class TensorCache:
         """Keep ``tensors`` under ``key``; what ``get`` will return."""
         name = _file_name(key)
         kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
-        fd, aside = tempfile.mkstemp(dir=self._space, prefix=".")
-        os.close(fd)
-        save_file(kept, aside)
-        move(Path(aside), self._space / name)
+        if self._bytes is None:
+            self._bytes = sum(entry.stat.st_size for entry in self._entries())
+        path, data = self._space / name, save(kept)
+        self._bytes += len(data) - _size(path)
+        aside = path.with_name(f".{name}.{os.getpid()}")
+        aside.write_bytes(data)
+        move(aside, path)
         self._remember(name, kept)
-        self._bytes += (self._space / name).stat().st_size
         if self._bytes > self._max_bytes:
-            self._evict()
+            self._bytes = self._evict()
         return kept
 
     def _remember(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self._memory_bytes += _bytes_of(tensors) - _bytes_of(self._memory.pop(name, {}))
         self._memory[name] = tensors
-        self._memory_bytes += _bytes_of(tensors)
         while self._memory_bytes > _IN_MEMORY_BYTES:
             _, oldest = self._memory.popitem(last=False)
             self._memory_bytes -= _bytes_of(oldest)
 
-    def _entries(self) -> list[tuple[int, float, Path]]:
-        """(bytes, last use, path) of every entry of the folder, all kinds and runs."""
+    def _entries(self) -> list[_Entry]:
+        """Every entry of the folder, all kinds and runs."""
         found = []
-        for path in self._root.rglob("*.safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # another process may evict at the same time
-                stat = path.stat()
-                found.append((stat.st_size, stat.st_mtime, path))
+        for place, _, names in os.walk(self._root):
+            for name in names:
+                if name.endswith(".safetensors"):
+                    path = os.path.join(place, name)
+                    with contextlib.suppress(FileNotFoundError):  # another process may evict at the same time
+                        found.append(_Entry(path, os.stat(path)))
         return found
 
-    def _evict(self) -> None:
-        """Delete what was not used for longest until the folder is well below its bound."""
-        entries = sorted(self._entries(), key=lambda entry: entry[1])
-        self._bytes = sum(size for size, _, _ in entries)
-        for size, _, path in entries:
-            if self._bytes <= _KEEP_AFTER_EVICTION * self._max_bytes:
-                return
-            path.unlink(missing_ok=True)
-            self._bytes -= size
+    def _evict(self) -> int:
+        """Delete what was not used for longest until the folder is well below its bound; the bytes that are left."""
+        entries = sorted(self._entries(), key=lambda entry: entry.stat.st_mtime)
+        left = sum(entry.stat.st_size for entry in entries)
+        for entry in entries:
+            if left <= _KEEP_AFTER_EVICTION * self._max_bytes:
+                break
+            Path(entry.path).unlink(missing_ok=True)
+            left -= entry.stat.st_size
+        return left
 
 
 def _file_name(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".safetensors"
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 when it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> int:

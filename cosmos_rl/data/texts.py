@@ -1,6 +1,7 @@
 """What counts as a text: one rule for caption files, files of prompts and the data sets of a script. No torch."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 
 _SHOWN_KEYS = 5
@@ -9,7 +10,7 @@ _SHOWN_KEYS = 5
 def parse_json(content: bytes | str) -> tuple[object, str | None]:
     """(what the JSON holds, None) or (None, what is wrong). A byte order mark, as Windows editors write it, is fine."""
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        text = content if isinstance(content, str) else content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         return None, f"is not UTF-8 text ({error})"
     try:

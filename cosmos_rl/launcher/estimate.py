@@ -14,7 +14,7 @@ from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
 from cosmos_rl.launcher.rl_plan import rl_plan
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig, pictures_at_once
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -302,7 +302,7 @@ def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
-    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * config.train.train_policy.mini_batch
+    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * pictures_at_once(config)
 
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:

@@ -1,4 +1,5 @@
-"""How many samples reinforcement learning makes in one call, where the configuration leaves it open.
+"""How many samples reinforcement learning makes in one call, where the configuration leaves it open, and how many
+pictures are encoded at once for a cache.
 
 A function of the configuration alone: check, estimate and trainer agree, and a resumed run makes the same calls, whose
 size decides the last bits of a sample.
@@ -15,6 +16,18 @@ PIXELS_AT_ONCE = 2**23
 once would hardly be faster, and fewer keep no device busy."""
 _OVERLAPPING = 2
 """Calls at least where a service scores one while the next is made."""
+_ENCODED_PIXELS = 2**20
+CACHED_AT_ONCE = 8
+"""Texts, or pictures at most, that are encoded at once for a cache: the same number whatever is missing."""
+
+
+def pictures_at_once(config: Config) -> int:
+    """Pictures that are encoded in one pass; for a cache always as many, filled up where fewer are missing."""
+    job = config.train.train_policy
+    if not job.cached_latents:
+        return job.mini_batch
+    height, width = config.policy.diffusers.inference_size
+    return min(max(_ENCODED_PIXELS // (height * width), 1), CACHED_AT_ONCE)
 
 
 def rollout_chunk(config: Config) -> int:

@@ -18,12 +18,13 @@ cloud's command line. That takes a tenth of the start of a process, and prints w
 def without_extras() -> Iterator[None]:
     """Libraries that are imported within the block find none of `_NEVER_USED`; after it others may import them."""
     hidden = [name for name in _NEVER_USED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType] (None: not there)
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(hidden))  # None: not there
     try:
         yield
     finally:
         for name in hidden:
-            del sys.modules[name]
+            del modules[name]
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
     python -m benchmarks.same_bits --out before.json      # at one commit
     python -m benchmarks.same_bits --against before.json  # at another one
 
-Digests do not depend on the names of tensors or metrics: they are those of the sorted digests of the single tensors, and
-of the sorted values of each step's metrics (without times and memory). The same machine and library versions are assumed.
+Digests do not depend on the names of tensors or metrics: they are those of the sorted digests of the single tensors,
+and of the sorted values of each step's metrics (without times and memory). The same machine and library versions are
+assumed.
 """
 
 import argparse

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.kernels import kernel_named, transition_log_prob
+from cosmos_rl.diffusion.kernels import apply_transition, build_kernel, transition_log_prob
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.loading import load_pipeline
@@ -85,7 +85,7 @@ def test_facts_are_those_of_the_documentation(pair: Pair) -> None:
 @MODES
 def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
     guidance, driver, n = pair.guidance(mode), pair.driver, len(PROMPTS)
-    kernel = kernel_named("flow", noise_level=0.7, deterministic=False)
+    kernel = build_kernel("flow", noise_level=0.7, deterministic=False)
     sigmas = [float(level.sigma) for level in driver.levels(STEPS)]
     if pair.family.path == "edm":
         sigmas = [sigma / (1 + sigma) for sigma in sigmas]
@@ -94,7 +94,7 @@ def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
 
     def transition(index: int, velocity: Tensor, level: Level, next_sigma: Tensor, state: Tensor) -> Tensor:
         noise = torch.randn(state.shape, generator=torch.Generator().manual_seed(index))
-        moved = kernel.step(state, velocity, index, sigmas, None, noise)
+        moved = apply_transition(kernel(index, sigmas), state, velocity, None, noise)
         recorded.append((state, velocity.clone(), moved))
         assert float(next_sigma) <= float(level.sigma)
         return moved
@@ -107,7 +107,7 @@ def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
             again = driver.velocity(loop.states[index], loop.levels[index], cond, guidance)
         assert torch.equal(loop.states[index], state)
         assert torch.equal(loop.states[index + 1], moved)
-        step = kernel.transition(index, sigmas)
+        step = kernel(index, sigmas)
         assert step is not None
         if step.s > 0:
             then, now = (transition_log_prob(moved, state, v, step) for v in (velocity, again))

@@ -11,7 +11,7 @@ FLOORS = {
     "utils": 0,
     "policy.config": 1,
     "storage": 1,
-    "diffusion": 1,
+    "diffusion": 0,
     "algorithms": 1,
     "distributed": 2,
     "data": 2,

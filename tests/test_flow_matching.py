@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl.algorithms.flow_matching import element_mean, flow_matching_loss
+from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.diffusion.elements import element_mean
 from cosmos_rl.diffusion.schedule import density, index_from_density, mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig

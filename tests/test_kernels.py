@@ -1,7 +1,8 @@
 """Transition kernels against an independent NumPy computation, closed forms and known marginals."""
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,19 +11,19 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from cosmos_rl.diffusion.kernels import (
-    AffineKernel,
-    DanceKernel,
-    DdimKernel,
-    Dpm1Kernel,
-    Dpm2Kernel,
-    EulerKernel,
-    FlowKernel,
-    StockKernel,
+    Kernel,
     Transition,
+    apply_transition,
+    build_kernel,
     clean_prediction,
-    kernel_named,
+    dance,
+    ddim,
+    dpm2,
+    euler,
+    flow,
     log_ratio,
     sigmas_of,
+    stock_step,
     transition_kl,
     transition_log_prob,
 )
@@ -30,8 +31,11 @@ from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 
 QUARTERS = [1.0, 0.75, 0.5, 0.25, 0.0]
 HARD = [1.0, 0.9, 0.5, 0.1, 0.0]
-NOISY: list[Callable[[float], AffineKernel]] = [FlowKernel, DanceKernel, DdimKernel]
-names = pytest.mark.parametrize("kernel_of", NOISY, ids=lambda kernel: kernel.__name__)
+noisy = pytest.mark.parametrize("solver", ["flow", "dance", "ddim"])
+
+
+def noisy_kernel(solver: str, noise_level: float) -> Kernel:
+    return build_kernel(solver, noise_level=noise_level, deterministic=False)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,11 +73,11 @@ def reference(
 @pytest.mark.parametrize("levels", [QUARTERS, HARD, [0.97, 0.8, 0.55, 0.3, 0.12, 0.04, 0.0]], ids=len)
 @pytest.mark.parametrize("eta", [0.3, 0.7, 1.0])
 def test_a_step_equals_an_independent_computation(name: str, levels: list[float], eta: float) -> None:
-    kernel = kernel_named(name, noise_level=eta, deterministic=name.startswith("dpm"))
+    kernel = build_kernel(name, noise_level=eta, deterministic=name.startswith("dpm"))
     for index in range(len(levels) - 1):
         x, v, before = (seeded(2, 3, 4, seed=10 * index + k) for k in range(3))
         mean, deviation = reference(name, levels, index, eta, x.numpy(), v.numpy(), before.numpy())
-        transition = kernel.transition(index, levels)
+        transition = kernel(index, levels)
         assert transition is not None
         np.testing.assert_allclose(transition.mean(x, v, before).numpy(), mean, rtol=0, atol=1e-12)
         assert transition.s == pytest.approx(deviation, abs=1e-12)
@@ -90,7 +94,7 @@ def test_a_step_equals_an_independent_computation(name: str, levels: list[float]
     ],
 )
 def test_deterministic_states_are_the_golden_ones(name: str, states: list[float]) -> None:
-    kernel = kernel_named(name, noise_level=0.7, deterministic=True)
+    kernel = build_kernel(name, noise_level=0.7, deterministic=True)
     sampled = run_sampling(
         lambda x, sigma: 0.5 * x + sigma[:, None],
         torch.tensor([[1.0, -2.0]]),
@@ -100,34 +104,34 @@ def test_deterministic_states_are_the_golden_ones(name: str, states: list[float]
     )
     found = torch.cat([state.flatten() for state in sampled.trajectory])
     np.testing.assert_allclose(found.numpy(), [1.0, -2.0, 0.625, -2.0, *states], rtol=0, atol=6e-7)
-    assert sampled.log_probs is None
+    assert sampled.log_probs == (None,) * 4
 
 
 @pytest.mark.parametrize(
     ("kernel", "golden"),
     # the second is its squares, -0.124845, plus the constants of a Gaussian with deviation 0.7 / 2
     [
-        (FlowKernel(0.7), -0.445975),
-        (DanceKernel(0.7), -0.124845 - math.log(0.35) - 0.5 * math.log(2 * math.pi)),
-        (DdimKernel(0.7), 0.136551),
+        (noisy_kernel("flow", 0.7), -0.445975),
+        (noisy_kernel("dance", 0.7), -0.124845 - math.log(0.35) - 0.5 * math.log(2 * math.pi)),
+        (noisy_kernel("ddim", 0.7), 0.136551),
     ],
 )
-def test_log_probabilities_are_the_golden_ones(kernel: AffineKernel, golden: float) -> None:
+def test_log_probabilities_are_the_golden_ones(kernel: Kernel, golden: float) -> None:
     x, v, following = (torch.tensor([p]).double() for p in ([1.0, -2.0], [0.5, -1.0], [0.6, -1.4]))
-    found = transition_log_prob(following, x, v, kernel.transition(1, QUARTERS))
+    found = transition_log_prob(following, x, v, kernel(1, QUARTERS))
     assert found.shape == (1,)
     assert float(found) == pytest.approx(golden, abs=1e-6)
 
 
-@names
-def test_noise_level_0_is_the_euler_step_exactly(kernel_of: Callable[[float], AffineKernel]) -> None:
+@noisy
+def test_noise_level_0_is_the_euler_step_exactly(solver: str) -> None:
     x, v = seeded(3, 4, 5, dtype=torch.float32), seeded(3, 4, 5, seed=1, dtype=torch.float32)
     for levels in (QUARTERS, HARD):
         for index in range(4):
-            assert kernel_of(0.0).transition(index, levels) == EulerKernel().transition(index, levels)
-            moved = kernel_of(0.0).step(x, v, index, levels)
+            assert noisy_kernel(solver, 0.0)(index, levels) == euler(index, levels)
+            moved = apply_transition(noisy_kernel(solver, 0.0)(index, levels), x, v)
             assert torch.equal(moved, x + (levels[index + 1] - levels[index]) * v)
-            assert torch.equal(moved, EulerKernel().step(x, v, index, levels))
+            assert torch.equal(moved, apply_transition(euler(index, levels), x, v))
 
 
 def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
@@ -136,18 +140,16 @@ def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
     x, v = seeded(2, 3, dtype=torch.bfloat16), seeded(2, 3, seed=1, dtype=torch.bfloat16)
     for index, timestep in enumerate(scheduler.timesteps):
         stock = scheduler.step(v, timestep, x, return_dict=False)[0]
-        assert torch.equal(EulerKernel().step(x, v, index, levels), stock)
+        assert torch.equal(apply_transition(euler(index, levels), x, v), stock)
 
 
 def test_the_euler_step_keeps_float64() -> None:
     x, v = torch.tensor([[1.0 + 1e-12]], dtype=torch.float64), torch.tensor([[1e-9]], dtype=torch.float64)
-    moved = EulerKernel().step(x, v, 0, [0.5, 0.25])
+    moved = apply_transition(euler(0, [0.5, 0.25]), x, v)
     assert moved.item() == pytest.approx(1.0 + 1e-12 - 0.25e-9, rel=1e-15)
 
 
-def sample(
-    kernel: AffineKernel, levels: list[float], dtype: torch.dtype = torch.float32
-) -> tuple[Sampled, list[Tensor]]:
+def sample(kernel: Kernel, levels: list[float], dtype: torch.dtype = torch.float32) -> tuple[Sampled, list[Tensor]]:
     """A run with random velocities, and these velocities."""
     velocities = [seeded(2, 3, 8, seed=100 + k, dtype=dtype) for k in range(len(levels) - 1)]
     calls = iter(velocities)
@@ -164,23 +166,20 @@ def sample(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("eta", [0.0, 0.7, 1.0])
-@names
-def test_a_start_at_sigma_1_and_an_end_at_0_stay_finite(
-    kernel_of: Callable[[float], AffineKernel], eta: float, dtype: torch.dtype
-) -> None:
-    kernel = kernel_of(eta)
+@noisy
+def test_a_start_at_sigma_1_and_an_end_at_0_stay_finite(solver: str, eta: float, dtype: torch.dtype) -> None:
+    kernel = noisy_kernel(solver, eta)
     sampled, velocities = sample(kernel, HARD, dtype)
     assert len(sampled.trajectory) == 5
     assert all(state.dtype == dtype and state.isfinite().all() for state in sampled.trajectory)
-    assert all(math.isfinite(c) for i in range(4) for c in vars(kernel.transition(i, HARD)).values())
+    assert all(math.isfinite(c) for i in range(4) for c in vars(kernel(i, HARD)).values())
     if eta == 0.0:
-        assert sampled.log_probs is None
+        assert sampled.log_probs == (None,) * 4
         return
-    assert sampled.log_probs is not None
     assert sampled.log_probs[3] is None  # the last step has no noise
     levels = torch.tensor(HARD).double().tolist()
     for index, log_prob in enumerate(sampled.log_probs[:3]):
-        transition = kernel.transition(index, levels)
+        transition = kernel(index, levels)
         z, following = sampled.trajectory[index], sampled.trajectory[index + 1]
         # one deviation for the draw, the log-probability and the KL; the state that is scored is a rounded one
         xi = (following.double() - transition.mean(z.double(), velocities[index].double())) / transition.s
@@ -195,23 +194,23 @@ def test_a_start_at_sigma_1_and_an_end_at_0_stay_finite(
 
 
 def test_the_first_step_of_the_hard_list_takes_the_next_level_for_1() -> None:
-    transition = FlowKernel(0.7).transition(0, HARD)
+    transition = noisy_kernel("flow", 0.7)(0, HARD)
     assert transition.s == pytest.approx(0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1))
-    assert FlowKernel(0.7).transition(1, HARD).s == pytest.approx(2.1 * math.sqrt(0.4))
+    assert noisy_kernel("flow", 0.7)(1, HARD).s == pytest.approx(2.1 * math.sqrt(0.4))
 
 
 @pytest.mark.parametrize("start", [1.0, 0.9998, 0.99999])
 def test_a_start_next_to_1_does_not_explode(start: float) -> None:
-    transition = FlowKernel(1.0).transition(0, [start, 0.98, 0.5, 0.0])
+    transition = noisy_kernel("flow", 1.0)(0, [start, 0.98, 0.5, 0.0])
     assert 0.0 < transition.a < 1.0
     assert transition.s < 1.0
 
 
 @pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
 def test_equal_levels_do_not_move(name: str) -> None:
-    kernel = kernel_named(name, noise_level=0.9, deterministic=name.startswith("dpm"))
+    kernel = build_kernel(name, noise_level=0.9, deterministic=name.startswith("dpm"))
     levels = [1.0, 1.0, 0.6, 0.6, 0.6, 0.2, 0.0]
-    transitions = [kernel.transition(index, levels) for index in range(6)]
+    transitions = [kernel(index, levels) for index in range(6)]
     assert [transitions[i] for i in (0, 2, 3)] == [Transition(1.0, 0.0)] * 3
     assert all(math.isfinite(c) for t in transitions if t for c in vars(t).values())
 
@@ -225,8 +224,8 @@ def gaussian_variance(t: float, variance: float = 0.25) -> float:
     return (1 - t) ** 2 * variance + t**2
 
 
-@names
-def test_marginals_are_those_of_the_noised_data(kernel_of: Callable[[float], AffineKernel]) -> None:
+@noisy
+def test_marginals_are_those_of_the_noised_data(solver: str) -> None:
     generator = torch.Generator().manual_seed(0)
     found = {}
 
@@ -239,16 +238,16 @@ def test_marginals_are_those_of_the_noised_data(kernel_of: Callable[[float], Aff
         velocity,
         torch.randn(1, 200_000, generator=generator),
         torch.linspace(1, 0, 401),
-        kernel=kernel_of(0.7),
+        kernel=noisy_kernel(solver, 0.7),
         noise_fn=lambda _: torch.randn(1, 200_000, generator=generator),
     )
     # 2 %: 400 steps (1 % off by themselves), and a standard error of 0.3 % in 200,000 draws
     assert [found[400], found[100], found[10], found[1]] == pytest.approx([1.0] * 4, abs=0.02)
 
 
-@pytest.mark.parametrize(("kernel", "order"), [(EulerKernel(), 1.0), (Dpm1Kernel(), 1.0), (Dpm2Kernel(), 2.0)])
+@pytest.mark.parametrize(("kernel", "order"), [(euler, 1.0), (dpm2, 2.0)])
 @pytest.mark.parametrize("variance", [0.25, 4.0])
-def test_order_of_convergence_on_a_gaussian(kernel: AffineKernel, order: float, variance: float) -> None:
+def test_order_of_convergence_on_a_gaussian(kernel: Kernel, order: float, variance: float) -> None:
     """Steps equal in log-SNR from 0.95 to 0.05; the ODE keeps x / sqrt(its variance)."""
 
     def error(steps: int) -> float:
@@ -273,14 +272,14 @@ def test_dpm2_is_nearer_than_euler_from_noise_to_data() -> None:
             torch.linspace(1, 0, 17),
             kernel=kernel,
         ).latents
-        for kernel in (Dpm2Kernel(), EulerKernel())
+        for kernel in (dpm2, euler)
     ]
     assert abs(float(ends[0]) - 0.5) < abs(float(ends[1]) - 0.5) / 5
 
 
-@names
-def test_the_ratio_is_the_difference_of_log_probabilities(kernel_of: Callable[[float], AffineKernel]) -> None:
-    transition = kernel_of(0.8).transition(1, HARD)
+@noisy
+def test_the_ratio_is_the_difference_of_log_probabilities(solver: str) -> None:
+    transition = noisy_kernel(solver, 0.8)(1, HARD)
     z, old, noise = (seeded(4, 3, 8, seed=seed) for seed in range(3))
     new = (old + 0.1 * seeded(4, 3, 8, seed=3)).requires_grad_()
     following = transition.mean(z, old) + transition.s * noise
@@ -294,7 +293,7 @@ def test_the_ratio_is_the_difference_of_log_probabilities(kernel_of: Callable[[f
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_ratio_is_exactly_1_on_policy(dtype: torch.dtype) -> None:
-    transition = FlowKernel(0.7).transition(1, HARD)
+    transition = noisy_kernel("flow", 0.7)(1, HARD)
     v, noise = seeded(4, 3, 8, dtype=dtype), seeded(4, 3, 8, seed=1, dtype=dtype)
     ratio = log_ratio(v, v.clone(), noise, transition)
     assert ratio.dtype == torch.float32
@@ -302,47 +301,64 @@ def test_the_ratio_is_exactly_1_on_policy(dtype: torch.dtype) -> None:
 
 
 def test_a_recomputed_log_probability_is_the_recorded_one() -> None:
-    sampled, velocities = sample(FlowKernel(0.7), HARD)
+    sampled, velocities = sample(noisy_kernel("flow", 0.7), HARD)
     levels = torch.tensor(HARD).double().tolist()
-    assert sampled.log_probs is not None
     for index in range(3):
-        transition = FlowKernel(0.7).transition(index, levels)
+        transition = noisy_kernel("flow", 0.7)(index, levels)
         states = sampled.trajectory[index : index + 2]
         again = transition_log_prob(states[1], states[0], velocities[index].clone(), transition)
         assert torch.equal(again, sampled.log_probs[index])
 
 
 def test_the_kl_is_that_of_two_gaussians_of_one_deviation() -> None:
-    transition = FlowKernel(0.7).transition(1, HARD)
+    transition = noisy_kernel("flow", 0.7)(1, HARD)
     z, v, ref = (seeded(4, 3, 8, seed=seed) for seed in range(3))
     first, second = (torch.distributions.Normal(transition.mean(z, u), transition.s) for u in (v, ref))
     expected = torch.distributions.kl_divergence(first, second).flatten(1).mean(1)
     torch.testing.assert_close(transition_kl(v, ref, transition), expected, rtol=1e-6, atol=0)
 
 
+def test_only_elements_of_the_mask_count() -> None:
+    transition = noisy_kernel("flow", 0.7)(1, HARD)
+    z, v, ref, noise = (seeded(2, 3, 8, seed=seed) for seed in range(4))
+    following = transition.mean(z, ref) + transition.s * noise
+    mask = torch.zeros(2, 1, 8)
+    mask[0, :, :5] = 1.0
+    mask[1, :, 2:4] = 1.0
+    for row, kept in ((0, slice(0, 5)), (1, slice(2, 4))):
+        one = slice(row, row + 1)
+        inside = [value[one, :, kept] for value in (following, z, v, ref, noise)]
+        for whole, part in (
+            (
+                transition_log_prob(following, z, v, transition, element_mask=mask),
+                transition_log_prob(inside[0], inside[1], inside[2], transition),
+            ),
+            (log_ratio(v, ref, noise, transition, mask), log_ratio(inside[2], inside[3], inside[4], transition)),
+            (transition_kl(v, ref, transition, mask), transition_kl(inside[2], inside[3], transition)),
+        ):
+            torch.testing.assert_close(whole[one], part, rtol=1e-12, atol=0)
+
+
 def test_history_is_the_clean_prediction_of_the_step_before() -> None:
-    kernel, levels = Dpm2Kernel(), [0.9, 0.7, 0.5, 0.3, 0.0]
+    kernel, levels = dpm2, [0.9, 0.7, 0.5, 0.3, 0.0]
     sampled, velocities = sample(kernel, levels)
     states, levels = sampled.trajectory, torch.tensor(levels).double().tolist()
     for index in range(1, 4):
         before = clean_prediction(states[index - 1], velocities[index - 1], levels[index - 1])
-        expected = kernel.transition(index, levels).mean(states[index], velocities[index], before)
+        expected = kernel(index, levels).mean(states[index], velocities[index], before)
         assert torch.equal(states[index + 1], expected)
     with pytest.raises(ValueError, match=r"needs the previous step's clean prediction"):
-        kernel.step(states[1], velocities[1], 1, levels)
+        apply_transition(kernel(1, levels), states[1], velocities[1])
 
 
-class NoisyMultistep(AffineKernel):
+def noisy_multistep(index: int, sigmas: Sequence[float]) -> Transition:
     """A stochastic kernel with history, in coefficients of no meaning."""
-
-    def transition(self, index: int, sigmas: Sequence[float]) -> Transition:
-        return Transition(0.9, -0.2, h=0.1 if index else 0.0, s=0.3)
+    return Transition(0.9, -0.2, h=0.1 if index else 0.0, s=0.3)
 
 
 def test_the_log_probability_of_a_multistep_kernel_counts_its_history() -> None:
-    sampled, velocities = sample(NoisyMultistep(), HARD)
+    sampled, velocities = sample(noisy_multistep, HARD)
     states, levels = sampled.trajectory, torch.tensor(HARD).double().tolist()
-    assert sampled.log_probs is not None
     for index, log_prob in enumerate(sampled.log_probs):
         mean = 0.9 * states[index] - 0.2 * velocities[index]
         if index:
@@ -363,14 +379,20 @@ def test_noise_is_asked_for_where_it_is_needed_and_demanded_before_the_first_for
         raise AssertionError("called")
 
     start, sigmas = torch.ones(1, 2), torch.tensor(HARD)
-    run_sampling(lambda x, sigma: x, start, sigmas, kernel=FlowKernel(0.5), noise_fn=noise)
+    run_sampling(lambda x, sigma: x, start, sigmas, kernel=noisy_kernel("flow", 0.5), noise_fn=noise)
     assert asked == [0, 1, 2]
-    run_sampling(lambda x, sigma: x, start, sigmas, kernel=Dpm2Kernel(), noise_fn=noise)
+    run_sampling(lambda x, sigma: x, start, sigmas, kernel=dpm2, noise_fn=noise)
     assert asked == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"FlowKernel draws noise between the steps: run_sampling needs noise_fn"):
-        run_sampling(never, start, sigmas, kernel=FlowKernel(0.5))
+    with pytest.raises(ValueError, match=r"the kernel draws noise between the steps: run_sampling needs noise_fn"):
+        run_sampling(never, start, sigmas, kernel=noisy_kernel("flow", 0.5))
     with pytest.raises(ValueError, match=r"noise of the latents' shape \[1, 2\]: \[1, 1\]"):
-        run_sampling(lambda x, sigma: x, start, sigmas, kernel=FlowKernel(0.5), noise_fn=lambda _: torch.zeros(1, 1))
+        run_sampling(
+            lambda x, sigma: x,
+            start,
+            sigmas,
+            kernel=noisy_kernel("flow", 0.5),
+            noise_fn=lambda _: torch.zeros(1, 1),
+        )
 
 
 def test_a_noise_free_step_has_no_log_probability() -> None:
@@ -381,37 +403,37 @@ def test_a_noise_free_step_has_no_log_probability() -> None:
         lambda t: transition_kl(x, x, t),
     ):
         with pytest.raises(ValueError, match=r"a noise-free transition has no log-probability"):
-            scored(FlowKernel(0.7).transition(3, HARD))
+            scored(noisy_kernel("flow", 0.7)(3, HARD))
 
 
 @pytest.mark.parametrize(
     ("solver", "deterministic", "kernel"),
     [
-        ("flow", False, FlowKernel(0.6)),
-        ("flow", True, EulerKernel()),
-        ("dance", False, DanceKernel(0.6)),
-        ("ddim", False, DdimKernel(0.6)),
-        ("ddim", True, EulerKernel()),
-        ("euler", True, EulerKernel()),
-        ("dpm1", True, EulerKernel()),
-        ("dpm2", True, Dpm2Kernel()),
+        ("flow", False, functools.partial(flow, noise_level=0.6)),
+        ("flow", True, euler),
+        ("dance", False, functools.partial(dance, noise_level=0.6)),
+        ("ddim", False, functools.partial(ddim, noise_level=0.6)),
+        ("ddim", True, euler),
+        ("euler", True, euler),
+        ("dpm1", True, euler),
+        ("dpm2", True, dpm2),
     ],
 )
-def test_every_solver_has_its_kernel(solver: str, deterministic: bool, kernel: AffineKernel) -> None:
-    assert kernel_named(solver, noise_level=0.6, deterministic=deterministic) == kernel
+def test_every_solver_has_its_kernel(solver: str, deterministic: bool, kernel: Kernel) -> None:
+    found = build_kernel(solver, noise_level=0.6, deterministic=deterministic)
+    for index in range(len(HARD) - 1):
+        assert found(index, HARD) == kernel(index, HARD)
 
 
 def test_stock_is_the_schedulers_own_step() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     sigmas = sigmas_of(scheduler, 4)
-    kernel = kernel_named("stock", noise_level=1.0, deterministic=False, scheduler=scheduler)
-    assert isinstance(kernel, StockKernel)
     runs = [
-        run_sampling(lambda x, s: x - s[:, None], seeded(2, 3).float(), sigmas, kernel=k, keep_trajectory=True)
-        for k in (kernel, None)
+        run_sampling(lambda x, s: x - s[:, None], seeded(2, 3).float(), sigmas, step_fn=step_fn)
+        for step_fn in (stock_step(scheduler), None)
     ]
     assert torch.equal(runs[0].latents, runs[1].latents)
-    assert runs[0].log_probs is None
+    assert runs[0].log_probs == (None,) * 4
 
 
 @pytest.mark.parametrize(
@@ -421,10 +443,9 @@ def test_stock_is_the_schedulers_own_step() -> None:
         ("dpm2", False, 0.7, 'deterministic with solver "dpm2": found false; allowed: true'),
         ("dance", True, 0.7, 'deterministic with solver "dance": found true; allowed: false'),
         ("ddim", False, 1.2, 'noise_level of solver "ddim": found 1.2; allowed: 0 to 1'),
-        ("stock", True, 0.7, 'solver "stock" needs a scheduler; found None'),
     ],
 )
 def test_what_no_kernel_can_do_is_refused(solver: str, deterministic: bool, level: float, message: str) -> None:
     with pytest.raises(ValueError, match="found") as caught:
-        kernel_named(solver, noise_level=level, deterministic=deterministic)
+        build_kernel(solver, noise_level=level, deterministic=deterministic)
     assert str(caught.value) == message

@@ -1,24 +1,8 @@
 """Flow matching (Lipman et al. 2023, arXiv 2210.02747, eq. 14; rectified flow, Liu et al. 2022, arXiv 2209.03003)."""
 
-import torch
 from torch import Tensor
 
-
-def widened(value: Tensor) -> Tensor:
-    """As float32; float64 stays float64."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def element_mean(value: Tensor, element_mask: Tensor | None = None) -> Tensor:
-    """Mean over all but the batch dimension, ``[B]``; with a mask (broadcastable to ``value``) over its ones.
-
-    It is float32, or float64 for float64 values. A sample whose mask is all zero has mean 0.
-    """
-    value = widened(value)
-    if element_mask is None:
-        return value.flatten(1).mean(1)
-    mask = element_mask.to(value).expand_as(value).flatten(1)
-    return (value.flatten(1) * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+from cosmos_rl.diffusion.elements import element_mean
 
 
 def flow_matching_loss(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.flow_matching import element_mean, widened
+from cosmos_rl.diffusion.elements import element_mean, widen
 
 _SMALLEST_WEIGHT = 1e-5
 
@@ -71,7 +71,7 @@ def nft_loss(
     """
     _check_shapes(velocity, velocity_old, clean, noised)
     _check_rows(len(velocity), sigma_B, optimality_B, *([] if weight_B is None else [weight_B]))
-    new, old, clean, noised = (widened(value) for value in (velocity, velocity_old, clean, noised))
+    new, old, clean, noised = (widen(value) for value in (velocity, velocity_old, clean, noised))
     row_weight_B = torch.ones_like(sigma_B, dtype=new.dtype) if weight_B is None else weight_B.to(new)
     # the reward of a row of weight 0 may be missing, and NaN times 0 were NaN
     r_B = torch.where(row_weight_B == 0, 0.5, optimality_B.to(new))
@@ -100,7 +100,7 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | N
     Up to a factor of the noise level it is the KL divergence of the two policies' sampling steps.
     """
     _check_shapes(velocity, velocity_ref)
-    return element_mean((widened(velocity) - widened(velocity_ref)) ** 2, element_mask)
+    return element_mean((widen(velocity) - widen(velocity_ref)) ** 2, element_mask)
 
 
 def norm_ratio(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def norm_ratio(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | No
     Reinforcement learning raises it by 5 to 15 percent, together with harsh contrast and colours (arXiv 2606.27771).
     """
     _check_shapes(velocity, velocity_ref)
-    squares = [element_mean(widened(value) ** 2, element_mask) for value in (velocity, velocity_ref)]
+    squares = [element_mean(widen(value) ** 2, element_mask) for value in (velocity, velocity_ref)]
     return (squares[0] / squares[1]).sqrt()
 
 

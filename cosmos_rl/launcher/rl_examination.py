@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import prompts_of
-from cosmos_rl.diffusion.kernels import clean_prediction, kernel_named
+from cosmos_rl.diffusion.kernels import build_kernel, clean_prediction
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
@@ -105,10 +105,9 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, slots: S
 
 def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
     """``v`` of each step ``z' = a z + g v + h d_prev``."""
-    kernel, found, history = kernel_named(solver, noise_level=0.0, deterministic=True), [], None
+    kernel, found, history = build_kernel(solver, noise_level=0.0, deterministic=True), [], None
     for index, (state, following) in enumerate(pairwise(states)):
-        step = kernel.transition(index, sigmas)
-        assert step is not None, "every solver of the configuration tells its coefficients"
+        step = kernel(index, sigmas)
         rest = following - step.a * state - (0.0 if history is None else step.h * history)
         found.append(rest / step.g)
         history = clean_prediction(state, found[-1], sigmas[index])

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.diffusion.kernels import Kernel, kernel_named, sigmas_of, transition_log_prob
-from cosmos_rl.diffusion.sampling import run_sampling
+from cosmos_rl.diffusion.kernels import STOCK, Kernel, StepFn, build_kernel, euler, kernel_step, sigmas_of, stock_step
+from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.diffusers.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
@@ -116,8 +116,9 @@ class VelocityModel(abc.ABC):
         """
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_steps, scheduler)
-        kernel = kernel_named(solver, noise_level=0.0, deterministic=True, scheduler=scheduler)
-        return self._integrate(cond.to(self.device), noise.to(self.device), levels, kernel, guidance)
+        kernel, step = self._kernel_and_step(solver, 0.0, True, scheduler)
+        cond, noise = cond.to(self.device), noise.to(self.device)
+        return self._integrate(cond, noise, levels, kernel, step, guidance).latents
 
     def sample(
         self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
@@ -161,7 +162,7 @@ class VelocityModel(abc.ABC):
             generator: N generators; each gives its sample's start noise and then the noise of the steps.
             num_inference_steps: transformer calls per sample.
             guidance_scale: 1 or less switches guidance off.
-            solver, noise_level, deterministic: the transition, see ``kernel_named``.
+            solver, noise_level, deterministic: the transition, see ``build_kernel``.
             output_type: ``pt`` for media ``[N, 3, H, W]`` in [0, 1], ``latent`` for the last state.
             num_frames: of videos.
             keep_trajectory: return all states; false: only the last one.
@@ -178,11 +179,13 @@ class VelocityModel(abc.ABC):
         noise = torch.stack([torch.randn(shape, generator=g) for g in generator]).to(self.device)
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
-        kernel = kernel_named(solver, noise_level=noise_level, deterministic=deterministic, scheduler=scheduler)
-        step = _RecordingStep(self, kernel, keep_trajectory)
-        latents = self._integrate(cond, noise, levels, step, guidance_scale, generator)
-        visuals = latents if output_type == "latent" else self.decode(latents)
-        return visuals, [noise, *step.states] if keep_trajectory else [latents], step.log_probs or None
+        kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)
+        sampled = self._integrate(
+            cond, noise, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
+        )
+        visuals = sampled.latents if output_type == "latent" else self.decode(sampled.latents)
+        log_probs = [log_prob for log_prob in sampled.log_probs if log_prob is not None]
+        return visuals, list(sampled.trajectory) or [sampled.latents], log_probs or None
 
     def sde_step_with_logprob(
         self,
@@ -197,14 +200,38 @@ class VelocityModel(abc.ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """One transition and its log-probability ``[N]`` (mean over elements; None without noise).
 
-        A family whose transition is its own overrides this; ``kernel`` is the configured one, the other arguments are
-        those of ``Kernel.step``.
+        A family whose transition is its own overrides this.
+
+        Args:
+            velocity, latents: ``[N, C, ...]`` at ``sigmas[index]``.
+            sigmas: all levels of the run, descending.
+            kernel: the configured one, ``(index, sigmas) -> Transition``.
+            history: clean prediction of the step before, where ``kernel(index, sigmas).h`` is not 0.
+            noise: standard normal like the latents, where ``kernel(index, sigmas).s`` is not 0.
         """
-        moved = kernel.step(latents, velocity, index, sigmas, history, noise)
-        transition = kernel.transition(index, sigmas)
-        if transition is None or transition.s == 0.0:
-            return moved, None
-        return moved, transition_log_prob(moved, latents, velocity, transition, history)
+        return kernel_step(kernel)(velocity, latents, index, sigmas, history, noise)
+
+    def _kernel_and_step(
+        self, solver: str, noise_level: float, deterministic: bool, scheduler: Any
+    ) -> tuple[Kernel, StepFn]:
+        """The transition, and what takes a step: the model's own method, or the scheduler for ``stock``."""
+        if solver == STOCK:
+            return euler, stock_step(scheduler)
+        kernel = build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
+
+        def step(
+            velocity: Tensor,
+            latents: Tensor,
+            index: int,
+            sigmas: Sequence[float],
+            history: Tensor | None,
+            noise: Tensor | None,
+        ) -> tuple[Tensor, Tensor | None]:
+            return self.sde_step_with_logprob(
+                velocity, latents, index, sigmas, kernel=kernel, history=history, noise=noise
+            )
+
+        return kernel, step
 
     def _integrate(
         self,
@@ -212,9 +239,12 @@ class VelocityModel(abc.ABC):
         noise: Tensor,
         levels: Tensor,
         kernel: Kernel,
+        step_fn: StepFn,
         guidance: float,
         generators: Sequence[torch.Generator] = (),
-    ) -> Tensor:
+        *,
+        keep_trajectory: bool = False,
+    ) -> Sampled:
         """Noise at the first level -> latents at the last."""
 
         def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
@@ -223,7 +253,15 @@ class VelocityModel(abc.ABC):
         def step_noise(_index: int) -> Tensor:
             return torch.stack([torch.randn(noise.shape[1:], generator=g) for g in generators]).to(noise)
 
-        return run_sampling(velocity, noise, levels, kernel=kernel, noise_fn=step_noise).latents
+        return run_sampling(
+            velocity,
+            noise,
+            levels,
+            kernel=kernel,
+            step_fn=step_fn,
+            noise_fn=step_noise,
+            keep_trajectory=keep_trajectory,
+        )
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -268,36 +306,6 @@ class VelocityModel(abc.ABC):
         """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
         if isinstance(self.transformer, FSDPModule):
             self.transformer.set_requires_gradient_sync(wanted)
-
-
-class _RecordingStep:
-    """A kernel that goes through the model's own ``sde_step_with_logprob`` and keeps what it says."""
-
-    def __init__(self, model: VelocityModel, kernel: Kernel, keep_states: bool) -> None:
-        self._model = model
-        self._kernel = kernel
-        self._keep_states = keep_states
-        self.states: list[Tensor] = []
-        self.log_probs: list[Tensor] = []
-        self.transition = kernel.transition
-
-    def step(
-        self,
-        latents: Tensor,
-        velocity: Tensor,
-        index: int,
-        sigmas: Sequence[float],
-        history: Tensor | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
-        moved, log_prob = self._model.sde_step_with_logprob(
-            velocity, latents, index, sigmas, kernel=self._kernel, history=history, noise=noise
-        )
-        if log_prob is not None:
-            self.log_probs.append(log_prob)
-        if self._keep_states:
-            self.states.append(moved)
-        return moved
 
 
 def _drops(module: torch.nn.Module) -> bool:

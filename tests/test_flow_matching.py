@@ -60,7 +60,7 @@ def test_per_frame_noise_levels_broadcast_over_space() -> None:
 
 
 def test_noised_latents_are_the_schedulers(tiny_sd3: Path) -> None:
-    model = SD3Model(DiffusersConfig(max_prompt_length=16), model_str=str(tiny_sd3))
+    model = SD3Model(DiffusersConfig(max_prompt_length=16, inference_size=(32, 32)), model_str=str(tiny_sd3))
     clean, noise = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8)
     index = torch.tensor([0, 500, 999])
     noised, _, timesteps = model.add_noise(clean, timestep=index, noise=noise)

@@ -31,7 +31,7 @@ def write_folder(folder: Path) -> Path:
     """Pairs whose pictures are empty files: nothing is decoded."""
     folder.mkdir()
     for number in range(COUNT):
-        (folder / f"{number:06d}.json").write_text(json.dumps({"prompt": f"a photo of thing {number}"}))
+        (folder / f"{number:06d}.json").write_text(json.dumps({"prompt": f"thing {number}"}), encoding="utf-8")
         (folder / f"{number:06d}.jpg").touch()
     return folder
 
@@ -39,7 +39,7 @@ def write_folder(folder: Path) -> Path:
 def write_metrics(folder: Path) -> Path:
     """A run with a line for each step."""
     folder.mkdir()
-    with (folder / "metrics.jsonl").open("w") as file:
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for step in range(1, COUNT + 1):
             row = {"step": step, **{name: (step * 7919 % 1009) / 1009 + i for i, name in enumerate(METRICS)}}
             file.write(json.dumps(row) + "\n")
@@ -52,7 +52,7 @@ def measure() -> list[tuple[str, str, str]]:
         root = Path(name)
         pairs, run = write_folder(root / "pairs"), write_metrics(root / "run")
         prompts = root / "prompts.txt"
-        prompts.write_text("\n".join(f"a photo of thing {number}" for number in range(COUNT)))
+        prompts.write_text("\n".join(f"a photo of thing {number}" for number in range(COUNT)), encoding="utf-8")
         records, stream = read_prompts(prompts), MapStream(COUNT, 96, seed=0)
         full = TensorCache(root / "cache", "latents", "", 2**40)
         for number in range(ENTRIES):

@@ -83,12 +83,12 @@ def compared(config: Path, options: list[str], capsys: pytest.CaptureFixture[str
         _checked(parse_launch(["--config", str(config), *options], "0", ""))
     except UserError as error:
         refused = str(error)
-    if code == 2:
-        assert problems(refused) <= problems(printed.err), (printed.err, refused)
+    unbuilt = {line.strip() for line in printed.out.splitlines() if line.strip().startswith("not runnable yet: ")}
+    if code == 2:  # a launch names first what is not built, then what is wrong
+        assert problems(refused) <= problems(printed.err) | unbuilt, (printed.err, refused)
         assert refused, printed.err
         return False
-    unbuilt = [line.strip() for line in printed.out.splitlines() if line.strip().startswith("not runnable yet: ")]
-    assert problems(refused) == set(unbuilt)
+    assert problems(refused) == unbuilt
     return not unbuilt
 
 
@@ -99,7 +99,7 @@ def test_what_check_accepts_reaches_its_first_step(write_toml: Toml, capsys: pyt
     assert len({key for key, _ in found}) > 40
     reached = 0
 
-    @settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.sampled_from(found), min_size=1, max_size=3, unique_by=lambda pair: pair[0]))
     def agree(chosen: list[tuple[str, str]]) -> None:
         nonlocal reached

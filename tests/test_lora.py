@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_a_warm_start_that_does_not_fit_is_refused(tiny_sd3: Path, tmp_path: Pat
 def test_a_picture_pipeline_is_refused_for_videos(tiny_sd3: Path) -> None:
     with pytest.raises(UserError, match="is_video = true, but StableDiffusion3Pipeline makes pictures"):
         SD3Model(DiffusersConfig(is_video=True), model_str=str(tiny_sd3))
+
+
+def test_the_output_process_is_the_pipelines_processor(tiny_sd3: Path) -> None:
+    model = build(tiny_sd3)
+    assert model.output_process is model.pipeline.image_processor
+    model.pipeline = SimpleNamespace(video_processor="frames")
+    with pytest.raises(UserError, match="is_video = false, but SimpleNamespace makes videos"):
+        model.init_output_process()
+    assert model.output_process == "frames"
+    model.pipeline = SimpleNamespace()
+    with pytest.raises(UserError, match="neither an image_processor nor a video_processor"):
+        model.init_output_process()
 
 
 def test_latents_are_shifted_and_scaled_and_decode_undoes_it(tiny_sd3: Path) -> None:

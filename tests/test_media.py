@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cosmos_rl.tracking.media import Shown, caption, pick_best_and_worst, save_gallery, slug
+from cosmos_rl.data.images import to_uint8
+from cosmos_rl.tracking.media import Shown, caption, of_one_colour, pick_best_and_worst, save_gallery, slug
 
 NAN = math.nan
 
@@ -93,3 +94,12 @@ def test_picked_rows_have_scores_and_are_in_one_list_only(samples: list[tuple[fl
     alone_best, alone_worst = pick_best_and_worst(total, [0] * len(samples), count)
     assert total[alone_best].tolist() == sorted(total[scored].tolist(), reverse=True)[: len(alone_best)]
     assert total[alone_worst].tolist() == sorted(total[scored].tolist())[: len(alone_worst)]
+
+
+def test_pictures_of_one_colour_are_found() -> None:
+    black, white = torch.zeros(8, 8, 3, dtype=torch.uint8), torch.full((8, 8, 3), 255, dtype=torch.uint8)
+    lost = to_uint8(torch.full((1, 3, 8, 8), math.nan))[0]
+    dotted = black.clone()
+    dotted[3, 4, 1] = 1
+    shown = [Shown(picture, name, 0) for name, picture in (("a", black), ("b", dotted), ("c", white), ("d", lost))]
+    assert [one.prompt for one in of_one_colour(shown)] == ["a", "c", "d"]

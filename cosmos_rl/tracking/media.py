@@ -65,6 +65,11 @@ def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN
     return [folder / name for name in names]
 
 
+def of_one_colour(shown: Sequence[Shown]) -> list[Shown]:
+    """The pictures that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
+    return [one for one in shown if bool((one.picture_HW3 == one.picture_HW3[0, 0]).all())]
+
+
 def pick_best_and_worst(
     total_N: "Tensor", groups: "Tensor | Sequence[Hashable]", count: int
 ) -> tuple[list[int], list[int]]:

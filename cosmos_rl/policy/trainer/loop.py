@@ -23,7 +23,7 @@ from cosmos_rl.policy.trainer.task import Alarm, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
-from cosmos_rl.tracking.media import Shown, caption, save_gallery
+from cosmos_rl.tracking.media import Shown, caption, of_one_colour, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
 from cosmos_rl.utils.logging import logger
@@ -342,10 +342,24 @@ class TrainLoop:
             files = save_gallery(folder, report.pictures)
             for tracker in self._trackers:
                 tracker.log_pictures(done, "val/pictures", files, list(map(caption, report.pictures)))
+        metrics = {**report.metrics, **self._empty_pictures(done, report.pictures)}
         if report.objective is not None:
             self._judged = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
-        return {**report.metrics, "val/time": time.perf_counter() - began}
+        return {**metrics, "val/time": time.perf_counter() - began}
+
+    def _empty_pictures(self, done: int, pictures: Sequence[Shown]) -> dict[str, float]:
+        """How many validation pictures show nothing; they are named once, on the main rank."""
+        if not pictures:
+            return {}
+        empty = of_one_colour(pictures)
+        if empty and self._context.is_main:
+            first = ", ".join(repr(one.prompt[:40]) for one in empty[:3])
+            logger.warning(
+                f"Step {done}: {len(empty)} of {len(pictures)} validation pictures have one colour only (black: the "
+                f"model's output was not finite, or nothing is left of it), as for {first}"
+            )
+        return {"val/empty_pictures": float(len(empty))}
 
     def _show(self, done: int, gallery: Sequence[Shown]) -> None:
         """Write a gallery of training samples, and the report with it."""

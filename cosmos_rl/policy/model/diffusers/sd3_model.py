@@ -24,9 +24,7 @@ class SD3Model(DiffuserModel):
     def __init__(self, config: DiffusersConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         factor = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
-        problem = size_problem(
-            config.inference_size, self.model_str, factor, self.transformer.config.pos_embed_max_size
-        )
+        problem = size_problem(config.inference_size, self.model_str, factor)
         if problem is not None:
             raise UserError(problem)
         self.set_scheduler_timestep(self.train_sampling_steps)

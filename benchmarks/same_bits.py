@@ -167,7 +167,8 @@ def prepare(folder: Path) -> None:
 def measure(run: Run, folder: Path) -> dict[str, str]:
     """Train to the end, and the digests of the last checkpoint and of all metrics."""
     config = folder / f"{run.name}.toml"
-    config.write_text(run.toml(folder).replace("{folder}", str(folder)).replace("{{", "{").replace("}}", "}"))
+    text = run.toml(folder).replace("{folder}", str(folder)).replace("{{", "{").replace("}}", "}")
+    config.write_text(text, encoding="utf-8")
     if run.resumed:
         train(config, run, f"--train.max_num_steps={STOP_AT}")
     train(config, run, f"--train.resume={json.dumps(run.resumed)}")
@@ -181,7 +182,7 @@ def train(config: Path, run: Run, *overrides: str) -> None:
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", str(config)]
     command += ["--nproc-per-node", str(run.ranks), *overrides, script]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", timeout=DEADLINE_S)
     if done.returncode not in ((0, 1) if run.extra == REWIND else (0,)):
         sys.exit(f"{run.name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cosmos_rl.checkpoint.layout import policy_dir
+from cosmos_rl.diffusion.sampling import Sampled
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.ranks import resized
@@ -163,9 +164,9 @@ def recorded() -> Iterator[list[StepRecord]]:
             steps[-1].noise |= {str(slot.sample_id): noise for slot, noise in zip(slots, noises, strict=True)}
         return made
 
-    def our_integrate(self: VelocityModel, cond: Any, noise: torch.Tensor, *args: Any) -> torch.Tensor:
+    def our_integrate(self: VelocityModel, cond: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
         noises.extend(hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in noise)
-        return integrate(self, cond, noise, *args)
+        return integrate(self, cond, noise, *args, **kwargs)
 
     def our_predict(self: DiffuserModel, *args: Any) -> torch.Tensor:
         if steps:

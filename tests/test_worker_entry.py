@@ -3,11 +3,12 @@
 import argparse
 import subprocess
 import sys
+import time
 
 import pytest
 
 from cosmos_rl.launcher import worker_entry
-from cosmos_rl.launcher.signals import StopRequest
+from cosmos_rl.launcher.signals import SAME_MOMENT_S, StopRequest
 from cosmos_rl.launcher.supervised import supervised
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage.run_folder import newest
@@ -120,6 +121,7 @@ def test_the_first_signal_stays_the_reason_to_stop():
     stop.note("SIGTERM")
     stop.note("SIGINT")
     assert (stop.requested, stop.exit_code, stop.insisted) == ("SIGTERM", 75, False)
+    time.sleep(2 * SAME_MOMENT_S)  # two at one moment are one
     stop.note("SIGINT")
     assert stop.insisted
 

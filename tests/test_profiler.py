@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -40,6 +41,31 @@ def test_a_window_of_which_every_part_is_asked_for_is_recorded_after_a_resume_to
     train(config, ON, *flags, f"{WINDOW}wait_steps=0", "--train.max_num_steps=6", resume=(run, 3))
     assert (run / "profile/step_5-5_rank_0.json").is_file()
     assert "CPU Mem" in (run / "profile/step_5-5_rank_0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_hundred_waiting_threads_do_not_end_the_run(write_toml: Callable[..., Path]) -> None:
+    """torch nests the frames of all threads and then walks them by recursion: a thousand are too deep for Python."""
+    end = threading.Event()
+
+    def wait(depth: int) -> None:
+        if depth:
+            wait(depth - 1)
+        else:
+            end.wait()
+
+    threads = [threading.Thread(target=wait, args=(20,)) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    limit = sys.getrecursionlimit()
+    try:
+        run = train(write_toml(), ON, f"{WINDOW}with_stack=true", f"{WINDOW}wait_steps=0", "--train.max_num_steps=3")
+    finally:
+        end.set()
+    assert "Self CPU" in (run / "profile/step_2-2_rank_0.txt").read_text()
+    assert sys.getrecursionlimit() == limit
+    for thread in threads:
+        thread.join()
 
 
 def test_a_run_that_ends_before_the_window_says_so(

@@ -24,7 +24,14 @@ MIB = 1 << 20
 
 
 def on_disk(folder):
-    return sum(file.stat().st_size for file in (folder / "spool" / "incoming").iterdir())
+    return sum(_size(file) for file in (folder / "spool" / "incoming").iterdir())
+
+
+def _size(file):
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # it was refused meanwhile
+        return 0
 
 
 async def slow_upload(front, size, stop, **metadata):

@@ -1,6 +1,7 @@
 """A trace of a few steps by torch's profiler; imported only when ``profiler.enable_profiler`` asks for it."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cosmos_rl.policy.config import ProfilerConfig
 from cosmos_rl.utils.logging import logger
 
 _TABLE_ROWS = 40
+_MAX_DEPTH = 100_000
 
 
 @contextlib.contextmanager
@@ -33,7 +35,8 @@ def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int)
         trace = folder / f"{name}.json"
         profiler.export_chrome_trace(str(trace))
         by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        averages = profiler.key_averages(group_by_input_shape=window.record_shape)
+        with _deep_recursion():
+            averages = profiler.key_averages(group_by_input_shape=window.record_shape)
         (folder / f"{name}.txt").write_text(averages.table(sort_by=by, row_limit=_TABLE_ROWS) + "\n", encoding="utf-8")
         written.append(trace)
         logger.info(f"profiler: {trace} and {name}.txt written")
@@ -51,6 +54,17 @@ def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int)
         yield profiler.step
     if not written:
         logger.warning(f"profiler: nothing recorded, the run ended before step {first} (wait_steps + warmup_steps)")
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """torch walks from each event to its root by recursion, and nests the waiting frames of all threads in each other."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _MAX_DEPTH))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _nothing() -> None:

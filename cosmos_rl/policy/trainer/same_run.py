@@ -61,6 +61,8 @@ def must_equal(config: Config, context: Context, task: Mapping[str, Any]) -> dic
     lora, job = config.policy.lora, config.train.train_policy
     if lora is not None:
         found |= {f"policy.lora.{name}": getattr(lora, name) for name in _ADAPTER}
+        if lora.target_modules != "all-linear":
+            found["policy.lora.target_modules"] = sorted(set(lora.target_modules))  # their order means nothing
     if isinstance(job, GrpoPolicyConfig) and job.data_term.beta > 0:
         pairs = pairs_digest(scan_pairs(Path(job.data_term.local_dir).expanduser())[0]) if context.is_main else ""
         found["train.train_policy.data_term (digest of names and captions)"] = context.as_on_main(pairs)

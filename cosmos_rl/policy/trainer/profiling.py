@@ -58,7 +58,7 @@ def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int)
 
 @contextlib.contextmanager
 def _deep_recursion() -> Iterator[None]:
-    """torch walks from each event to its root by recursion, and nests the waiting frames of all threads in each other."""
+    """torch finds the root of each event by recursion, and nests the waiting frames of all threads in each other."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _MAX_DEPTH))
     try:

@@ -83,7 +83,6 @@ kl_beta = 1e-2
 dataset.local_dir = "{folder}/prompts.txt"
 local_reward.reward_fns = [{{ function = "cosmos_rl.reward.examples:sharpness" }}]
 watch.samples = 4
-watch.freq = 2
 """
 SAMPLER = """timesteps_fraction = 0.5
 weight_copy_decay_type = 1
@@ -107,14 +106,17 @@ class Run:
         diffusers = SAMPLER if self.rl else "sample = { num_steps = 3, guidance_scale = 3.0 }"
         batch = "train_batch_per_replica = 16" if self.rl else "global_batch_size = 4"
         fields = {"folder": folder, "name": self.name, "steps": STEPS, "diffusers": diffusers, "train": batch}
+        job += "" if self.extra == REWIND else "watch.freq = 2\n" if self.rl else ""
         text = COMMON.format(lora=LORA if self.lora else "", **fields) + job.format(folder=folder) + self.extra
         return 'mode = "colocated"\n' + text if self.rl else text
 
 
 REWIND = """watch.action = "rewind"
-watch.max_loss_ratio = 0.5
+watch.max_loss_ratio = 1.0001
+watch.min_diversity_ratio = 1.0
+watch.freq = 1
 """
-"""Every look finds something wrong, so the run rewinds until it may not rewind again, and stops."""
+"""The second look or a later one finds something wrong; the run rewinds until it may not rewind again, and stops."""
 DATA_TERM = """data_term = {{ beta = 0.1, batch_size = 4, local_dir = "{folder}/data" }}
 """
 RUNS = (
@@ -185,6 +187,8 @@ def train(config: Path, run: Run, *overrides: str) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", timeout=DEADLINE_S)
     if done.returncode not in ((0, 1) if run.extra == REWIND else (0,)):
         sys.exit(f"{run.name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    if run.extra == REWIND and "Going back to step" not in done.stdout:
+        sys.exit(f"{run.name} was not rewound:\n{done.stdout[-3000:]}")
 
 
 def newest_checkpoint(root: Path) -> Path:

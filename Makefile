@@ -33,7 +33,8 @@ test-service: $(VENV)/installed
 test-fast: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not process and not slow and not zoo" $(ARGS)
 
-# stock pipelines of many families that are driven without code of their own (docs/models.md)
+# stock pipelines of many families that are driven without code of their own (docs/models.md), and further cases of the
+# longest tests
 test-zoo: $(VENV)/installed
 	$(BIN)/python -m pytest -m zoo $(ARGS)
 

@@ -64,7 +64,7 @@ def inside_a_save(output: Path) -> bool:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lora", [True, False], ids=["lora and ema", "full"])
+@pytest.mark.parametrize("lora", [pytest.param(True, marks=pytest.mark.zoo), False], ids=["lora and ema", "full"])
 def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
     write_toml: Callable[..., Path], tmp_path: Path, lora: bool
 ) -> None:

@@ -51,7 +51,7 @@ def assert_same_results(run: Path, reference: Path, name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", ["image-sft-lora", "image-sft"])
+@pytest.mark.parametrize("recipe", ["image-sft-lora", pytest.param("image-sft", marks=pytest.mark.zoo)])
 def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
     tiny_sd3: Path, picture_folder: Path, tmp_path: Path, recipe: str
 ) -> None:

@@ -57,8 +57,9 @@ def _patient(service, job):
 
 def test_a_short_storm_of_kills(tmp_path):
     """A short run of ``benchmarks/chaos.py``."""
+    options = ["--jobs=60", "--kills=6", "--max-outage=120", f"--folder={tmp_path}"]
     report = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--jobs=60", "--kills=6", "--max-outage=120", f"--folder={tmp_path}"],
+        [sys.executable, "-m", "benchmarks.chaos", *options],
         cwd=os.path.dirname(os.path.dirname(__file__)),
         capture_output=True,
         text=True,

@@ -21,6 +21,6 @@ def set_up(role: str) -> None:
     logging.basicConfig(
         level=level if level in logging.getLevelNamesMapping() else "INFO", handlers=[handler], force=True
     )
-    for noisy in ("streaq", "coredis", "httpx", "uvicorn.access"):
+    for noisy in ("httpx", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # else clients write into the log

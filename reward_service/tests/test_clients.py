@@ -212,15 +212,9 @@ def test_commands(tmp_path):
 
 
 _SHUTDOWN = """
-import asyncio, sys
-from coredis import Redis
-async def main():
-    async with Redis.from_url(sys.argv[1]) as redis:
-        try:
-            await redis.shutdown()
-        except Exception:
-            pass
-asyncio.run(main())
+import sys
+from valkey import Valkey
+Valkey.from_url(sys.argv[1]).shutdown()
 """
 
 

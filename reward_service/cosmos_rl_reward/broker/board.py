@@ -1,34 +1,33 @@
 """What processes tell each other through the broker: results that arrived, and how the rewards are."""
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from coredis import Redis
+
+from cosmos_rl_reward.broker.queue import connect
 
 logger = logging.getLogger(__name__)
 _PREFIX = "cosmos_rl_reward:"
 _EVENTS = f"{_PREFIX}events"
 _STATUS_TTL_S = 6
+_LISTEN_S = 10.0  # after so long without an event the connection is looked at
 
 
 class Board:
-    """Use as an async context manager, entered and left by one task."""
+    """Use as an async context manager; it connects when it is asked."""
 
     def __init__(self, url: str) -> None:
-        self._redis = Redis.from_url(url, decode_responses=True, connect_timeout=5)
-        self._stack = contextlib.AsyncExitStack()
+        self._redis: Any = connect(url)  # the library's own annotations take its calls for synchronous ones
 
     async def __aenter__(self) -> "Board":
-        await self._stack.enter_async_context(self._redis)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self._redis.aclose()
 
     async def publish(self, events: list[dict[str, Any]]) -> None:
         """Tell everybody who listens."""
@@ -38,9 +37,11 @@ class Board:
         """Events as they come, for ever. Those sent while the broker is away are lost: look at the spool as well."""
         while True:
             try:
-                async with self._redis.pubsub(channels=[_EVENTS], ignore_subscribe_messages=True) as channel:
-                    async for message in channel:
-                        for event in msgspec.json.decode(str(message["data"])):
+                async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
+                    await channel.subscribe(_EVENTS)
+                    while True:
+                        message = await channel.get_message(timeout=_LISTEN_S)
+                        for event in msgspec.json.decode(message["data"]) if message is not None else ():
                             yield event
             except asyncio.CancelledError:
                 raise
@@ -51,7 +52,7 @@ class Board:
     async def set_status(self, host: str, status: dict[str, Any]) -> None:
         """Say how this host's rewards are; forgotten a few seconds after the last call."""
         await self._redis.set(f"{_PREFIX}status:{host}", msgspec.json.encode(status).decode(), ex=_STATUS_TTL_S)
-        await self._redis.sadd(f"{_PREFIX}hosts", [host])
+        await self._redis.sadd(f"{_PREFIX}hosts", host)
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """The latest word of every host that is alive."""
@@ -59,7 +60,7 @@ class Board:
         for host in await self._redis.smembers(f"{_PREFIX}hosts"):
             text = await self._redis.get(f"{_PREFIX}status:{host}")
             if text is None:
-                await self._redis.srem(f"{_PREFIX}hosts", [host])
+                await self._redis.srem(f"{_PREFIX}hosts", host)
             else:
                 alive[str(host)] = msgspec.json.decode(str(text))
         return alive

@@ -1,37 +1,61 @@
-"""The job queue, behind the three calls the service needs. The one in use is streaQ: leases on Redis streams."""
+"""The job queue: leases on Redis streams, behind the three calls that the service needs.
+
+A reward's queue is a stream with one consumer group, and the set of the ids that are queued or running. An entry stays
+pending while its job runs, and its consumer renews it every second; what was not renewed for ``LEASE_S`` is claimed by
+another consumer. What was done is acknowledged in batches. When the broker goes away, jobs run on: what cannot be
+acknowledged then is handed out again, and its result is found in the spool.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-from anyio import CancelScope
-from streaq import StreaqRetry, Worker
-from streaq.constants import REDIS_GROUP
+from valkey.asyncio import Valkey
+from valkey.exceptions import ResponseError, ValkeyError
 
 logger = logging.getLogger(__name__)
 LEASE_S = 4.0  # a job whose host died is handed to another after this long
+ANSWER_S = 10.0  # longest wait for an answer of the broker, connecting included
 _RENEW_S = 1.0
-_TELL_S = 10.0  # between two lines of the log about a broker that is away
-_TASK = "score"
+_BLOCK_MS = 300  # longest wait for jobs in one call; ``stop`` is seen after it
+_RETRY_S = 1.0  # a job whose run raised comes back after this long
+_LOG_S = 10.0  # between two lines of the log about a broker that is away
+_GROUP = "workers"
 
 Run = Callable[[str, int], Awaitable[None]]
+
+_PUT = """
+for _, id in ipairs(ARGV) do
+  if redis.call('sadd', KEYS[2], id) == 1 then redis.call('xadd', KEYS[1], '*', 'job', id, 'tries', 1) end
+end
+"""
+_FINISH = """
+for i = 2, #ARGV, 3 do
+  local entry, id, tries = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  if redis.call('xack', KEYS[1], ARGV[1], entry) == 1 then
+    redis.call('xdel', KEYS[1], entry)
+    if tries == '0' then redis.call('srem', KEYS[2], id)
+    else redis.call('xadd', KEYS[1], '*', 'job', id, 'tries', tries) end
+  end
+end
+"""
 
 
 @dataclass(frozen=True)
 class Control:
-    """How a consumer is ended: ``stop`` takes no more jobs, ``let_go`` also hands back those that run."""
+    """How a consumer is ended: ``stop`` takes no more jobs, ``release`` also hands back those that run."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:
         """Both."""
-        self.let_go.set()
+        self.release.set()
         self.stop.set()
 
 
@@ -46,127 +70,185 @@ class JobQueue(Protocol):
         """Those of the jobs that are neither queued nor running."""
         ...
 
-    async def consume(self, queue: str, run: Run, concurrency: int, control: "Control") -> None:
-        """Call ``run(job_id, tries)`` for jobs, up to ``concurrency`` at a time, until told to stop. A job is done when
-        ``run`` returns; it comes back when ``run`` raises, or when this process dies."""
+    async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
+        """Call ``run(job_id, tries)`` for jobs, up to ``concurrency`` at a time, until ``control`` ends it. A job is
+        done when ``run`` returns; it comes back when ``run`` raises, or when this process dies."""
         ...
 
 
-class _Worker(Worker[Any]):
-    """Renews leases well before they end, so that a busy machine does not lose them; lets go of them on request."""
-
-    def __init__(self, url: str, queue: str, concurrency: int = 1) -> None:
-        super().__init__(
-            url,
-            redis_kwargs={"connect_timeout": 5},
-            queue_name=f"cosmos_rl_reward:{queue}",
-            serializer=_encode,
-            deserializer=msgspec.json.decode,
-            handle_signals=False,
-            concurrency=concurrency,
-            prefetch=1,
-            idle_timeout=LEASE_S,
-        )
-        self.let_go = asyncio.Event()
-
-    async def signal_handler(self, scope: CancelScope) -> None:
-        """Signals are the host's business."""
-
-    async def renew_idle_timeouts(self, scope: CancelScope) -> None:
-        try:
-            with scope:
-                while True:
-                    async with self.redis.pipeline(transaction=False) as pipe:
-                        for priority, running in self._running_tasks.items():
-                            if running:
-                                stream = self.stream_key + priority
-                                pipe.xclaim(stream, REDIS_GROUP, self.id, 0, running, justid=True)
-                    await asyncio.sleep(_RENEW_S)
-        except Exception:
-            self.let_go.set()  # the library waits for running jobs before it reports a lost connection
-            raise
+def connect(url: str) -> Valkey:
+    """A client that connects when it is asked, and again after a failure."""
+    limits: dict[str, Any] = {"socket_connect_timeout": ANSWER_S / 2, "socket_timeout": ANSWER_S / 2}
+    return Valkey.from_url(url, decode_responses=True, health_check_interval=10, **limits)
 
 
-def _encode(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=str)
+def _keys(queue: str) -> list[str]:
+    return [f"cosmos_rl_reward:{{{queue}}}:jobs", f"cosmos_rl_reward:{{{queue}}}:known"]
 
 
-class StreaqQueue:
-    """Queues on a Redis or Valkey server. Use as an async context manager, entered and left by one task."""
+class StreamQueue:
+    """Queues on a Redis or Valkey server. Use as an async context manager."""
 
-    def __init__(self, url: str, queues: Iterable[str]) -> None:
-        self.url = url
-        self._clients = {queue: _Worker(url, queue) for queue in queues}
-        self._stack = contextlib.AsyncExitStack()
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+        self._put = self._client.register_script(_PUT)
 
-    async def __aenter__(self) -> "StreaqQueue":
-        for client in self._clients.values():
-            await self._stack.enter_async_context(client)
+    async def __aenter__(self) -> "StreamQueue":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self._client.aclose()
 
     async def put(self, queue: str, job_ids: Sequence[str]) -> None:
         """See ``JobQueue``."""
-        client = self._clients[queue]
-        tasks = []
-        for job_id in job_ids:
-            task = client.enqueue_unsafe(_TASK, job_id)
-            task.id = job_id  # the library refuses a second task of the same id
-            tasks.append(task)
-        await client.enqueue_many(tasks)
+        await self._put(_keys(queue), job_ids)
 
     async def unknown(self, queue: str, job_ids: Sequence[str]) -> list[str]:
         """See ``JobQueue``."""
-        client = self._clients[queue]
-        async with client.redis.pipeline(transaction=False) as pipe:
-            known = [pipe.exists([client.task_key + job_id]) for job_id in job_ids]
-        return [job_id for job_id, found in zip(job_ids, known, strict=True) if not await found]
+        known: Any = self._client.smismember(_keys(queue)[1], list(job_ids))
+        return [job_id for job_id, found in zip(job_ids, await known, strict=True) if not found]
 
     async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
         """See ``JobQueue``. Connects again for ever when the broker goes away."""
-        told = -_TELL_S
-        while not control.stop.is_set():
-            worker = _Worker(self.url, queue, concurrency)
-            self._register(worker, run, control)
-            serving = asyncio.create_task(worker.run_async())
-            stopping = asyncio.create_task(control.stop.wait())
+        await _Consumer(self._client, queue, run, concurrency, control).serve()
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """A job that this consumer runs."""
+
+    job_id: str
+    tries: int
+
+
+class _Consumer:
+    """One call of ``consume``: a loop that takes jobs, one that renews leases, one that acknowledges."""
+
+    def __init__(self, client: Valkey, queue: str, run: Run, concurrency: int, control: Control) -> None:
+        self._client, self._queue, self._run, self._control = client, queue, run, control
+        self._concurrency = concurrency
+        self._keys, self._name = _keys(queue), uuid.uuid4().hex
+        self._finish = client.register_script(_FINISH)
+        self._leases: dict[str, asyncio.Task[None]] = {}  # what runs, by the entry of the stream
+        self._cursor = "0-0"  # where the search for leases that ran out is
+        self._flushing = asyncio.Lock()
+        self._ended: list[str | int] = []  # entry, job, and the number of its next try or 0: what ``_FINISH`` takes
+        self._changed = asyncio.Event()  # a run has ended
+        self._logged = -_LOG_S
+
+    async def serve(self) -> None:
+        """Take jobs and have them run, until ``control`` ends it."""
+        beside = [asyncio.create_task(self._patiently(part)) for part in (self._renew, self._acknowledge)]
+        beside.append(asyncio.create_task(self._release()))
+        try:
+            await self._patiently(self._take)
+            while self._leases:
+                self._changed.clear()
+                await self._changed.wait()
+            await self._flush()
+        except (ValkeyError, OSError) as error:
+            logger.warning("queue %s: the last jobs could not be acknowledged: %s", self._queue, error)
+        finally:
+            tasks = [*beside, *self._leases.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _patiently(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``part`` again whenever the broker fails it."""
+        while True:
             try:
-                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                serving.cancel()  # no new jobs; waits for those that run
-                await serving
-            except asyncio.CancelledError:
-                if not serving.done() or not control.stop.is_set():
-                    raise
-            except Exception as error:
-                if time.monotonic() - told > _TELL_S:
-                    logger.warning("queue %s: the broker went away (%s), connecting again", queue, _first(error))
-                    told = time.monotonic()
-            finally:
-                stopping.cancel()
-                serving.cancel()
+                return await part()
+            except (ValkeyError, OSError, TimeoutError) as error:
+                if time.monotonic() - self._logged > _LOG_S:
+                    logger.warning("queue %s: no broker (%s), connecting again", self._queue, error)
+                    self._logged = time.monotonic()
+            if self._control.stop.is_set() and part == self._take:
+                return None
             await asyncio.sleep(0.2)
 
-    @staticmethod
-    def _register(worker: _Worker, run: Run, control: Control) -> None:
-        async def task(job_id: str) -> None:
-            running = asyncio.ensure_future(run(job_id, registered.context.tries))
-            waits = [asyncio.ensure_future(event.wait()) for event in (worker.let_go, control.let_go)]
-            await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-            if not running.done():
-                running.cancel()
-                raise StreaqRetry(delay=0)
-            if running.exception() is not None:
-                logger.error("job %s goes back to its queue: %r", job_id, running.exception())
-                raise StreaqRetry(delay=1)
+    async def _take(self) -> None:
+        """Read new jobs, as many as there is room for, and those whose consumer died."""
+        stream, stop = self._keys[0], self._control.stop
+        try:
+            await self._client.xgroup_create(stream, _GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+        looked = -_RENEW_S
+        while not stop.is_set():
+            if (room := self._concurrency - len(self._leases)) <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            if time.monotonic() - looked >= _RENEW_S:
+                looked = time.monotonic()
+                await self._adopt(room)
+                continue
+            found = await self._client.xreadgroup(_GROUP, self._name, {stream: ">"}, count=room, block=_BLOCK_MS)
+            for entry, fields in found[0][1] if found else ():
+                self._start(entry, fields, 1)
 
-        registered = worker.task(name=_TASK, max_tries=None, ttl=0, silent=True)(task)
+    async def _adopt(self, room: int) -> None:
+        """Claim jobs whose consumer died."""
+        stream, idle_ms = self._keys[0], int(LEASE_S * 1000)
+        found = await self._client.xautoclaim(stream, _GROUP, self._name, idle_ms, self._cursor, count=room)
+        self._cursor = found[0]
+        for entry, fields in found[1]:
+            if entry not in self._leases:
+                pending = await self._client.xpending_range(stream, _GROUP, entry, entry, 1)
+                self._start(entry, fields, pending[0]["times_delivered"] if pending else 2)
 
+    def _start(self, entry: str, fields: dict[str, str], delivered: int) -> None:
+        lease = _Lease(fields["job"], int(fields["tries"]) + delivered - 1)
+        self._leases[entry] = asyncio.create_task(self._run_one(lease))
+        self._leases[entry].add_done_callback(lambda running: self._note_end(entry, lease, running))
 
-def _first(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    async def _run_one(self, lease: _Lease) -> None:
+        try:
+            await self._run(lease.job_id, lease.tries)
+        except Exception as error:
+            logger.error("job %s goes back to its queue: %r", lease.job_id, error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_S):
+                    await self._control.release.wait()
+            raise
+
+    def _note_end(self, entry: str, lease: _Lease, running: asyncio.Task[None]) -> None:
+        done = not running.cancelled() and running.exception() is None
+        self._ended += [entry, lease.job_id, 0 if done else lease.tries + 1]
+        del self._leases[entry]
+        self._changed.set()
+
+    async def _release(self) -> None:
+        """Hand back what runs when that is asked for."""
+        await self._control.release.wait()
+        for running in self._leases.values():
+            running.cancel()
+
+    async def _renew(self) -> None:
+        """Keep the leases of what runs."""
+        while True:
+            if self._leases:
+                entries: list[Any] = list(self._leases)
+                await self._client.xclaim(self._keys[0], _GROUP, self._name, 0, entries, justid=True)
+            await asyncio.sleep(_RENEW_S)
+
+    async def _acknowledge(self) -> None:
+        """Tell the broker what ended, all that ended meanwhile in one message."""
+        while True:
+            await self._flush()
+            if not self._ended:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _flush(self) -> None:
+        async with self._flushing:
+            if not self._ended:
+                return
+            ended, self._ended = self._ended, []
+            try:
+                await self._finish(self._keys, [_GROUP, *ended])
+            except BaseException:
+                self._ended = ended + self._ended
+                raise

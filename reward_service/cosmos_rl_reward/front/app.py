@@ -15,11 +15,11 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.broker.board import Board
-from cosmos_rl_reward.broker.queue import JobQueue, StreaqQueue
+from cosmos_rl_reward.broker.queue import JobQueue, StreamQueue
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front import v1, v2
@@ -33,7 +33,6 @@ from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.watcher import Watcher
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.store import more_threads, open_spool
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -135,7 +134,7 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             await asyncio.gather(watching, return_exceptions=True)
 
     # first those that are called most, past the framework's reading of arguments
-    often = [
+    often: list[BaseRoute] = [
         Route("/api/reward/enqueue", v1.enqueue, methods=["POST"]),
         Route("/api/reward/pull", v1.pull, methods=["POST"]),
         Route("/v2/score", v2.score, methods=["POST"]),
@@ -161,8 +160,7 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
 
     @contextlib.asynccontextmanager
     async def connect() -> AsyncIterator[tuple[JobQueue, Notices]]:
-        names = [*(args.reward_type for args in config.enabled), DECODE_QUEUE]
-        async with Board(broker_url) as board, StreaqQueue(broker_url, names) as queue:
+        async with Board(broker_url) as board, StreamQueue(broker_url) as queue:
             yield queue, board
 
     uvicorn.Server(server_settings(config, create_app(config, connect))).run(sockets=[listener])

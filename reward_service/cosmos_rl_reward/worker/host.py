@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cosmos_rl_reward.broker.board import Board
-from cosmos_rl_reward.broker.queue import Control, StreaqQueue
+from cosmos_rl_reward.broker.queue import Control, StreamQueue
 from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.roles import RESTARTS_VARIABLE
@@ -87,7 +87,6 @@ class Host:
         self._specs = [reward_spec(args, config.max_attempts) for args in chosen]
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
             self._specs.append(decode_spec(config))
-        self._names = {*(args.reward_type for args in config.enabled), DECODE_QUEUE}
         self._controls: dict[str, Control] = {}
         self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
@@ -101,7 +100,7 @@ class Host:
         family.adopt_orphans()
         if left := await asyncio.to_thread(family.kill_leftovers):
             logger.warning("killed what rewards of an earlier run had left behind: PIDs %s", left)
-        async with Board(self.broker_url) as board, StreaqQueue(self.broker_url, self._names) as queue:
+        async with Board(self.broker_url) as board, StreamQueue(self.broker_url) as queue:
 
             async def requeue(name: str, job_id: str) -> None:
                 await queue.put(name, [job_id])
@@ -133,7 +132,7 @@ class Host:
         await asyncio.wait(consumers, timeout=2)
         await _end(consumers)
 
-    async def _consume(self, queue: StreaqQueue, pool: Pool, stop: asyncio.Event) -> None:
+    async def _consume(self, queue: StreamQueue, pool: Pool, stop: asyncio.Event) -> None:
         """Take jobs while the pool can score them."""
         while not stop.is_set():
             if not await _either(pool.available, stop):

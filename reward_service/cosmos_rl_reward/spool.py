@@ -154,31 +154,37 @@ class Spool:
         self.incoming = self.root / "incoming"
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._shards: dict[str, Path] = {}
+        self._shards: dict[str, str] = {}
         self._strays: dict[str, float] = {}  # files in ``incoming`` and when they were first seen
 
     def check(self) -> None:
         """Whether the place can do what is asked of it; raises ``UserError``. A folder that was made can."""
 
-    def _shard(self, kind: str, job_id: str) -> Path:
+    def _shard(self, kind: str, job_id: str) -> str:
         name = f"{kind}/{job_id[:2]}"
         folder = self._shards.get(name)
         if folder is None:
-            folder = self._shards[name] = self.root / name
-            folder.mkdir(exist_ok=True, mode=0o700)
+            (self.root / name).mkdir(exist_ok=True, mode=0o700)
+            folder = self._shards[name] = str(self.root / name)
         return folder
+
+    def _job(self, job_id: str) -> str:  # texts, because making a Path takes longer than asking for its file
+        return f"{self._shard('jobs', job_id)}/{job_id}.job"
+
+    def _result(self, job_id: str, reward: str) -> str:
+        return f"{self._shard('results', job_id)}/{job_id}.{reward}.json"
 
     def job_path(self, job_id: str) -> Path:
         """File of a job."""
-        return self._shard("jobs", job_id) / f"{job_id}.job"
+        return Path(self._job(job_id))
 
     def decoded_path(self, job_id: str) -> Path:
         """File of a job's decoded latents (header and uint8 video)."""
-        return self._shard("decoded", job_id) / f"{job_id}.job"
+        return Path(self._shard("decoded", job_id), f"{job_id}.job")
 
     def result_path(self, job_id: str, reward: str) -> Path:
         """File of one reward's result."""
-        return self._shard("results", job_id) / f"{job_id}.{reward}.json"
+        return Path(self._result(job_id, reward))
 
     def upload(self, hashed: bool = True) -> Upload:
         """Begin to receive a body, with its digest if ``hashed``."""
@@ -186,17 +192,17 @@ class Spool:
 
     def accept(self, upload: Upload, job: Job) -> Job | None:
         """Give a sealed upload its name. Returns None, or the job that already has this id."""
-        path = self.job_path(job.id)
+        path = self._job(job.id)
         try:
             os.link(upload.path, path)
         except FileExistsError:
             return self.job(job.id)
-        _fsync_dir(path.parent)
+        _fsync_dir(self._shard("jobs", job.id))
         return None
 
     def job(self, job_id: str) -> Job | None:
         """Header of a job, finished or not; None when it is not known (any more)."""
-        return _read_header(self.job_path(job_id)) if JOB_ID.fullmatch(job_id) else None
+        return _read_header(self._job(job_id)) if JOB_ID.fullmatch(job_id) else None
 
     def has_decoded(self, job_id: str) -> bool:
         """Whether a job's decoded latents are there."""
@@ -212,14 +218,14 @@ class Spool:
     def borrow(self, job: Job, decoded: bool) -> Files:
         """Local files of a job, with its decoded latents if ``decoded``; to be given back."""
         video = str(self.decoded_path(job.id)) if job.media == "latent" else ""
-        return Files(job.id, str(self.job_path(job.id)), video)
+        return Files(job.id, self._job(job.id), video)
 
     def give_back(self, files: Files) -> None:
         """Nobody reads the files any more. May be called again."""
 
     def has_result(self, job_id: str, reward: str) -> bool:
         """Whether a reward has its result."""
-        return self.result_path(job_id, reward).exists()
+        return os.path.exists(self._result(job_id, reward))
 
     def without_result(self, job_ids: Iterable[str], reward: str) -> set[str]:
         """Those of the jobs that have no result of the reward."""
@@ -235,7 +241,8 @@ class Spool:
     def result(self, job_id: str, reward: str) -> bytes | None:
         """A result as it was written, or None."""
         try:
-            return self.result_path(job_id, reward).read_bytes()
+            with open(self._result(job_id, reward), "rb") as file:
+                return file.read()
         except (FileNotFoundError, ValueError):  # ValueError: a NUL in the name
             return None
 
@@ -246,17 +253,15 @@ class Spool:
     def write_results(self, results: list[tuple[str, str, bytes]]) -> int:
         """``write_result`` for several; returns how many were the first."""
         written = [
-            self.result_path(job_id, reward).parent
-            for job_id, reward, data in results
-            if self._link(job_id, reward, data)
+            self._shard("results", job_id) for job_id, reward, data in results if self._link(job_id, reward, data)
         ]
         for folder in set(written):
             _fsync_dir(folder)
         return len(written)
 
     def _link(self, job_id: str, reward: str, data: bytes) -> bool:
-        path = self.result_path(job_id, reward)
-        aside = self.incoming / uuid.uuid4().hex
+        path = self._result(job_id, reward)
+        aside = f"{self.incoming}/{uuid.uuid4().hex}"
         try:
             with open(aside, "wb") as file:
                 file.write(data)
@@ -277,7 +282,7 @@ class Spool:
     def finish(self, job: Job) -> None:
         """Cut the body off and drop decoded latents: every reward has its result."""
         with contextlib.suppress(FileNotFoundError):
-            path, now = self.job_path(job.id), self._clock.now()
+            path, now = self._job(job.id), self._clock.now()
             os.truncate(path, HEADER_BYTES)
             os.utime(path, (now, now))
         if job.media == "latent":
@@ -347,7 +352,7 @@ class Spool:
         return shutil.disk_usage(self.root).free
 
 
-def _read_header(path: Path) -> Job | None:
+def _read_header(path: str | Path) -> Job | None:
     try:
         with open(path, "rb") as file:
             return unpack(file.read(HEADER_BYTES))
@@ -355,7 +360,7 @@ def _read_header(path: Path) -> Job | None:
         return None
 
 
-def _fsync_dir(path: Path) -> None:
+def _fsync_dir(path: str) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -34,6 +34,14 @@ BROKER_VARIABLE = "COSMOS_RL_REWARD_INTERNAL_BROKER"
 _BACK_OFF_S = (0.1, 0.3, 1.0, 2.0, 5.0)
 _MAX_SOCKET = 100  # characters; a unix socket's path has room for 107
 
+# of the C library: no heap for each thread, and the memory of one body serves for the next one instead of going back to
+# the kernel, which would have to clear it again
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+}
+
 
 @dataclass
 class Child:
@@ -173,7 +181,8 @@ class Service:
     async def run(self) -> int:
         """Run until SIGTERM or SIGINT (a second one does not wait for jobs). Returns the exit code."""
         os.environ[BROKER_VARIABLE] = self._broker_url
-        os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # else the C library keeps a heap for each thread
+        for name, value in _MALLOC.items():
+            os.environ.setdefault(name, value)
         stop, now = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:

@@ -23,6 +23,7 @@ LEASE_S = 4.0  # a job whose host died is handed to another after this long
 ANSWER_S = 10.0  # longest wait for an answer of the broker, connecting included
 _RENEW_S = 1.0
 _BLOCK_MS = 300  # longest wait for jobs in one call; ``stop`` is seen after it
+_GATHER_S = 0.03  # what ended is acknowledged after this long, together with what ended meanwhile
 _RETRY_S = 1.0  # a job whose run raised comes back after this long
 _LOG_S = 10.0  # between two lines of the log about a broker that is away
 _GROUP = "workers"
@@ -241,6 +242,7 @@ class _Consumer:
             if not self._ended:
                 self._changed.clear()
                 await self._changed.wait()
+            await asyncio.sleep(_GATHER_S)
 
     async def _flush(self) -> None:
         async with self._flushing:

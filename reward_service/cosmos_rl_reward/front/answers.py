@@ -30,6 +30,10 @@ async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) ->
     """The state of a reward of a job; waits up to ``wait_s`` (at most 60 s) for a final one."""
     if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
         return Answer("unknown")
+    entry = ledger.open.get(job_id)
+    if wait_s > 0 and entry is not None and reward in entry.missing:  # it looks for a result itself
+        await ledger.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
+        wait_s = 0.0
     data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
     if data is None:
         job = await known_job(ledger, job_id)

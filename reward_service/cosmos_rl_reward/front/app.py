@@ -15,7 +15,6 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute, Route
 
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.broker.board import Board
@@ -25,6 +24,7 @@ from cosmos_rl_reward.errors import StoreAway
 from cosmos_rl_reward.front import v1, v2
 from cosmos_rl_reward.front.auth import Auth, Denied
 from cosmos_rl_reward.front.connections import guarded
+from cosmos_rl_reward.front.direct import DirectApp
 from cosmos_rl_reward.front.intake import Intake, discard_body
 from cosmos_rl_reward.front.ledger import Ledger, Notices
 from cosmos_rl_reward.front.local import LocalOnly
@@ -133,21 +133,19 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    # first those that are called most, past the framework's reading of arguments
-    often: list[BaseRoute] = [
-        Route("/api/reward/enqueue", v1.enqueue, methods=["POST"]),
-        Route("/api/reward/pull", v1.pull, methods=["POST"]),
-        Route("/v2/score", v2.score, methods=["POST"]),
-    ]
-    app = FastAPI(title="cosmos-rl reward service", version=__version__, lifespan=lifespan, routes=often)
+    # ``/docs`` and ``/redoc`` would have browsers load scripts from foreign hosts; ``/openapi.json`` stays
+    app = DirectApp(
+        title="cosmos-rl reward service", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     if auth.open:
         app.add_middleware(LocalOnly)
     for part in (router, v1.router, v2.router):
         app.include_router(part)
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(Denied, _denied)
-    app.add_exception_handler(StoreAway, _away)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    errors = {Refused: _refused, Denied: _denied, StoreAway: _away, ClientDisconnect: _gone}
+    for kind, answer in errors.items():
+        app.add_exception_handler(kind, answer)
+    often = {"/api/reward/enqueue": v1.enqueue, "/api/reward/pull": v1.pull, "/v2/score": v2.score}
+    app.serve_directly(often, errors, local=auth.open)
     return app
 
 

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10  # of a request line and its headers, and of anything else that is neither body nor request
 HEAD_S = 20.0  # for a whole head
+_BODY_BYTES = 256 << 10  # of a body that wait for the application: what the event loop reads at a time
 _REST_S = 10.0  # for the rest of a body whose answer is already given
 _READ_S = 60.0  # for a client to read something of an answer that waits for it
 _PIPELINED = 8  # requests of one connection that wait for an answer before them
@@ -47,10 +48,12 @@ class Guarded(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse no more at a time than may lead to nothing."""
+        """Parse no more at a time than may lead to nothing; more of it where a body is under way."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing():
             room = HEAD_BYTES - self._fruitless
+            if room == HEAD_BYTES and self.cycle is not None and self.cycle.more_body:
+                room = _BODY_BYTES
             if room <= 0:
                 self._refuse(431)
                 return
@@ -72,9 +75,13 @@ class Guarded(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of a body; what comes after the answer is dropped and does not count as progress."""
         self._fruitless = 0
-        if not self.cycle.response_complete:
-            self._progress()
-        super().on_body(body)
+        if self.cycle.response_complete:
+            return
+        self._progress()
+        self.cycle.body += body
+        if len(self.cycle.body) > _BODY_BYTES:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """The body is whole, or there is none."""

@@ -74,6 +74,7 @@ async def ping(request: Request) -> Response:
     return JSONResponse({"message": "Ping request received"})
 
 
+@router.post("/api/reward/enqueue")
 async def enqueue(request: Request) -> Response:
     """Take a job: one line of JSON metadata, then the bytes of an array."""
     front = Front.of(request)
@@ -84,6 +85,7 @@ async def enqueue(request: Request) -> Response:
     return JSONResponse(answer, headers={} if ticket.fresh else {"X-Job-State": "known"})
 
 
+@router.post("/api/reward/pull")
 async def pull(request: Request) -> Response:
     """The result of one reward of a job; 400 while there is none. ``wait`` (seconds) holds that answer back."""
     front = Front.of(request)

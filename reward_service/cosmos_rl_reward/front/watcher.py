@@ -18,6 +18,7 @@ from cosmos_rl_reward.worker.pool import DECODE_QUEUE
 logger = logging.getLogger(__name__)
 _KNOWN_AFTER_S = 5.0  # an older job that the broker does not know is queued again
 _AT_ONCE = 500  # jobs per message to the broker
+_GATHER_S = 0.05  # a job that is answered may keep its body so long, until there are more of them
 
 
 class Watcher:
@@ -58,6 +59,7 @@ class Watcher:
         """Drop bodies beside the events, those that came together in one go."""
         while True:
             jobs = [await self._answered.get()]
+            await asyncio.sleep(_GATHER_S)
             while not self._answered.empty():
                 jobs.append(self._answered.get_nowait())
             await self.ledger.finish(jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -80,10 +81,10 @@ def load(path: str, ref: ArrayRef) -> np.ndarray:
     kind = np.dtype("<u2" if ref.dtype == BFLOAT16 else ref.dtype)
     with open(path, "rb") as file:
         file.seek(ref.offset)
-        data = bytearray(ref.span)
-        if file.readinto(data) != len(data):
+        data = np.empty(ref.span, np.uint8)
+        if file.readinto(data.data) != len(data):
             raise OSError(f"{path} ends before its array")
-    flat = np.frombuffer(data, kind)
+    flat = data.view(kind)
     strides = tuple(s * kind.itemsize for s in ref.strides)
     array = np.lib.stride_tricks.as_strided(flat, ref.shape, strides)
     return np.ascontiguousarray(array, dtype=kind.newbyteorder("="))
@@ -119,6 +120,7 @@ def read_npy(file: BinaryIO, start: int, end: int) -> ArrayRef:
     return ref
 
 
+@functools.lru_cache(64)
 def _npy_fields(text: bytes) -> tuple[np.dtype, bool, tuple[int, ...]]:
     try:
         fields = ast.literal_eval(text.decode("latin1").strip())

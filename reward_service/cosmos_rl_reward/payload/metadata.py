@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -58,9 +59,11 @@ def _no_constant(name: str) -> Any:
 
 def _check_values(data: dict[str, Any]) -> None:
     """Refuse what could not be sent on: numbers beyond those of JSON (``1e999``) and halves of surrogate pairs."""
-    for name, value in data.items():
-        if name == "reward_fn":
-            continue  # checked one by one
+    others = {name: value for name, value in data.items() if name != "reward_fn"}  # its weights are checked one by one
+    with contextlib.suppress(ValueError, RecursionError):
+        json.dumps(others, allow_nan=False, ensure_ascii=False).encode()
+        return
+    for name, value in others.items():
         try:
             json.dumps([name, value], allow_nan=False, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -17,8 +17,9 @@ from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker import family
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST, Pool, PoolSpec
+from cosmos_rl_reward.worker.pool import Pool
 from cosmos_rl_reward.worker.replica import Replica
+from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST, PoolSpec
 
 logger = logging.getLogger(__name__)
 _REAP_S = 30.0

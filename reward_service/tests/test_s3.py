@@ -14,15 +14,14 @@ import boto3
 import pytest
 
 from cosmos_rl_reward import cli, s3
-from cosmos_rl_reward.config import RewardArgs, build
+from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import StoreAway, UserError
 from cosmos_rl_reward.front.watcher import Watcher
 from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
-from cosmos_rl_reward.worker.host import reward_spec
-from cosmos_rl_reward.worker.pool import Pool
+from cosmos_rl_reward.worker.patience import PatientSpool
 from tests.fronts import front_in_memory
 from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
 from tests.service import MOODY, body, picture, toml
@@ -242,7 +241,7 @@ def test_the_body_of_a_job_that_came_second_is_removed(store, tmp_path, monkeypa
 
 
 def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
-    pool = Pool(reward_spec(RewardArgs(reward_type="mock"), 3), in_store(tmp_path), no_word, no_word)
+    patient = PatientSpool(in_store(tmp_path), "mock")
     tried = []
 
     def write():
@@ -252,7 +251,7 @@ def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
         return "written"
 
     monkeypatch.setattr(asyncio, "sleep", no_word)
-    assert asyncio.run(pool._patiently(write)) == "written"
+    assert asyncio.run(patient.insist(write)) == "written"
 
 
 async def no_word(*_):

@@ -24,7 +24,10 @@ from cosmos_rl.policy.model.diffusers.policies import Policies
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.model.tiny.sd3 import Preset, sd3_pipeline
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.rl.algorithm import Rows
+from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
+from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 
 SIZE, SAMPLES, LEVELS, MICRO, ROUNDS = 64, 16, 4, 16, 7
 BETA, HIGH = 1.0, 5.0
@@ -74,12 +77,13 @@ def pairs_of(model: SD3Model) -> tuple[Rows, Cond, Tensor]:
     count = SAMPLES * LEVELS
     generator = torch.Generator().manual_seed(0)
     rows = Rows(
-        latents=torch.randn(count, *model.latent_shape(SIZE, SIZE), generator=generator),
+        data={"clean": torch.randn(count, *model.latent_shape(SIZE, SIZE), generator=generator)},
         prompts=[prompts[i % 4] for i in range(count)],
         sigma=torch.rand(count, generator=generator) * 0.9 + 0.05,
-        optimality=torch.rand(count, generator=generator),
+        value=torch.rand(count, generator=generator),
         weight=torch.ones(count),
         noise_ids=list(range(count)),
+        noise_key=KEY,
     )
     return rows, model.encode_prompts(prompts), torch.arange(count) % 4
 
@@ -96,7 +100,7 @@ def plain_update(
     def run(kl_beta: float) -> None:
         for first in range(0, len(rows.prompts), MICRO):
             which = slice(first, first + MICRO)
-            clean, sigma, r = rows.latents[which], rows.sigma[which], rows.optimality[which]
+            clean, sigma, r = rows.data["clean"][which], rows.sigma[which], rows.value[which]
             noise = randomness.normal(clean.shape[1:], *KEY, rows.noise_ids[which])
             s = sigma[:, None, None, None]
             noised = (1 - s) * clean + s * noise
@@ -131,10 +135,10 @@ def drift_apart(model: SD3Model, policies: Policies, others: Mapping[str, nn.Mod
     """Change the trained policy, and the old one to another or to the same; both loops see the same weights."""
     for param in model.trainable().values():
         param.add_(0.02 * torch.randn_like(param))
-    policies.follow(0.0)
+    policies.update_old(0.0)
     for value in policies.old_state().values() if old_too else ():
         value.add_(0.02 * torch.randn_like(value))
-    policies.old_is_default = not old_too
+    policies.old_equals_current = not old_too
     if others:
         others["old"].load_state_dict({**model.transformer.state_dict(), **policies.old_state()})
 
@@ -157,17 +161,21 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
     others = {name: copy.deepcopy(model.transformer).requires_grad_(False).eval() for name in names}
     drift_apart(model, policies, others, old_too=not setting.old_is_current)
     rows, cond, row_cond = pairs_of(model)
-    update = NftUpdate(model, policies, NftSettings(BETA, setting.kl_beta, HIGH), MICRO)
+    algorithm = DiffusionNft(BETA, -HIGH, HIGH, 0, num_sigmas=LEVELS)
+    conditions = StepConditions(model.encode_prompts)
+    conditions.encode_all(rows.prompts)
     counter = Counter(model.transformer, *others.values())
     plain = plain_update(model, rows, cond, row_cond, others)
 
     def ours() -> None:
-        update.accumulate(
+        accumulate_gradient(
+            model,
+            policies,
+            algorithm,
             rows,
-            cond,
-            row_cond=row_cond,
-            noise_key=KEY,
-            old_is_current=setting.old_is_current,
+            conditions,
+            micro_batch=MICRO,
+            frozen=algorithm.frozen(old_is_current=setting.old_is_current, kl_beta=setting.kl_beta),
             kl_beta=setting.kl_beta,
         )
 

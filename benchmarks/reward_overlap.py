@@ -10,7 +10,7 @@ import numpy as np
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.tiny import build
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_job import build_nft
+from cosmos_rl.policy.trainer.rl.build import build_online
 from cosmos_rl.reward import batch_reward
 
 PROMPTS, GROUP, ROUNDS = 8, 16, 7
@@ -68,7 +68,7 @@ def measure() -> list[tuple[str, str, str]]:
         folder = Path(name)
         build("sd3", folder / "model", "digits", seed=0)
         prompts = [f"a photo of the digit {i}" for i in range(PROMPTS)]
-        trainer = build_nft(config_for(folder), context, dataset=prompts, reward_fns=[slow])
+        trainer = build_online(config_for(folder), context, dataset=prompts, reward_fns=[slow])
         trainer.start(0)
         for step in range(ROUNDS + 2):
             metrics = trainer.train_step(step).metrics

@@ -16,26 +16,26 @@ from cosmos_rl.policy.config import Config, DiffusersConfig, rollout_chunk
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.model.tiny import build
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Slot
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Sample
 
 PROMPTS = [f"a photo of the digit {i}" for i in range(4)]
 GROUP, STEPS, SIZE, ROUNDS = 24, 10, 32, 15
-SLOTS = [Slot(i * GROUP + k, i, prompt, {}) for i, prompt in enumerate(PROMPTS) for k in range(GROUP)]
+SAMPLES = [Sample(i * GROUP + k, i, prompt, {}) for i, prompt in enumerate(PROMPTS) for k in range(GROUP)]
 
 
 def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
     """All samples: uint8 ``[96, H, W, 3]``. The conditions are encoded again in each run, as in a step."""
     chunk = rollout_chunk(default_config())
-    conditions = PromptConditions(model.encode_prompts)
     spec = RolloutSpec(STEPS, 1.0, "euler", 0.0, True, SIZE, SIZE)
-    sampler = RolloutSampler(model, spec, conditions, seed=0)
+    sampler = RolloutSampler(model, spec, seed=0)
 
     def run() -> torch.Tensor:
-        conditions.forget()
-        conditions.prepare(PROMPTS)
+        conditions = StepConditions(model.encode_prompts)
+        conditions.encode_all(PROMPTS)
         with model.evaluating():
-            parts = [sampler.sample(SLOTS[i : i + chunk], "rollout", 0).media for i in range(0, len(SLOTS), chunk)]
+            chunks = [SAMPLES[i : i + chunk] for i in range(0, len(SAMPLES), chunk)]
+            parts = [sampler.sample(samples, conditions, "rollout", 0).media for samples in chunks]
         return torch.cat(parts)
 
     return run
@@ -44,7 +44,7 @@ def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
 def default_config() -> Config:
     """A job that leaves open how many samples a call makes."""
     diffusers = {"inference_size": [SIZE, SIZE], "sample": {"guidance_scale": 1.0}}
-    train = {"train_batch_per_replica": len(SLOTS), "train_policy": {"type": "grpo", "trainer_type": "diffusion_nft"}}
+    train = {"train_batch_per_replica": len(SAMPLES), "train_policy": {"type": "grpo", "trainer_type": "diffusion_nft"}}
     return Config.from_dict({"policy": {"diffusers": diffusers}, "rollout": {"n_generation": GROUP}, "train": train})
 
 
@@ -52,7 +52,7 @@ def stock(pipeline: StableDiffusion3Pipeline) -> Callable[[], torch.Tensor]:
     """The same from the same start noise by ``StableDiffusion3Pipeline``."""
 
     def run() -> torch.Tensor:
-        generators = [randomness.generator(0, "rollout", 0, slot.sample_id) for slot in SLOTS]
+        generators = [randomness.generator(0, "rollout", 0, sample.sample_id) for sample in SAMPLES]
         images: Any = pipeline(
             PROMPTS,
             num_images_per_prompt=GROUP,

@@ -7,12 +7,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from tests.open_tasks import close_all
+
+
+@pytest.fixture(autouse=True)
+def _tasks_are_closed() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,15 @@ from cosmos_rl.policy.config.ranks import resized
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer import run
-from cosmos_rl.policy.trainer.diffusers_trainer import scoring
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_job import build_nft
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
+from cosmos_rl.policy.trainer.rl import batch as batches
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Rows, Share
+from cosmos_rl.policy.trainer.rl.build import build_online
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.policy.trainer.task import StepReport
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, Slot
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, Sample
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+from tests.open_tasks import close_after_test
 from tests.patience import wait_until
 from tests.ranks import free_port
 from tests.trainer_runs import Stop, train
@@ -113,13 +115,37 @@ def nft_train(config: Path, *overrides: str, **kwargs: Any) -> Path:
     return train(config, *overrides, **{"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs})
 
 
-def nft_trainer(config: Path, *overrides: str, start: bool = True, **kwargs: Any) -> NFTTrainer:
+def nft_trainer(config: Path, *overrides: str, start: bool = True, **kwargs: Any) -> OnlineTask:
     """A task of one rank at its first step."""
     given = {"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs}
-    trainer = build_nft(load_config(config, list(overrides)), Context(torch.device("cpu")), **given)
+    trainer = close_after_test(
+        build_online(load_config(config, list(overrides)), Context(torch.device("cpu")), **given)
+    )
     if start:
         trainer.start(0)
     return trainer
+
+
+class RecordingAlgorithm:
+    """An algorithm that keeps the rows that it made."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self.seen: list[Rows] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+    def rows(self, share: Share, **options: Any) -> Rows:
+        self.seen.append(self._algorithm.rows(share, **options))
+        return self.seen[-1]
+
+
+def record_rows(task: OnlineTask) -> list[Rows]:
+    """Fills with the rows of each optimiser step."""
+    recording = RecordingAlgorithm(task.algorithm)
+    task.algorithm = recording  # type: ignore[assignment]
+    return recording.seen
 
 
 # ---- what a job did ------------------------------------------------------------------------------------------------
@@ -144,24 +170,26 @@ def recorded() -> Iterator[list[StepRecord]]:
     """What the training steps inside the block do."""
     steps: list[StepRecord] = []
     noises: list[str] = []
-    train_step, scored, sample = NFTTrainer.train_step, scoring.scored, RolloutSampler.sample
+    train_step, score, sample = OnlineTask.train_step, batches.score_batch, RolloutSampler.sample
     integrate, predict = VelocityModel._integrate, DiffuserModel.predict
 
-    def our_step(self: NFTTrainer, step: int) -> StepReport:
+    def our_step(self: OnlineTask, step: int) -> StepReport:
         steps.append(StepRecord())
         return train_step(self, step)
 
-    def our_scored(slots: Sequence[Slot], *args: Any, **kwargs: Any) -> scoring.Scored:
-        found = scored(slots, *args, **kwargs)
-        steps[-1].prompts = [slot.prompt for slot in slots]
+    def our_score(samples: Sequence[Sample], *args: Any, **kwargs: Any) -> batches.ScoredBatch:
+        found = score(samples, *args, **kwargs)
+        steps[-1].prompts = [sample.prompt for sample in samples]
         steps[-1].advantages, steps[-1].kept = found.advantage_N.tolist(), found.kept_N.tolist()
         return found
 
-    def our_sample(self: RolloutSampler, slots: Sequence[Slot], purpose: str, step: int) -> Rollouts:
+    def our_sample(
+        self: RolloutSampler, samples: Sequence[Sample], conditions: Any, purpose: str, step: int
+    ) -> Rollouts:
         noises.clear()
-        made = sample(self, slots, purpose, step)
+        made = sample(self, samples, conditions, purpose, step)
         if steps and purpose.startswith("rollout"):
-            steps[-1].noise |= {str(slot.sample_id): noise for slot, noise in zip(slots, noises, strict=True)}
+            steps[-1].noise |= {str(sample.sample_id): noise for sample, noise in zip(samples, noises, strict=True)}
         return made
 
     def our_integrate(self: VelocityModel, cond: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
@@ -173,12 +201,12 @@ def recorded() -> Iterator[list[StepRecord]]:
             steps[-1].calls += 1
         return predict(self, *args)
 
-    NFTTrainer.train_step, scoring.scored, RolloutSampler.sample = our_step, our_scored, our_sample
+    OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = our_step, our_score, our_sample
     VelocityModel._integrate, DiffuserModel.predict = our_integrate, our_predict
     try:
         yield steps
     finally:
-        NFTTrainer.train_step, scoring.scored, RolloutSampler.sample = train_step, scored, sample
+        OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = train_step, score, sample
         VelocityModel._integrate, DiffuserModel.predict = integrate, predict
 
 

@@ -128,7 +128,7 @@ def test_a_rollout_that_calls_the_model_otherwise_than_training_is_found(
 def test_an_old_policy_that_is_not_the_trained_one_is_found(
     write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdapterPolicies, "follow", lambda self, decay: None)
+    monkeypatch.setattr(AdapterPolicies, "update_old", lambda self, decay: None)
     options = ["--policy.lora.init_lora_weights=false"]
     code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
     assert (code, found["old policy"]) == (1, "FAIL"), out

@@ -17,8 +17,9 @@ from cosmos_rl.optim import loss_scale
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.scoring import Scored
+from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
+from cosmos_rl.policy.trainer.rl.meter import Meter
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.rollout.sampler import Rollouts
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_runs import nft_toml, nft_trainer
@@ -86,11 +87,11 @@ def applied_gradient(dtype: str) -> tuple[Tensor, bool]:
     trainer.optimizer.torch_optimizer.step = lambda: found.append(  # type: ignore[method-assign,assignment]
         torch.cat([p.grad.flatten() for p in params if p.grad is not None])
     )
-    slots = trainer._slots(0)
+    samples = trainer._samples(0)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))
     advantage_N = torch.linspace(-1.0, 1.0, SAMPLES).double()[order]
-    scored = Scored(
-        slots=tuple(slots),
+    scored = ScoredBatch(
+        samples=tuple(samples),
         own=cast(Rollouts, None),
         first=0,
         reward_N=torch.zeros(SAMPLES),
@@ -100,8 +101,9 @@ def applied_gradient(dtype: str) -> tuple[Tensor, bool]:
         kept_N=torch.ones(SAMPLES, dtype=torch.bool),
     )
     latents = {i: randomness.normal(SHAPE, 0, "latents", 0, [i])[0] for i in range(OWN)}
-    trainer._conditions.prepare([POINT.prompt])
-    result, _ = trainer._optimizer_step(0, 0, list(range(SAMPLES)), latents, scored)
+    learnable = Learnable(0, {"clean": torch.stack(list(latents.values()))})
+    draws, conditions, meter = trainer._draws(0), trainer._new_conditions(), Meter(())
+    result = trainer._optimizer_step(draws, 0, list(range(SAMPLES)), scored, learnable, conditions, meter)
     return torch.cat(found), result.applied
 
 
@@ -257,7 +259,7 @@ def test_nft_with_real_samples_trains_in_float16_as_in_float32(
     data = f'--train.train_policy.data_term={{beta = 0.5, local_dir = "{picture_folder}", batch_size = 4}}'
     found = {}
     for dtype in ("float32", "float16"):
-        trainer: NFTTrainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), data, f"--train.param_dtype={dtype}")
+        trainer: OnlineTask = nft_trainer(nft_toml(tmp_path, tiny_sd3), data, f"--train.param_dtype={dtype}")
         start = {name: p.detach().clone() for name, p in trainer.params.items()}
         report = trainer.train_step(0)
         assert report.applied

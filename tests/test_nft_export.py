@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from tests.nft_runs import nft_toml, nft_train
 from tests.test_export import noise_for, policy_picture, snippet
 
@@ -13,9 +13,9 @@ from tests.test_export import noise_for, policy_picture, snippet
 def test_the_documented_snippet_gives_the_policys_picture(
     tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
-    made: list[NFTTrainer] = []
-    describe = NFTTrainer._describe
-    monkeypatch.setattr(NFTTrainer, "_describe", lambda self: (made.append(self), describe(self))[1])
+    made: list[OnlineTask] = []
+    describe = OnlineTask._describe
+    monkeypatch.setattr(OnlineTask, "_describe", lambda self: (made.append(self), describe(self))[1])
     options = ("--policy.diffusers.max_prompt_length=256", "--train.ema_enable=true", "--train.ema_decay=0.5")
     rate = f"--train.optm_lr={3e-2 if lora else 3e-3}"
     run = nft_train(nft_toml(tmp_path, tiny_sd3, lora=lora), *options, rate, "--train.ckpt.save_freq=3")

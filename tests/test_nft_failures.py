@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.launcher.supervised import supervised
-from cosmos_rl.policy.trainer.diffusers_trainer import nft_update
+from cosmos_rl.policy.trainer.rl import nft
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_runs import nft_toml, nft_train, nft_trainer
 from tests.patience import exit_code, wait_until
@@ -67,7 +66,7 @@ def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Pat
         update={"remote_reward": trainer._job.remote_reward.model_copy(update={"timeout_s": -29.9})}
     )
     with pytest.raises(TrainingStoppedError, match=r"the rewards smooth of 0 samples are not there after 0.2 s"):
-        trainer._scores(Future())
+        trainer._wait_for_scores(Future())
 
 
 @pytest.fixture
@@ -75,15 +74,14 @@ def infinite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the loss infinite in the given calls."""
 
     def make(*calls: int) -> None:
-        number, loss = iter(range(10**6)), nft_update.nft_loss
+        number, loss = iter(range(10**6)), nft.nft_loss
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            found = loss(*args, **kwargs)
-            bad = next(number) in calls
-            inf = torch.tensor(torch.inf)
-            return replace(found, loss_sum=found.loss_sum * inf, policy_B=found.policy_B * inf) if bad else found
+            loss_sum, terms = loss(*args, **kwargs)
+            factor = torch.inf if next(number) in calls else 1.0
+            return loss_sum * factor, {**terms, "policy_loss": terms["policy_loss"] * factor}
 
-        monkeypatch.setattr(nft_update, "nft_loss", hooked)
+        monkeypatch.setattr(nft, "nft_loss", hooked)
 
     return make
 

@@ -57,7 +57,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
     config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
     run = nft_train(config, *options)
     state, lines, progress = saved_state(run, 3), told(run), kept(run, 3)
-    assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "watch"}
+    assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "guard"}
     assert [line["step"] for line in lines] == [1, 2, 3]
     for step in (2, 1):
         drop_steps_after(run, step)
@@ -135,3 +135,14 @@ def _wait_for_step(folder: Path, step: int, processes: list[Any]) -> None:
         return file.exists() and len(file.read_text().splitlines()) >= step
 
     wait_until(is_there, "the moment of the kill", poll_s=0.002)
+
+
+def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, tiny_sd3: Path) -> None:
+    config = nft_toml(tmp_path, tiny_sd3)
+    run = nft_train(config, "--train.max_num_steps=1")
+    path = run / "checkpoints/step_1/policy/trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["task"]["guard"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"was saved by another version of cosmos-rl \(it has no 'guard'\)"):
+        nft_train(config, resume=(run, 1))

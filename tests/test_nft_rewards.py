@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import ConfigError
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftUpdate
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
-from tests.nft_runs import StepRecord, nft_toml, nft_trainer, prompt_file, recorded
+from tests.nft_runs import StepRecord, nft_toml, nft_trainer, prompt_file, record_rows, recorded
 from tests.test_resume import assert_same_state
 
 Score = float | None
@@ -31,30 +29,22 @@ def listed(values: Sequence[Score]) -> Callable[..., list[Score]]:
     return give
 
 
-@pytest.fixture
-def optimality_seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """``r`` of the rows of each optimiser step."""
-    seen: list[torch.Tensor] = []
-    accumulate = NftUpdate.accumulate
-
-    def note(self: NftUpdate, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(rows.optimality)
-        return accumulate(self, rows, *args, **kwargs)
-
-    monkeypatch.setattr(NftUpdate, "accumulate", note)
-    return seen
+def learnt_values(trainer: OnlineTask) -> list[float]:
+    """``r`` of the rows of the first optimiser step."""
+    return trainer.algorithm.seen[0].value.tolist()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def one_step(tmp_path: Path, tiny_sd3: Path) -> Callable[..., tuple[StepRecord, dict[str, float], NFTTrainer]]:
+def one_step(tmp_path: Path, tiny_sd3: Path) -> Callable[..., tuple[StepRecord, dict[str, float], OnlineTask]]:
     """A step with given scores for two groups of four."""
 
     def step(
         *values: Sequence[Score], options: Sequence[str] = (), weights: Sequence[float] = (1.0, 1.0)
-    ) -> tuple[StepRecord, dict[str, float], NFTTrainer]:
+    ) -> tuple[StepRecord, dict[str, float], OnlineTask]:
         rewards = {f"reward{i}": (listed(v), w) for i, (v, w) in enumerate(zip(values, weights, strict=False))}
         wide = "--train.train_policy.local_reward.reward_clip_max=1000.0"
         trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *TWO_GROUPS, wide, *options, reward_fns=rewards)
+        record_rows(trainer)
         with recorded() as records:
             metrics = dict(trainer.train_step(0).metrics)
         return records[0], metrics, trainer
@@ -120,7 +110,7 @@ def test_a_step_without_any_score_changes_nothing_where_that_is_allowed(
     assert_same_state(
         {n: p.detach() for n, p in trainer.params.items()}, {n: p.detach() for n, p in fresh.params.items()}
     )
-    assert trainer.policies.old_is_default
+    assert trainer.policies.old_equals_current
 
 
 def test_a22_groups_are_prompt_entries_not_texts(one_step: Callable[..., Any], tmp_path: Path, tiny_sd3: Path) -> None:
@@ -140,15 +130,13 @@ def test_a22_groups_are_prompt_entries_not_texts(one_step: Callable[..., Any], t
         assert records[0].advantages == pytest.approx(normalised(groups, by_group=by_group), rel=1e-6)
 
 
-def test_groups_of_equal_rewards_teach_nothing(
-    one_step: Callable[..., Any], optimality_seen: list[torch.Tensor]
-) -> None:
+def test_groups_of_equal_rewards_teach_nothing(one_step: Callable[..., Any]) -> None:
     equal = [0.7] * 4
-    record, metrics, _ = one_step([*equal, *B])
+    record, metrics, trainer = one_step([*equal, *B])
     assert metrics["rollout/zero_std_ratio"] == 0.5
     assert record.advantages[:4] == [0.0] * 4
     assert record.kept == [True] * 8
-    assert optimality_seen[0][[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [0.5] * 8
+    assert [learnt_values(trainer)[i] for i in (0, 1, 2, 3, 8, 9, 10, 11)] == [0.5] * 8
     record, metrics, _ = one_step([*equal, *B], options=("--train.train_policy.drop_equal_groups=true",))
     assert record.kept == [False] * 4 + [True] * 4
     record, metrics, trainer = one_step(equal * 2, options=("--train.train_policy.drop_equal_groups=true",))
@@ -174,13 +162,15 @@ def test_a_step_that_teaches_nothing_is_told_at_once(one_step: Callable[..., Any
     ],
 )
 def test_the_mode_of_the_advantage_reaches_the_loss(
-    one_step: Callable[..., Any], optimality_seen: list[torch.Tensor], mode: str, expected: Callable[..., Any]
+    one_step: Callable[..., Any], mode: str, expected: Callable[..., Any]
 ) -> None:
     bounds = ("--train.train_policy.advantage_low=-1.0", "--train.train_policy.advantage_high=1.0")
-    one_step([*A[:1], 0.5, *A[2:], *B], options=(f"--train.train_policy.advantage_mode={mode}", *bounds))
+    _, _, trainer = one_step(
+        [*A[:1], 0.5, *A[2:], *B], options=(f"--train.train_policy.advantage_mode={mode}", *bounds)
+    )
     a = np.array(normalised([(0.2, 0.5, 0.4, 0.6), B]))
     r = np.clip(np.clip(expected(a), -1.0, 1.0) / 2.0 + 0.5, 0.0, 1.0)
-    assert optimality_seen[0].tolist() == pytest.approx([*r, *r], abs=1e-6)
+    assert learnt_values(trainer) == pytest.approx([*r, *r], abs=1e-6)
 
 
 EACH = "--train.train_policy.normalise_rewards=each"
@@ -240,13 +230,11 @@ def test_equality_is_that_of_the_advantages_that_are_used(
 
 
 @pytest.mark.parametrize("mode", ["all", "one_only", "binary"])
-def test_d17_rewards_that_differ_by_rounding_are_equal(
-    one_step: Callable[..., Any], optimality_seen: list[torch.Tensor], mode: str
-) -> None:
+def test_d17_rewards_that_differ_by_rounding_are_equal(one_step: Callable[..., Any], mode: str) -> None:
     options = (f"--train.train_policy.advantage_mode={mode}",)
-    _, metrics, _ = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=options)
+    _, metrics, trainer = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=options)
     assert metrics["rollout/zero_std_ratio"] == 0.5
-    assert optimality_seen[0][[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [0.5] * 8
+    assert [learnt_values(trainer)[i] for i in (0, 1, 2, 3, 8, 9, 10, 11)] == [0.5] * 8
     dropped = (*options, "--train.train_policy.drop_equal_groups=true")
     record, _, _ = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=dropped)
     assert record.kept == [False] * 4 + [True] * 4

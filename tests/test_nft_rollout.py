@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
-from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Slot
+from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Sample
 from tests.nft_runs import nft_toml, nft_trainer
 
 TEXTS = ("a red square", "a lost cat", "a red square")
@@ -24,10 +24,10 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, tiny_sd3: Path, solver
     model = trainer.model
     spec = RolloutSpec(5, guidance, solver, 0.0, deterministic=True, height=32, width=32)
     negative = "" if guidance > 1.0 else None
-    sampler = RolloutSampler(model, spec, lambda texts: model.encode_prompts(texts, negative, each=True), seed=3)
-    slots = [Slot(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
+    sampler = RolloutSampler(model, spec, seed=3)
+    samples = [Sample(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
     with trainer.policies.using("old"), model.evaluating():
-        ours = sampler.sample(slots, "rollout", 2)
+        ours = sampler.sample(samples, lambda texts: model.encode_prompts(texts, negative, each=True), "rollout", 2)
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.set_progress_bar_config(disable=True)
@@ -57,20 +57,20 @@ def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, gu
         calls = 0
         sample = trainer._sampler.sample
 
-        def count(slots: Sequence[Slot], *args: Any, sample: Any = sample) -> Any:
+        def count(samples: Sequence[Sample], *args: Any, sample: Any = sample) -> Any:
             nonlocal calls
             calls += 1
-            return sample(slots, *args)
+            return sample(samples, *args)
 
         trainer._sampler.sample = count  # type: ignore[method-assign]
-        rollouts, futures = trainer._roll_out(0)
-        assert [slot.prompt for slot in rollouts.slots] == [slot.prompt for slot in trainer._slots(0)]
+        rollouts, futures = trainer._roll_out(0, trainer._new_conditions())
+        assert [sample.prompt for sample in rollouts.samples] == [sample.prompt for sample in trainer._samples(0)]
         assert calls == len(futures) == {"1": 4, "4": 1, "3": 6}[size[-1]]
         found.append(rollouts.latents)
     assert len({row.numpy().tobytes() for row in found[0]}) == 16
     for latents in found[1:]:
         torch.testing.assert_close(latents, found[0], rtol=0, atol=1e-5)
-    other, _ = trainer._roll_out(1)
+    other, _ = trainer._roll_out(1, trainer._new_conditions())
     assert not any(torch.equal(one, two) for one, two in zip(found[2], other.latents, strict=True))
 
 
@@ -110,7 +110,7 @@ def test_a_familys_own_methods_are_used(tmp_path: Path, tiny_sd3: Path) -> None:
     model: Any = trainer.model
     names = ("pipeline_with_logprob", "nft_prepare_transformer_input", "sde_step_with_logprob")
     model.calls = dict.fromkeys(names, 0)
-    rollouts, _ = trainer._roll_out(0)
+    rollouts, _ = trainer._roll_out(0, trainer._new_conditions())
     assert model.calls == dict(zip(names, (1, 2, 2), strict=True))
     assert not rollouts.latents.any()  # what the own step gave
     trainer.train_step(0)

@@ -8,7 +8,7 @@ from cosmos_rl.checkpoint.layout import whole_steps
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.storage import run_folder
 from tests.toy_shapes import (
     PROMPTS,
@@ -36,7 +36,7 @@ def test_real_pictures_are_right() -> None:
     assert shapes(0 * media, [PROMPTS[-1]] * 48).tolist() == [0.0] * 48
 
 
-def shapes_trainer(config: Config) -> NFTTrainer:
+def shapes_trainer(config: Config) -> OnlineTask:
     return toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))
 
 

@@ -1,5 +1,6 @@
 """One training step of the shipped trainer on the plane: its gradient, where it leads, and how much network it runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
 from tests.toy_models import PlaneModel
 from tests.toy_tasks import POINT, bump, toy_config, toy_trainer
@@ -28,7 +28,7 @@ class Recorder:
         self.noised: list[Tensor] = []
         self.sigma: list[Tensor] = []
         self.model.transformer.register_forward_hook(self._record)
-        self.trainer: NFTTrainer = toy_trainer(self.config, self.model, [POINT] * 2, reward_fns={"bump": self._score()})
+        self.trainer: OnlineTask = toy_trainer(self.config, self.model, [POINT] * 2, reward_fns={"bump": self._score()})
 
     def _score(self) -> Any:
         @batch_reward
@@ -114,7 +114,7 @@ def test_many_passes_lead_to_the_sampled_optimum() -> None:
     }
     run = Recorder(tables)
     trainer, model = run.trainer, run.model
-    trainer._update = NftUpdate(model, trainer.policies, NftSettings(beta, 0.0, high, adaptive_weight=False), count)
+    trainer.algorithm = replace(trainer.algorithm, adaptive_weight=False)  # type: ignore[type-var]
     # levels 1 and 1/2, where the samples that can have led to a point are many
     before = {name: value.clone() for name, value in model.transformer.state_dict().items()}
     trainer.train_step(0)

@@ -14,16 +14,15 @@ from torch import Tensor
 from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
-from cosmos_rl.optim.optimizer import Refusal, StepResult
 from cosmos_rl.policy.config import ConfigError
-from cosmos_rl.policy.trainer.diffusers_trainer import nft_update
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftUpdate, Rows
+from cosmos_rl.policy.trainer.base import Gradients
+from cosmos_rl.policy.trainer.rl import update
+from cosmos_rl.policy.trainer.rl.algorithm import Rows
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file
+from tests.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, record_rows
 from tests.test_resume import assert_same_state, saved_state
 
-Gradients = list[dict[str, Tensor]]
 LOSSY = (  # the second prompt of the first step has no scores
     '--train.train_policy.local_reward.reward_fns=[{function = "tests.nft_rewards:lost_on_some_prompts"}]',
     "--train.train_policy.max_missing_frac=0.5",
@@ -32,27 +31,20 @@ LOSSY = (  # the second prompt of the first step has no scores
 VALIDATION = ("--validation.enable=true", "--validation.freq=1", "--validation.n_generation=2")
 
 
-def moved_away(trainer: NFTTrainer) -> NFTTrainer:
+def moved_away(trainer: OnlineTask) -> OnlineTask:
     """Trained weights that differ from the old policy's, as after some steps."""
     with torch.no_grad():
         for name, param in trainer.params.items():
             noise = torch.randn(param.shape, generator=randomness.generator(0, name))
             param.add_(0.02 * noise)
-    trainer.policies.old_is_default = False
+    trainer.policies.old_equals_current = False
     return trainer
 
 
-def gradients(trainer: NFTTrainer, step: int = 0) -> tuple[Gradients, dict[str, float]]:
+def gradients(trainer: OnlineTask, step: int = 0) -> tuple[list[Gradients], dict[str, float]]:
     """The gradient of each optimiser step of a training step, none of which is applied, and the step's metrics."""
-    found: Gradients = []
-
-    def note(_step: int, *, scale: float, **_asked: Any) -> StepResult:
-        found.append({n: p.grad * scale for n, p in trainer.params.items() if p.grad is not None})
-        trainer.optimizer.torch_optimizer.zero_grad(set_to_none=True)
-        return StepResult(0.0, 0.0, Refusal.NOT_FINITE)
-
-    trainer.optimizer.step = note  # type: ignore[method-assign]
-    return found, dict(trainer.train_step(step).metrics)
+    found, report = trainer.compute_gradients(step)
+    return found, dict(report.metrics)
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -62,21 +54,7 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return (difference / sum(float(value.double().square().sum()) for value in theirs.values())) ** 0.5
 
 
-@pytest.fixture
-def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Rows, dict[str, Any]]]:
-    """What each optimiser step was asked to learn from."""
-    seen: list[tuple[Rows, dict[str, Any]]] = []
-    accumulate = NftUpdate.accumulate
-
-    def note(self: NftUpdate, rows: Rows, *args: Any, **kwargs: Any) -> Any:
-        seen.append((rows, kwargs))
-        return accumulate(self, rows, *args, **kwargs)
-
-    monkeypatch.setattr(NftUpdate, "accumulate", note)
-    return seen
-
-
-def used_policies(trainer: NFTTrainer) -> list[str]:
+def used_policies(trainer: OnlineTask) -> list[str]:
     """Fills with the names of the policies that the transformer acts as, one for each time it is asked to."""
     names, using = [], trainer.policies.using
 
@@ -93,14 +71,14 @@ def used_policies(trainer: NFTTrainer) -> list[str]:
 # ---- the gradient --------------------------------------------------------------------------------------------------
 
 
-def loss_by_hand(trainer: NFTTrainer, rows: Rows, key: tuple[int, str, int]) -> tuple[Tensor, Tensor]:
+def loss_by_hand(trainer: OnlineTask, rows: Rows) -> tuple[Tensor, Tensor]:
     """(policy loss, distance to the reference), means over all rows, row by row and straight from the formulas."""
     model, policies = trainer.model, trainer.policies
     beta, high = trainer._config.policy.diffusers.nft_beta, trainer._job.advantage_high
     policy, kl, total = torch.zeros(()), torch.zeros(()), len(rows.prompts)
     conds = [model.encode_prompts([prompt]) for prompt in rows.prompts]
-    noise = [randomness.normal(rows.latents.shape[1:], *key, [name]) for name in rows.noise_ids]
-    clean, t = rows.latents.split(1), rows.sigma.split(1)
+    noise = [randomness.normal(rows.data["clean"].shape[1:], *rows.noise_key, [name]) for name in rows.noise_ids]
+    clean, t = rows.data["clean"].split(1), rows.sigma.split(1)
     noised = [(1 - t[i]) * clean[i] + t[i] * noise[i] for i in range(total)]
     frozen = {}
     for name in ("old", "reference"):
@@ -112,23 +90,22 @@ def loss_by_hand(trainer: NFTTrainer, rows: Rows, key: tuple[int, str, int]) -> 
         for velocity in ((1 - beta) * old + beta * new, (1 + beta) * old - beta * new):
             error = noised[i] - t[i] * velocity - clean[i]
             losses.append((error**2).mean() / error.detach().abs().mean().clamp(min=1e-5))
-        r = float(rows.optimality[i])
+        r = float(rows.value[i])
         policy = policy + high / beta * (r * losses[0] + (1 - r) * losses[1]) / total
         kl = kl + ((new - frozen["reference"][i]) ** 2).mean() / total
     return policy, kl
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_the_gradient_is_that_of_the_formulas(
-    tmp_path: Path, tiny_sd3: Path, rows_seen: list[tuple[Rows, dict[str, Any]]], lora: bool
-) -> None:
+def test_the_gradient_is_that_of_the_formulas(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     options = ("--policy.diffusers.nft_beta=0.5", *LOSSY)
     trainer = moved_away(nft_trainer(nft_toml(tmp_path, tiny_sd3, lora=lora), *options))
+    seen = record_rows(trainer)
     (found,), metrics = gradients(trainer)
-    ((rows, asked),) = rows_seen
+    (rows,) = seen
     assert metrics["rollout/missing"] == 4
     assert len(rows.prompts) == 2 * 12
-    policy, kl = loss_by_hand(trainer, rows, asked["noise_key"])
+    policy, kl = loss_by_hand(trainer, rows)
     (policy + 1e-2 * kl).backward()
     assert apart(found, {n: p.grad for n, p in trainer.params.items() if p.grad is not None}) < 1e-5
     assert metrics["train/policy_loss_avg"] == pytest.approx(policy.item(), rel=1e-5)
@@ -151,7 +128,7 @@ def test_a27_micro_batches_checkpointing_and_blocks_change_nothing(
     assert told["train/samples_used"] == 4  # so that 8 is no divisor of what is trained on
     ways = {"mini_batch=4": 0, "mini_batch=2": 0, "mini_batch=1": 0, "mini_batch=2 ": 1}
     for way, target_bytes in ways.items():
-        monkeypatch.setattr(nft_update, "TARGET_BYTES", target_bytes or 2**28)
+        monkeypatch.setattr(update, "TARGET_BYTES", target_bytes or 2**28)
         recompute = "true" if way == "mini_batch=4" else "false"
         found, metrics = run(
             f"--train.train_policy.{way.strip()}", f"--policy.model_gradient_checkpointing={recompute}"
@@ -164,23 +141,22 @@ def test_a27_micro_batches_checkpointing_and_blocks_change_nothing(
         run("--train.train_policy.mini_batch=3")
 
 
-def test_more_passes_and_smaller_steps_use_every_sample_as_often(
-    tmp_path: Path, tiny_sd3: Path, rows_seen: list[tuple[Rows, dict[str, Any]]]
-) -> None:
+def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path, tiny_sd3: Path) -> None:
     options = ("--train.train_policy.mu_iterations=2", "--train.train_policy.batch_size_per_optimize=8")
     options += ("--policy.diffusers.sample.num_steps=10", "--policy.diffusers.timesteps_fraction=0.99")
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options)
+    seen = record_rows(trainer)
     metrics = trainer.train_step(0).metrics
     assert metrics["train/optimizer_steps"] == 4
-    assert [len(rows.prompts) for rows, _ in rows_seen] == [8 * 9] * 4
-    levels = {float(level) for rows, _ in rows_seen for level in rows.sigma}
+    assert [len(rows.prompts) for rows in seen] == [8 * 9] * 4
+    levels = {float(level) for rows in seen for level in rows.sigma}
     assert levels == {float(level) for level in trainer.model.sampling_levels(10)[:-1]}
     for first in (0, 2):  # a pass
-        pairs = [n for rows, _ in rows_seen[first : first + 2] for n in rows.noise_ids]
+        pairs = [n for rows in seen[first : first + 2] for n in rows.noise_ids]
         assert len(set(pairs)) == 16 * 9
         assert sorted(np.bincount([pair // 10 for pair in pairs])) == [9] * 16
-    assert {rows.noise_ids[0] // 10 for rows, _ in rows_seen} != {0}  # shuffled
-    noise = {(kwargs["noise_key"][1]) for _, kwargs in rows_seen}
+    assert {rows.noise_ids[0] // 10 for rows in seen} != {0}  # shuffled
+    noise = {rows.noise_key[1] for rows in seen}
     assert len(noise) == 4  # a pair that is used again has other noise
 
 
@@ -207,7 +183,7 @@ def test_a50_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Pa
         for step in range(2):
             old = {n: p.clone() for n, p in policies.old_state().items()}
             before = {n: p.detach().clone() for n, p in trainer.params.items()}
-            trainer._roll_out(step)
+            trainer._roll_out(step, trainer._new_conditions())
             assert {n for n, p in model.transformer.named_parameters() if p.requires_grad} == names
             assert_same_state({n: p.detach() for n, p in trainer.params.items()}, before)
             trainer.train_step(step)
@@ -246,7 +222,7 @@ def test_what_equals_something_else_is_not_run(tmp_path: Path, tiny_sd3: Path, l
     (elided,), _ = gradients(trainer)
     assert names == ["old", "reference"]  # the rollout, the distance
     forbidden = nft_trainer(config, "--policy.diffusers.weight_copy_decay_type=1")
-    forbidden.policies.old_is_default = False
+    forbidden.policies.old_equals_current = False
     names = used_policies(forbidden)
     (full,), _ = gradients(forbidden)
     assert names == ["old", "old", "reference"]
@@ -370,12 +346,13 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
 def test_draws_depend_on_the_sample_alone(tmp_path: Path, tiny_sd3: Path) -> None:
     """Seeds of samples differ, and the size of a call changes nothing."""
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3))
-    slots, sampler = trainer._slots(0), trainer._sampler
-    assert [slot.group for slot in slots] == [group for group in range(4) for _ in range(4)]
-    whole = sampler.sample(slots, "rollout", 0)
+    samples, sampler, conditions = trainer._samples(0), trainer._sampler, trainer._new_conditions()
+    assert [sample.group for sample in samples] == [group for group in range(4) for _ in range(4)]
+    whole = sampler.sample(samples, conditions, "rollout", 0)
     assert len({row.numpy().tobytes() for row in whole.latents}) == 16
     for size in (1, 3, 4):
-        parts = [sampler.sample(slots[i : i + size], "rollout", 0).latents for i in range(0, 16, size)]
+        chunks = [samples[i : i + size] for i in range(0, 16, size)]
+        parts = [sampler.sample(chunk, conditions, "rollout", 0).latents for chunk in chunks]
         torch.testing.assert_close(torch.cat(parts), whole.latents, rtol=0, atol=1e-5)
-    other = sampler.sample(slots, "rollout", 1)
+    other = sampler.sample(samples, conditions, "rollout", 1)
     assert not any(torch.equal(one, two) for one, two in zip(whole.latents, other.latents, strict=True))

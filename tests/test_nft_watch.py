@@ -12,7 +12,7 @@ from torch import Tensor
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import Watch
+from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.nft_rewards import smooth
 from tests.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, recorded
@@ -31,13 +31,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Multiplies the held-out loss by the given factors, look by look; the first one is of the start."""
 
     def script(*factors: float) -> None:
-        left, measured = list(factors), Watch.held_out_loss
+        left, measured = list(factors), GuardProbe.held_out_loss
 
-        def scaled(self: Watch) -> tuple[float, Tensor]:
-            loss, norm = measured(self)
+        def scaled(self: GuardProbe, conditions: Any) -> tuple[float, Tensor]:
+            loss, norm = measured(self, conditions)
             return loss * (left.pop(0) if left else 1.0), norm
 
-        monkeypatch.setattr(Watch, "held_out_loss", scaled)
+        monkeypatch.setattr(GuardProbe, "held_out_loss", scaled)
 
     return script
 
@@ -45,11 +45,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
     for more in ((FEW,), (f"--train.train_policy.watch.local_dir={picture_folder}",)):
         trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *ON, *more)
-        metrics, wrong = trainer.watch.look()
-        assert wrong == []
+        metrics, alarm = trainer.guard.check(1, trainer._new_conditions())
+        assert alarm is None
+        assert (metrics.pop("watch/alarms"), metrics.pop("watch/rewinds")) == (0.0, 0.0)
         assert {"watch/loss_ratio", "watch/diversity_ratio", "watch/velocity_norm_ratio_p90/0.625"} < metrics.keys()
         assert set(metrics.values()) == {1.0}
-    assert len(trainer.watch.held_out.prompts) == 12  # all pairs, as there are fewer than watch.samples
+    assert len(trainer.guard.probe.held_out.prompts) == 12  # all pairs, as there are fewer than watch.samples
 
 
 def test_stop_saves_what_there_is_and_says_what_was_measured(
@@ -132,7 +133,7 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
     still = (*ON, FEW, "--train.optm_lr=1e-9", acting("warn"))
     folder = f"--train.train_policy.watch.local_dir={picture_folder}"
     fewer = "--train.train_policy.watch.samples=8"
-    held_out, spread = "the held-out samples", "the samples whose spread is measured"
+    held_out, spread = "the held-out samples", "the samples whose diversity is measured"
     for step, options, new in (
         (1, still, f"{held_out} and {spread}"),
         (2, (*still, folder), held_out),

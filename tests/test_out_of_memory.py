@@ -13,7 +13,7 @@ from cosmos_rl.errors import OutOfMemory
 from cosmos_rl.launcher import out_of_memory, worker_entry
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer import loop
+from cosmos_rl.policy.trainer import base, loop
 from cosmos_rl.policy.trainer.diffusers_trainer import sft_trainer
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
 
@@ -23,7 +23,7 @@ VALIDATION = '[validation]\nenable = true\nfreq = 1\nbatch_size = 2\ndataset.loc
 @pytest.mark.parametrize(
     ("place", "name", "phase", "remedy"),
     [
-        (sft_trainer, "build_optimizer", "loading", "train.train_policy.mini_batch = 1, now 2"),
+        (base, "build_optimizer", "loading", "train.train_policy.mini_batch = 1, now 2"),
         (DiffuserModel, "encode_visuals", "encoding", 'train.param_dtype = "bfloat16"'),
         (DiffuserModel, "training_sft_step", "training", 'train.optm_name = "AdamW8bit"'),
         (sft_trainer.SFTTrainer, "held_out_loss", "validating", "validation.batch_size = 1, now 2"),

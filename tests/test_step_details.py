@@ -19,13 +19,13 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftUpdate, Rows, drawn_rows
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples, Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
-from cosmos_rl.rollout.sampler import Slot
+from cosmos_rl.policy.trainer.rl.algorithm import Draws, Rows, Share
+from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
-from tests.nft_runs import nft_toml, nft_trainer
+from tests.nft_runs import nft_toml, nft_trainer, record_rows
 from tests.toy_models import TEXT, PlaneModel, ToyModel
 from tests.toy_tasks import POINT, bump, toy_config, toy_trainer
 
@@ -33,18 +33,18 @@ LORA = {"r": 4, "lora_alpha": 8.0, "lora_names": ["default", "old"], "init_lora_
 EIGHT = {"train.train_batch_per_replica": 8, "rollout.n_generation": 8, "train.train_policy.mini_batch": 4}
 
 
-def plane_trainer(tables: dict[str, Any]) -> NFTTrainer:
+def plane_trainer(tables: dict[str, Any]) -> OnlineTask:
     config = toy_config({"train.optm_lr": 1e-2, **EIGHT, **tables})
     model = PlaneModel(lora=config.policy.lora)
     nn.init.normal_(model.transformer.residual[-1].weight, std=0.1)
     return toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
 
 
-def weights_of(trainer: NFTTrainer | SFTTrainer) -> Tensor:
+def weights_of(trainer: OnlineTask | SFTTrainer) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.params.values()]).double()
 
 
-def recorded_weights(trainer: NFTTrainer | SFTTrainer) -> list[Tensor]:
+def recorded_weights(trainer: OnlineTask | SFTTrainer) -> list[Tensor]:
     """The weights now, and after each step that is applied."""
     found, step = [weights_of(trainer)], trainer.optimizer.torch_optimizer.step
 
@@ -267,43 +267,35 @@ def test_captions_are_dropped_with_the_given_share_and_noise_depends_on_step_and
 
 
 def test_levels_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
-    slots = [Slot(10 + i, 0, "a", {}) for i in range(6)]
-    levels = torch.linspace(1.0, 0.1, 10)
+    algorithm, levels, ones = DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=9), torch.linspace(1.0, 0.1, 10), torch.ones(6)
+    share = Share(range(10, 16), ["a"] * 6, {"clean": torch.zeros(6, 2)}, ones, ones)
 
-    def drawn(purpose: str) -> Rows:
-        latents, ones = torch.zeros(6, 2), torch.ones(6)
-        return drawn_rows(slots, latents, ones, ones, levels=levels, count=9, key=(0, purpose, 3))
+    def drawn(number: int) -> Rows:
+        return algorithm.rows(share, sigmas=levels, draws=Draws(seed=0, step=3), number=number)
 
-    rows = drawn("nft/0")
+    rows = drawn(0)
     assert len(set(rows.noise_ids)) == 54
     for i in range(6):
         own = rows.sigma[i::6].tolist()
         assert len(set(own)) == 9
         assert set(own) <= set(levels.tolist())
-    assert not torch.equal(rows.sigma, drawn("nft/1").sigma)
+    assert not torch.equal(rows.sigma, drawn(1).sigma)
 
 
-def test_each_optimiser_step_draws_its_own_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Rows] = []
-    accumulate = NftUpdate.accumulate
-
-    def note(self: NftUpdate, rows: Rows, *args: Any, **kwargs: Any) -> Any:
-        seen.append(rows)
-        return accumulate(self, rows, *args, **kwargs)
-
-    monkeypatch.setattr(NftUpdate, "accumulate", note)
+def test_each_optimiser_step_draws_its_own_levels() -> None:
     trainer = plane_trainer({"train.train_policy.mu_iterations": 3, "policy.diffusers.timesteps_fraction": 0.3})
+    seen = record_rows(trainer)
     trainer.train_step(0)
     assert len({tuple(rows.sigma.tolist()) for rows in seen}) == 3
-    assert {level for rows in seen for level in rows.sigma.tolist()} <= set(trainer._levels.tolist())
-    assert 1.0 in trainer._levels
-    assert 0.0 not in trainer._levels
+    assert {level for rows in seen for level in rows.sigma.tolist()} <= set(trainer._sigmas.tolist())
+    assert 1.0 in trainer._sigmas
+    assert 0.0 not in trainer._sigmas
 
 
 # ---- the data term -------------------------------------------------------------------------------------------------
 
 
-def data_trainer(beta: float, loss: Callable[[NFTTrainer], Tensor]) -> NFTTrainer:
+def data_trainer(beta: float, loss: Callable[[OnlineTask], Tensor]) -> OnlineTask:
     tables = {"train.train_policy.data_term": {"beta": beta, "local_dir": "pairs"}}
     trainer = plane_trainer(tables if beta else {})
 
@@ -315,17 +307,13 @@ def data_trainer(beta: float, loss: Callable[[NFTTrainer], Tensor]) -> NFTTraine
     return trainer
 
 
-def square_loss(trainer: NFTTrainer) -> Tensor:
+def square_loss(trainer: OnlineTask) -> Tensor:
     return sum(((p - 0.3) ** 2).sum() for p in trainer.params.values())  # type: ignore[return-value]
 
 
-def gradient_of_step(trainer: NFTTrainer) -> tuple[Tensor, dict[str, float]]:
-    found: list[Tensor] = []
-    trainer.optimizer.torch_optimizer.step = lambda: found.append(  # type: ignore[method-assign,assignment]
-        torch.cat([p.grad.flatten() for p in trainer.params.values() if p.grad is not None])
-    )
-    metrics = dict(trainer.train_step(0).metrics)
-    return found[0], metrics
+def gradient_of_step(trainer: OnlineTask) -> tuple[Tensor, dict[str, float]]:
+    (gradients,), report = trainer.compute_gradients(0)
+    return torch.cat([gradients[name].flatten() for name in trainer.params]), dict(report.metrics)
 
 
 def test_the_data_term_adds_its_share_to_gradient_and_loss() -> None:
@@ -401,14 +389,14 @@ def test_the_held_out_loss_is_that_of_the_mixture() -> None:
     model = PlaneModel()
     trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
     trainer.start(0)
-    clean = trainer.watch.held_out.latents.double()
+    clean = trainer.guard.probe.held_out.latents.double()
     total = 0.0
     for number, level in enumerate((0.125, 0.375, 0.625, 0.875)):
         noise = randomness.normal((2,), config.train.seed, "watch/noise", number, range(32)).double()
         noised = (1 - level) * clean + level * noise
         velocity = model.transformer._mixture.velocity(noised, torch.full((32,), level, dtype=torch.float64))
         total += float(((velocity - (noise - clean)) ** 2).mean())
-    assert trainer.watch.held_out_loss()[0] == pytest.approx(total / 4, rel=1e-4)
+    assert trainer.guard.probe.held_out_loss(trainer._new_conditions())[0] == pytest.approx(total / 4, rel=1e-4)
 
 
 def test_after_going_back_the_weights_move_at_the_lower_rate() -> None:
@@ -416,7 +404,7 @@ def test_after_going_back_the_weights_move_at_the_lower_rate() -> None:
     for rewinds in (0, 2):
         tables = {"train.train_policy.watch.rewind_lr_factor": 0.5, "train.optm_name": "Adam", "train.epsilon": 1e-12}
         trainer = plane_trainer(tables)
-        trainer._gone_back(0, rewinds)
+        trainer.on_rewind(0, rewinds)
         before = weights_of(trainer)
         report = trainer.train_step(0)
         assert report.metrics["train/learning_rate"] == pytest.approx(1e-2 * 0.5**rewinds)

@@ -146,7 +146,7 @@ def test_the_bundled_launcher_reads_pairs_or_prompts_for_validation(tmp_path):
 def test_a_training_process_imports_nothing_of_check_and_no_library_that_it_never_uses() -> None:
     code = (
         "import sys, cosmos_rl.launcher.worker_entry, cosmos_rl.policy.trainer.loop\n"
-        "import cosmos_rl.policy.trainer.diffusers_trainer.nft_job\n"
+        "import cosmos_rl.policy.trainer.rl.build\n"
         "import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer, cosmos_rl.policy.model.diffusers.sd3_model\n"
         "from diffusers import StableDiffusion3Pipeline\n"
         "unwanted = ('cosmos_rl.launcher.check', 'cosmos_rl.launcher.estimate', 'torchao', 'boto3')\n"

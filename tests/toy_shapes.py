@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cosmos_rl.data.prompts import PromptRecord
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
+from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
 from cosmos_rl.reward import batch_reward
 from tests.toy_models import ToyModel
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut
 from cosmos_rl.policy.trainer.loop import TrainLoop
+from cosmos_rl.policy.trainer.rl.build import build_algorithm
+from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.reward import batch_reward
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.storage import run_folder
+from tests.open_tasks import close_after_test
 from tests.toy_models import FOUR_MODES, PlaneModel, ToyModel
 
 TABLE = dict[str, Any]
@@ -66,7 +67,7 @@ def toy_trainer(
     *,
     reward_fns: Mapping[str, Any] | None = None,
     held_out: HeldOut | None = None,
-) -> NFTTrainer:
+) -> OnlineTask:
     """The shipped trainer on a toy model, validated on its own prompts; its export is the network's weights."""
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
 
@@ -79,17 +80,16 @@ def toy_trainer(
 
         return write
 
-    return NFTTrainer(
-        config,
-        Context(torch.device("cpu")),
+    parts = Parts(
         model=model,
         prompts=prompts,
         rewards=make_rewards(config, reward_fns, validation=False),
-        conditions=PromptConditions(lambda texts: model.encode_prompts(texts, negative)),
+        encode=lambda texts: model.encode_prompts(texts, negative),
         val_prompts=prompts if config.validation.enable else (),
         held_out=held_out,
         export=export,
     )
+    return close_after_test(OnlineTask(config, Context(torch.device("cpu")), build_algorithm(config), parts))
 
 
 # ---- the plane -----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Never:
     requested: str | None = None
 
 
-def run_loop(config: Config, trainer: NFTTrainer, folder: Path) -> list[TABLE]:
+def run_loop(config: Config, trainer: OnlineTask, folder: Path) -> list[TABLE]:
     """Drive the trainer by the shipped loop in a new run folder; the lines of its metrics file.
 
     Raises whatever ends the loop.

@@ -4,36 +4,12 @@ With the trained velocity ``v`` and the sampling policy's ``v_old``, ``v+ = (1 -
 good samples and its mirror image ``v- = (1 + beta) v_old - beta v`` to bad ones.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cosmos_rl.diffusion.elements import element_mean, widen
 
-_SMALLEST_WEIGHT = 1e-5
-
-
-@dataclass(frozen=True)
-class NftTerms:
-    """The loss of ``B`` rows and, detached, what is told about them."""
-
-    loss_sum: Tensor
-    """Scalar: sum over the rows of row weight times policy loss; the only field with a gradient."""
-    weight: Tensor
-    """Scalar: sum of the row weights; divide the sum of a whole optimiser step by the sum of these."""
-    policy_B: Tensor
-    """``scale * unweighted_B``."""
-    unweighted_B: Tensor
-    """``(r L+ + (1 - r) L-) / beta``."""
-    x0_norm_B: Tensor
-    """Mean of ``clean^2``."""
-    x0_norm_max_B: Tensor
-    """Largest ``clean^2``."""
-    old_deviation_B: Tensor
-    """Mean of ``(velocity - velocity_old)^2``."""
-    old_deviation_max_B: Tensor
-    """Largest ``(velocity - velocity_old)^2``."""
+_MIN_WEIGHT = 1e-5
 
 
 def nft_loss(
@@ -49,7 +25,7 @@ def nft_loss(
     element_mask: Tensor | None = None,
     adaptive_weight: bool = True,
     weight_B: Tensor | None = None,
-) -> NftTerms:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``scale / beta * (r L+ + (1 - r) L-)`` per row, with ``L± = mean((noised - sigma v± - clean)^2 / w±)``.
 
     ``w± = max(mean |noised - sigma v± - clean|, 1e-5)`` per row, a constant for the gradient. Without
@@ -64,7 +40,13 @@ def nft_loss(
         scale: the upper bound of the advantage; it makes the first gradient independent of that bound.
         element_mask: which elements count in all means, broadcastable to ``velocity``.
         adaptive_weight: normalise each row by its own error.
-        weight_B: ``[B]`` factor of each row in sum and weight, 1 when not given; rows of weight 0 are padding.
+        weight_B: ``[B]`` factor of each row in the sum, 1 when not given; rows of weight 0 are padding.
+
+    Returns:
+        The sum over the rows of row weight times loss, the only one with a gradient; divide that of a whole optimiser
+        step by the sum of its row weights. And what is reported, each ``[B]``: ``policy_loss`` = ``scale *
+        unweighted_policy_loss``; ``x0_norm`` and ``x0_norm_max``, mean and largest ``clean^2``; ``old_deviation`` and
+        ``old_deviation_max``, those of ``(velocity - velocity_old)^2``.
 
     Raises:
         ValueError: shapes that do not fit; nothing is broadcast over the rows.
@@ -78,20 +60,19 @@ def nft_loss(
     sigma = sigma_B.to(new).reshape(-1, *[1] * (new.ndim - 1))
     error = noised - sigma * old - clean  # of the old policy's clean prediction
     moved = beta * sigma * (new - old)
-    good_B = _fit(error - moved, element_mask, adaptive_weight)
-    bad_B = _fit(error + moved, element_mask, adaptive_weight)
+    good_B = _adaptive_mse(error - moved, element_mask, adaptive_weight)
+    bad_B = _adaptive_mse(error + moved, element_mask, adaptive_weight)
     loss_B = (r_B * good_B + (1.0 - r_B) * bad_B) / beta
     deviation, norm = (new - old).detach() ** 2, clean.detach() ** 2
-    return NftTerms(
-        loss_sum=(scale * row_weight_B * loss_B).sum(),
-        weight=row_weight_B.sum(),
-        policy_B=scale * loss_B.detach(),
-        unweighted_B=loss_B.detach(),
-        x0_norm_B=element_mean(norm, element_mask),
-        x0_norm_max_B=_element_max(norm, element_mask),
-        old_deviation_B=element_mean(deviation, element_mask),
-        old_deviation_max_B=_element_max(deviation, element_mask),
-    )
+    terms = {
+        "policy_loss": scale * loss_B.detach(),
+        "unweighted_policy_loss": loss_B.detach(),
+        "x0_norm": element_mean(norm, element_mask),
+        "x0_norm_max": _element_max(norm, element_mask),
+        "old_deviation": element_mean(deviation, element_mask),
+        "old_deviation_max": _element_max(deviation, element_mask),
+    }
+    return (scale * row_weight_B * loss_B).sum(), terms
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | None = None) -> Tensor:
@@ -113,12 +94,12 @@ def norm_ratio(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | No
     return (squares[0] / squares[1]).sqrt()
 
 
-def _fit(error: Tensor, element_mask: Tensor | None, adaptive_weight: bool) -> Tensor:
+def _adaptive_mse(error: Tensor, element_mask: Tensor | None, adaptive_weight: bool) -> Tensor:
     """``L+`` or ``L-`` ``[B]`` from the error of its clean prediction."""
     mean_B = element_mean(error**2, element_mask)
     if not adaptive_weight:
         return mean_B
-    size_B = element_mean(error.detach().double().abs(), element_mask).clamp(min=_SMALLEST_WEIGHT)
+    size_B = element_mean(error.detach().double().abs(), element_mask).clamp(min=_MIN_WEIGHT)
     return mean_B / size_B.to(mean_B)
 
 

@@ -23,7 +23,7 @@ StateDict = dict[str, Tensor]
 Copies = Mapping[str, Mapping[str, Tensor]]
 """Kind (``ema``, ``old``, ...) -> name -> tensor."""
 
-OPTIONAL = ("watch",)
+OPTIONAL = ("guard",)
 """Kinds without which a run can be continued; whoever has them knows from its own counters whether they were saved."""
 
 

@@ -12,18 +12,19 @@ from torch import Tensor
 from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.diffusion.kernels import build_kernel, clean_prediction
-from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
 from cosmos_rl.launcher.examination import distance, gradients
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_update import NftSettings, NftUpdate, Rows
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
+from cosmos_rl.policy.trainer.rl.build import build_algorithm
+from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.combine import counted_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Slot, diversity, grouped
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Sample, diversity, group_samples
 
 _PROMPTS, _GROUP = 2, 3
 _PURPOSE = "doctor/rollout"
@@ -34,7 +35,7 @@ class Sampled:
     """What the examination goes on with."""
 
     made: Rollouts
-    conditions: PromptConditions
+    conditions: StepConditions
 
 
 def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
@@ -47,17 +48,17 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
         yield Finding(FAIL, "prompts", str(error))
         return
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
-    slots = grouped(enumerate(prompts), _GROUP)
+    samples = group_samples(enumerate(prompts), _GROUP)
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1 else None
-    conditions = PromptConditions(lambda texts: model.encode_prompts(texts, negative))
+    conditions = StepConditions(lambda texts: model.encode_prompts(texts, negative))
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies = model.policies(keep_old=False, keep_reference=False)
     with policies.using("old"), model.evaluating():
-        made = RolloutSampler(model, spec, conditions, seed).sample(slots, _PURPOSE, 0)
+        made = RolloutSampler(model, spec, seed).sample(samples, conditions, _PURPOSE, 0)
     yield (rollout := _rollout(made))
     if rollout.mark == FAIL:
         return
-    yield _agreement(config, model, spec, slots)
+    yield _agreement(config, model, spec, samples)
     yield _old_policy(model, made, conditions)
     yield from _rewards(config, made)
     yield from _learning(config, job, model, Sampled(made, conditions))
@@ -69,25 +70,25 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
 def _rollout(made: Rollouts) -> Finding:
     if not bool(made.latents.isfinite().all()):
         return Finding(FAIL, "rollout", "samples hold NaN or infinity", "a lower noise_level, or another solver")
-    spread = diversity(made.media, [slot.group for slot in made.slots])
-    text = f"{len(made.slots)} samples; those of one prompt differ by {spread:.2g} of the range of a pixel"
+    spread = diversity(made.media, [sample.group for sample in made.samples])
+    text = f"{len(made.samples)} samples; those of one prompt differ by {spread:.2g} of the range of a pixel"
     if spread > 0:
         return Finding(OK, "rollout", text)
     return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can tell them apart")
 
 
-def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, slots: Sequence[Slot]) -> Finding:
+def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples: Sequence[Sample]) -> Finding:
     """The velocities that the sampler followed, read off its states, against those that training computes there."""
     solver = "euler" if spec.solver == "dance" else spec.solver
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
-    conditions = PromptConditions(model.encode_prompts)
-    few = [slots[0], slots[-1]]
+    conditions = StepConditions(model.encode_prompts)
+    few = [samples[0], samples[-1]]
     levels = model.sampling_levels(spec.num_steps)
     with model.evaluating(), torch.no_grad():
-        states = RolloutSampler(model, quiet, conditions, config.train.seed).trajectory(few, _PURPOSE, 0)
+        states = RolloutSampler(model, quiet, config.train.seed).trajectory(few, conditions, _PURPOSE, 0)
         if len(states) != len(levels):
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
-        cond = conditions([slot.prompt for slot in few])
+        cond = conditions([sample.prompt for sample in few])
         sigmas = [float(level) for level in levels]
         followed = _followed(states, sigmas, solver)
         apart = [
@@ -114,11 +115,11 @@ def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) ->
     return found
 
 
-def _old_policy(model: DiffuserModel, made: Rollouts, conditions: PromptConditions) -> Finding:
+def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions) -> Finding:
     """The ratio of the policies is 1 before anything is learnt."""
     policies = model.policies(keep_old=True, keep_reference=False)
     latents = made.latents.to(model.device)
-    sigma, cond = torch.full((len(latents),), 0.5, device=model.device), conditions([s.prompt for s in made.slots])
+    sigma, cond = torch.full((len(latents),), 0.5, device=model.device), conditions([s.prompt for s in made.samples])
     found = {}
     with torch.no_grad(), model.evaluating():
         for name in ("default", "old"):
@@ -148,9 +149,9 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         yield Finding(FAIL, "rewards", str(error))
         return
     try:
-        prompts, metadata = [s.prompt for s in made.slots], [s.metadata for s in made.slots]
-        count, probes = len(made.slots), _probes(made.media)
-        ids = [slot.sample_id for slot in made.slots]
+        prompts, metadata = [s.prompt for s in made.samples], [s.metadata for s in made.samples]
+        count, probes = len(made.samples), _probes(made.media)
+        ids = [sample.sample_id for sample in made.samples]
         table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids), job)
         pictures = len(probes)
         request = ScoringRequest(probes, prompts[:1] * pictures, metadata[:1] * pictures, list(range(pictures)))
@@ -215,29 +216,30 @@ def _probes(media: Tensor) -> Tensor:
 def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampled: Sampled) -> Iterator[Finding]:
     """The gradient of one micro-batch in which samples are good and bad in turns."""
     policies = model.policies(keep_old=True, keep_reference=job.kl_beta > 0)
-    made, count = sampled.made, min(job.mini_batch, len(sampled.made.slots))
-    levels = model.sampling_levels(config.policy.diffusers.sample.num_steps)[:-1]
-    prompts = [slot.prompt for slot in made.slots[:count]]
-    rows = Rows(
-        latents=made.latents[:count],
-        prompts=prompts,
-        sigma=levels[torch.arange(count) % len(levels)],
-        optimality=torch.arange(count).remainder(2).float(),
-        weight=torch.ones(count),
-        noise_ids=list(range(count)),
+    made, algorithm = sampled.made, build_algorithm(config)
+    count = min(job.mini_batch, len(made.samples))
+    few = made.samples[:count]
+    share = Share(
+        [sample.sample_id for sample in few],
+        [sample.prompt for sample in few],
+        {name: value[:count] for name, value in made.learnable.items()},
+        algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
+        torch.ones(count),
     )
-    places = sampled.conditions.places(prompts)
-    settings = NftSettings(config.policy.diffusers.nft_beta, job.kl_beta, job.advantage_high)
+    sigmas = model.sampling_levels(config.policy.diffusers.sample.num_steps)[:-1]
+    rows = algorithm.rows(share, sigmas=sigmas, draws=Draws(config.train.seed, 0), number=0)
     model.transformer.train()
-    terms = NftUpdate(model, policies, settings, count).accumulate(
+    terms = accumulate_gradient(
+        model,
+        policies,
+        algorithm,
         rows,
-        sampled.conditions.all(),
-        row_cond=places,
-        noise_key=(randomness.key(config.train.seed, "doctor"), "doctor/noise", 0),
-        old_is_current=False,
+        sampled.conditions,
+        micro_batch=count,
+        frozen=algorithm.frozen(old_is_current=False, kl_beta=job.kl_beta),
         kl_beta=job.kl_beta,
     )
-    value = terms.sums["policy_loss"] / count
+    value = float(terms["policy_loss"].double().mean())
     yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {count} samples")
     if math.isfinite(value):
-        yield from gradients(model, count)
+        yield from gradients(model, len(rows.prompts))

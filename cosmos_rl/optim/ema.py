@@ -5,14 +5,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cosmos_rl.algorithms.decay import ema_decay
-
-
-def _local(value: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor: averaging needs no other rank."""
-    return value.to_local() if isinstance(value, DTensor) else value
+from cosmos_rl.distributed.sharding import local_part
 
 
 class Ema:
@@ -34,8 +29,8 @@ class Ema:
         if (step + 1) % self._interval:
             return
         keep = ema_decay(step, self._decay)
-        shadow = [_local(value) for value in self.shadow.values()]
-        live = [_local(param.detach()).float() for param in self._params.values()]
+        shadow = [local_part(value) for value in self.shadow.values()]
+        live = [local_part(param.detach()).float() for param in self._params.values()]
         torch._foreach_lerp_(shadow, live, 1.0 - keep)
 
     @contextlib.contextmanager

@@ -25,6 +25,8 @@ class Refusal(enum.Enum):
     """The gradient is not finite, and the loss scale was lowered: this happens now and then to a healthy run."""
     ZERO = enum.auto()
     """All gradients are 0 where they cannot be: they are too small for the type that they went through."""
+    NOT_WANTED = enum.auto()
+    """Only the gradient was asked for."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,14 @@ class Optimizer:
         """What every loss must be multiplied with before its backward pass; ``step`` divides by it again."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def progress(self) -> list[float] | None:
+    def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""
         return None if self.loss_scale is None else self.loss_scale.state()
 
-    def restore_progress(self, progress: Sequence[float] | None) -> None:
+    def load_state_dict(self, state: Sequence[float] | None) -> None:
         """Take over the loss scale of a checkpoint, where it had one."""
-        if self.loss_scale is not None and progress is not None:
-            self.loss_scale.restore(progress)
+        if self.loss_scale is not None and state is not None:
+            self.loss_scale.restore(state)
 
     def metrics(self) -> dict[str, float]:
         """The loss scale, where there is one."""

@@ -1,8 +1,8 @@
-"""One rollout: slots (which sample of which prompt) -> media and clean latents."""
+"""One rollout: which sample of which prompt -> media, clean latents and recorded steps."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
 
 Conditions = Callable[[Sequence[str]], Cond]
-"""Prompts -> their conditions on the device, with a negative twin where guidance needs one."""
+"""Prompts -> their conditions on the device, with the negative ones where guidance needs them."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class Sample:
     """A sample that is to be made."""
 
     sample_id: int
@@ -68,42 +68,50 @@ class RolloutSpec:
 class Rollouts:
     """``N`` finished samples."""
 
-    slots: tuple[Slot, ...]
+    samples: tuple[Sample, ...]
     latents: Tensor
     """Clean latents ``[N, C, ...]`` float32 on the CPU."""
     media: Tensor
     """uint8 ``[N, H, W, 3]`` on the CPU."""
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else an algorithm learns from, ``[N, ...]`` on the CPU; sharded over the ranks like the latents."""
+
+    @property
+    def learnable(self) -> dict[str, Tensor]:
+        """Everything that an algorithm may learn from, by name; the latents are ``clean``."""
+        return {"clean": self.latents, **self.recorded}
 
 
 class RolloutSampler:
     """Makes samples with whatever policy the model acts as at the moment."""
 
-    def __init__(self, model: VelocityModel, spec: RolloutSpec, conditions: Conditions, seed: int) -> None:
+    def __init__(self, model: VelocityModel, spec: RolloutSpec, seed: int) -> None:
         self._model = model
         self.spec = spec
-        self._conditions = conditions
         self._seed = seed
-        self._takes_keep_trajectory = "keep_trajectory" in inspect.signature(model.pipeline_with_logprob).parameters
+        self._accepted = frozenset(inspect.signature(model.pipeline_with_logprob).parameters)
 
-    def sample(self, slots: Sequence[Slot], purpose: str, step: int) -> Rollouts:
-        """Sample all ``slots`` in one go; noise is keyed by (seed, purpose, step, sample id).
+    def sample(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> Rollouts:
+        """Make all ``samples`` in one call; noise is keyed by (seed, purpose, step, sample id).
 
         Raises:
             ValueError: the model's sampler gives other shapes than asked for.
         """
-        visuals, states = self._sampled(slots, purpose, step, keep=False)
-        return Rollouts(tuple(slots), states[-1].to("cpu", torch.float32), self._model.to_media(visuals))
+        visuals, states = self._call_model(samples, conditions, purpose, step, keep=False)
+        return Rollouts(tuple(samples), states[-1].to("cpu", torch.float32), self._model.to_media(visuals))
 
-    def trajectory(self, slots: Sequence[Slot], purpose: str, step: int) -> list[Tensor]:
+    def trajectory(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> list[Tensor]:
         """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
-        return self._sampled(slots, purpose, step, keep=True)[1]
+        return self._call_model(samples, conditions, purpose, step, keep=True)[1]
 
-    def _sampled(self, slots: Sequence[Slot], purpose: str, step: int, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    def _call_model(
+        self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int, *, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
         """Media and states; with ``keep`` false the model may leave out all states but the last."""
         spec, model = self.spec, self._model
-        cond = self._conditions([slot.prompt for slot in slots])
-        if any(slot.negative for slot in slots):
-            cond = replace(cond, negative=self._conditions([slot.negative for slot in slots]).text)
+        cond = conditions([sample.prompt for sample in samples])
+        if any(sample.negative for sample in samples):
+            cond = replace(cond, negative=conditions([sample.negative for sample in samples]).text)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
@@ -114,54 +122,67 @@ class RolloutSampler:
             "deterministic": spec.deterministic,
             "solver": spec.solver,
             "num_frames": spec.frames,
-            "generator": [self._generator(slot, purpose, step) for slot in slots],
+            "generator": [self._generator(sample, purpose, step) for sample in samples],
             **_text(cond.text, ""),
             **_text(cond.negative or {}, "negative_"),
         }
-        if self._takes_keep_trajectory:
+        if "latents" in self._accepted:  # a sampler of a user's own draws both from its generators
+            keywords |= self._noise(keywords["generator"], samples, purpose, step)
+        if "keep_trajectory" in self._accepted:
             keywords["keep_trajectory"] = keep
         with torch.no_grad():
             visuals, states, _ = model.pipeline_with_logprob(**keywords)
-        if len(visuals) != len(slots) or len(states[-1]) != len(slots):
+        if len(visuals) != len(samples) or len(states[-1]) != len(samples):
             raise ValueError(
                 f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "
-                f"for {len(slots)} prompts"
+                f"for {len(samples)} prompts"
             )
         return visuals, states
 
-    def _generator(self, slot: Slot, purpose: str, step: int) -> torch.Generator:
-        if slot.seed is not None:
-            return torch.Generator().manual_seed(slot.seed)
-        return randomness.generator(self._seed, purpose, step, slot.sample_id)
+    def _noise(
+        self, generators: Sequence[torch.Generator], samples: Sequence[Sample], purpose: str, step: int
+    ) -> dict[str, Any]:
+        """Start noise, and generators for that of the steps: keyed apart, so that either can be drawn alone."""
+        shape = self._model.latent_shape(self.spec.height, self.spec.width)
+        start = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+        ids = [sample.sample_id for sample in samples]
+        steps = [randomness.generator(self._seed, f"{purpose}/steps", step, sample_id) for sample_id in ids]
+        return {"latents": start, "generator": steps}
+
+    def _generator(self, sample: Sample, purpose: str, step: int) -> torch.Generator:
+        if sample.seed is not None:
+            return torch.Generator().manual_seed(sample.seed)
+        return randomness.generator(self._seed, purpose, step, sample.sample_id)
 
 
 def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
 
 
-def grouped(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Slot]:
+def group_samples(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Sample]:
     """``count`` samples of each prompt, those of one prompt in a row; a record comes with its place in the stream."""
     return [
-        Slot(place * count + k, place, record.prompt, record.metadata)
+        Sample(place * count + k, place, record.prompt, record.metadata)
         for place, record in records
         for k in range(count)
     ]
 
 
-def fixed(records: Sequence[PromptRecord], count: int) -> list[Slot]:
-    """`grouped` for validation, where the records' own negative prompts and seeds act: sample k has seed + k."""
-    slots = grouped(enumerate(records), count)
-    numbered = ((slot, records[slot.group], slot.sample_id % count) for slot in slots)
+def validation_samples(records: Sequence[PromptRecord], count: int) -> list[Sample]:
+    """`group_samples` for validation, where the records' own negative prompts and seeds act: sample k has seed + k."""
+    samples = group_samples(enumerate(records), count)
+    numbered = ((sample, records[sample.group], sample.sample_id % count) for sample in samples)
     return [
-        replace(slot, negative=record.negative_prompt, seed=None if record.seed is None else record.seed + k)
-        for slot, record, k in numbered
+        replace(sample, negative=record.negative_prompt, seed=None if record.seed is None else record.seed + k)
+        for sample, record, k in numbered
     ]
 
 
-def joined(parts: Sequence[Rollouts]) -> Rollouts:
+def concat(parts: Sequence[Rollouts]) -> Rollouts:
     """Several rollouts as one, in their order."""
-    slots = tuple(slot for part in parts for slot in part.slots)
-    return Rollouts(slots, torch.cat([p.latents for p in parts]), torch.cat([p.media for p in parts]))
+    samples = tuple(sample for part in parts for sample in part.samples)
+    recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
+    return Rollouts(samples, torch.cat([p.latents for p in parts]), torch.cat([p.media for p in parts]), recorded)
 
 
 def diversity(media: Tensor, groups: Sequence[int]) -> float:

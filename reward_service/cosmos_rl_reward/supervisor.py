@@ -104,8 +104,7 @@ class Child:
             return
         self.signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.process.wait()
+            await asyncio.wait_for(self.process.wait(), timeout_s)
         except TimeoutError:
             logger.warning("%s did not end within %g s and is killed", self.name, timeout_s)
             self.signal(signal.SIGKILL)

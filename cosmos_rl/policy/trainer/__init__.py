@@ -80,10 +80,10 @@ def _task(
     val_reward_fns: RewardFns | None,
 ) -> "Task":
     if isinstance(config.train.train_policy, GrpoPolicyConfig):
-        from cosmos_rl.policy.trainer.diffusers_trainer.nft_job import build_nft
+        from cosmos_rl.policy.trainer.rl.build import build_online
 
         rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
-        task = build_nft(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
+        task = build_online(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
         stack.callback(task.close)
         return task
     from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer

@@ -73,7 +73,7 @@ class TrainLoop:
             max_keep=ckpt.max_keep,
             is_main=context.is_main,
         )
-        self._same = same_run.must_equal(config, context, task.identity())
+        self._same = same_run.must_equal(config, context, task.fingerprint())
         self._settings = same_run.settings(config, task.total_steps)
         self._saved_step: int | None = None
         self._judged: tuple[int, float] | None = None  # step and objective of the last validation that reported one
@@ -119,7 +119,7 @@ class TrainLoop:
             if self._line_due(done, start):
                 console.log(done, metrics)
             if report.alarm is not None and report.alarm.action != "warn":
-                step = self._go_back(done, report.alarm)
+                step = self._rewind(done, report.alarm)
                 continue
             if report.alarm is not None:
                 logger.warning(report.alarm.text)
@@ -133,7 +133,7 @@ class TrainLoop:
         self._finish(total, trained=start < total)
         return 0
 
-    def _go_back(self, done: int, alarm: Alarm) -> int:
+    def _rewind(self, done: int, alarm: Alarm) -> int:
         """Restore the newest whole checkpoint that the alarm calls good; the step to go on with.
 
         Raises:
@@ -161,7 +161,7 @@ class TrainLoop:
         if self._best is not None and self._best[0] > good:
             self._best = None
         step = self._restore(policy_dir(self._run.checkpoints, good).absolute())
-        alarm.after_rewind(step)
+        self._task.on_rewind(step, alarm.rewinds)
         self._task.start(step)
         return step
 
@@ -216,10 +216,10 @@ class TrainLoop:
         last = done == self._task.total_steps
         self._manager.wait()  # first, so that the copies of two exports are never there at once
         export = self._export_of(done) if ckpt.export_safetensors or last else None
-        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._copies())
+        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
-        kept = {"step": done, "run": self._same, "loop": own, "task": self._task.progress()}
+        kept = {"step": done, "run": self._same, "loop": own, "task": self._task.state_dict()}
         kept["settings"] = self._settings
         job = SaveJob(done, state, kept, export, best=is_best)
         self._manager.save(job, block=final)
@@ -291,7 +291,7 @@ class TrainLoop:
         agreed = self._context.as_on_main(str(resume_from or ""))
         resume_from = Path(agreed) if agreed else None
         if resume_from is None:
-            self._rewind(-1)
+            self._truncate_metrics(-1)
             return 0
         state = read_trainer_state(resume_from)
         step = int(state["step"])
@@ -303,27 +303,33 @@ class TrainLoop:
         same_run.compare(resume_from, state["run"], self._same)
         if self._context.is_main:
             same_run.say_changes(state.get("settings", {}), self._settings)
-        restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._copies())
-        self._task.restore_progress(state["task"])
+        restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
+        try:
+            self._task.load_state_dict(state["task"])
+        except KeyError as error:
+            raise UserError(
+                f"{resume_from} was saved by another version of cosmos-rl (it has no {error}), which must resume it; "
+                "or start a new run from the newest export"
+            ) from None
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])
         best = state["loop"].get("best")
         if best is not None and self._manager.point_best(int(best[0])):  # a step of another run is nobody's best here
             self._best = (int(best[0]), float(best[1]))
-        self._rewind(step)
+        self._truncate_metrics(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
         logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
         data = {"checkpoint_path": str(resume_from), "extra_vars": state}
         self._notify("load_checkpoint_hook", data, owner=self._manager)
         return step
 
-    def _rewind(self, step: int) -> None:
+    def _truncate_metrics(self, step: int) -> None:
         if self._metrics is not None:
             self._metrics.rewind(step)
 
-    def _copies(self) -> Mapping[str, Mapping[str, Any]]:
+    def _extra_tensors(self) -> Mapping[str, Mapping[str, Any]]:
         """Named tensors beside the trained weights: the EMA's and the task's own."""
         ema = self._task.ema
-        return {**({} if ema is None else {"ema": ema.shadow}), **self._task.copies()}
+        return {**({} if ema is None else {"ema": ema.shadow}), **self._task.extra_tensors()}
 
     # ---- validation and logging --------------------------------------------------------------------------------
 
@@ -362,7 +368,7 @@ class TrainLoop:
         return {"val/empty_pictures": float(len(empty))}
 
     def _show(self, done: int, gallery: Sequence[Shown]) -> None:
-        """Write a gallery of training samples, and the report with it."""
+        """Write a gallery of training samples."""
         if not gallery or not self._context.is_main:
             return
         files = save_gallery(self._run.media / "rollout" / f"step_{done}", gallery)

@@ -1,4 +1,4 @@
-"""What the loop asks of a task. SFT, NFT and the others are tasks; there is one loop."""
+"""What the loop asks of a task. There is one loop, and a task for each kind of job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class Alarm:
     action: Literal["warn", "stop", "rewind"]
     good_step: int
     """The last step at which nothing was wrong: a rewind goes back to a checkpoint no later than that."""
-    after_rewind: Callable[[int], None]
-    """Called with the step that the run went back to, once its state is back."""
+    rewinds: int
+    """The number of the rewind, should there be one."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,22 @@ class Task(Protocol):
         """Copy what the export needs; the result writes it into a step's folder, later and in another thread."""
         ...
 
-    def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Tensors that must survive a restart beside weights, moments and EMA: kind -> name -> live tensor."""
         ...
 
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must have in common with this one (JSON-ready)."""
         ...
 
-    def progress(self) -> dict[str, Any]:
-        """Counters that a resumed run goes on from (JSON-ready)."""
+    def state_dict(self) -> dict[str, Any]:
+        """Counters that a resumed run continues from (JSON-ready)."""
         ...
 
-    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint."""
+        ...
+
+    def on_rewind(self, step: int, rewinds: int) -> None:
+        """The state after ``step`` steps is back, for the ``rewinds``-th time in all."""
         ...

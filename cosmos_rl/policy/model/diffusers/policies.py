@@ -13,7 +13,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from cosmos_rl.distributed.sharding import local_part
 
 PolicyName = Literal["default", "old", "reference"]
 
@@ -21,14 +22,14 @@ PolicyName = Literal["default", "old", "reference"]
 class Policies(Protocol):
     """Which weights a forward pass of the transformer uses."""
 
-    old_is_default: bool
+    old_equals_current: bool
     """The old policy is exactly the trained one: set by a hard copy, cleared by the next optimiser step."""
 
     def using(self, name: PolicyName) -> contextlib.AbstractContextManager[None]:
         """The transformer acts as this policy inside the block. Never changes what is trainable."""
         ...
 
-    def follow(self, decay: float) -> None:
+    def update_old(self, decay: float) -> None:
         """``old = decay * old + (1 - decay) * default``."""
         ...
 
@@ -59,8 +60,8 @@ class AdapterPolicies:
         if old is not None:
             self._old_params = {n: named[n.replace(f".{trained}.", f".{old}.")] for n in self._default_params}
         self._reference = {n: p.detach().clone() for n, p in self._default_params.items()} if copy_reference else {}
-        self.old_is_default = False
-        self.follow(0.0)
+        self.old_equals_current = False
+        self.update_old(0.0)
 
     @contextlib.contextmanager
     def using(self, name: PolicyName) -> Iterator[None]:
@@ -84,10 +85,10 @@ class AdapterPolicies:
             for layer, (active, disabled) in zip(self._layers, before, strict=True):
                 layer._active_adapter, layer._disable_adapters = active, disabled
 
-    def follow(self, decay: float) -> None:
+    def update_old(self, decay: float) -> None:
         """``old = decay * old + (1 - decay) * default``."""
         _blend(self._old_params, self._default_params, decay)
-        self.old_is_default = decay == 0.0
+        self.old_equals_current = decay == 0.0
 
     def old_state(self) -> Mapping[str, Tensor]:
         """The old adapter's weights by the names of the trained ones."""
@@ -113,12 +114,12 @@ class CopyPolicies:
         if keep_reference:
             self._copies["reference"] = {name: p.detach().clone() for name, p in self._params.items()}
         self._keeps_old = keep_old
-        self.old_is_default = True
+        self.old_equals_current = True
 
     @contextlib.contextmanager
     def using(self, name: PolicyName) -> Iterator[None]:
         """The parameters hold the policy's values inside the block and the trained ones, bit for bit, after it."""
-        if name == "default" or (name == "old" and (not self._keeps_old or self.old_is_default)):
+        if name == "default" or (name == "old" and (not self._keeps_old or self.old_equals_current)):
             yield
             return
         if name not in self._copies:
@@ -129,11 +130,11 @@ class CopyPolicies:
         finally:
             _exchange(self._transformer, self._params, self._copies[name])
 
-    def follow(self, decay: float) -> None:
+    def update_old(self, decay: float) -> None:
         """``old = decay * old + (1 - decay) * default``."""
         if self._keeps_old:
             _blend(self._copies["old"], self._params, decay)
-        self.old_is_default = decay == 0.0
+        self.old_equals_current = decay == 0.0
 
     def old_state(self) -> Mapping[str, Tensor]:
         """The old policy's weights; empty when it is always the trained one."""
@@ -162,12 +163,8 @@ def _blend(old: Mapping[str, Tensor], new: Mapping[str, Tensor], decay: float) -
         if decay == 0.0:
             value.copy_(source)
         else:
-            local, target = _local(value), _local(source)
+            local, target = local_part(value), local_part(source)
             local.mul_(decay).add_(target.to(local.dtype), alpha=1.0 - decay)
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def free_gathered(module: nn.Module) -> None:

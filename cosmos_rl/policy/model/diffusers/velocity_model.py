@@ -151,6 +151,7 @@ class VelocityModel(abc.ABC):
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
         negative_pooled_prompt_embeds: Tensor | None = None,
+        latents: Tensor | None = None,
         keep_trajectory: bool = True,
     ) -> Visuals:
         """One rollout: N conditions -> media and how they came about. Families may bring a sampler of their own.
@@ -159,12 +160,14 @@ class VelocityModel(abc.ABC):
             prompt_embeds, ...: conditions of N samples as ``text_embedding`` gives them; negative twins for guidance
                 above 1.
             height, width: size of the media in pixels.
-            generator: N generators; each gives its sample's start noise and then the noise of the steps.
+            generator: N generators; each gives its sample's start noise, unless there are ``latents``, and then the
+                noise of the steps.
             num_inference_steps: transformer calls per sample.
             guidance_scale: 1 or less switches guidance off.
             solver, noise_level, deterministic: the transition, see ``build_kernel``.
             output_type: ``pt`` for media ``[N, 3, H, W]`` in [0, 1], ``latent`` for the last state.
             num_frames: of videos.
+            latents: start noise ``[N, C, ...]``.
             keep_trajectory: return all states; false: only the last one.
 
         Returns:
@@ -175,8 +178,10 @@ class VelocityModel(abc.ABC):
         twins = (negative_prompt_embeds, negative_prompt_attention_mask, negative_pooled_prompt_embeds)
         text, negative = _keywords(given), _keywords(twins)
         cond = Cond(text=text, negative=negative or None)
-        shape = self.latent_shape(height, width)
-        noise = torch.stack([torch.randn(shape, generator=g) for g in generator]).to(self.device)
+        if latents is None:
+            shape = self.latent_shape(height, width)
+            latents = torch.stack([torch.randn(shape, generator=g) for g in generator])
+        noise = latents.to(self.device)
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)

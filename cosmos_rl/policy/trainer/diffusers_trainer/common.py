@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
+from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, full_cpu
 from cosmos_rl.errors import UserError
@@ -16,9 +17,28 @@ from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.policy.config import Config, TrainConfig
+from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
 from cosmos_rl.policy.model.diffusers.lora import folded_config, folded_weights
+
+
+def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> DiffuserModel:
+    """The pipeline of ``[policy]``, of which the transformer (or its adapters) is trained.
+
+    Args:
+        rest_on_cpu: encoders and decoder leave the device when they are not in use.
+    """
+    torch.manual_seed(randomness.torch_seed(config.train.seed, "init"))  # what a library draws while it builds it
+    return ModelRegistry.build_diffusers_model(
+        config,
+        param_dtype=config.train.param_dtype,
+        device=context.device,
+        gradient_checkpointing=config.policy.model_gradient_checkpointing,
+        seed=config.train.seed,
+        sharding=sharding_of(config, context),
+        rest_on_cpu=rest_on_cpu,
+    )
 
 
 def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig, total_steps: int) -> Optimizer:

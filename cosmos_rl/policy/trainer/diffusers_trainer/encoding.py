@@ -118,45 +118,35 @@ def _filled(
 Encode = Callable[[Sequence[str]], Cond]
 
 
-class PromptConditions:
-    """The conditions of a step's prompts: each distinct prompt is encoded once, whoever asks for it."""
+class StepConditions:
+    """The conditions of a step's prompts: each distinct prompt is encoded once, whoever asks for it.
+
+    Make a new one for each step, so that the last one's memory is freed.
+    """
 
     def __init__(self, encode: Encode) -> None:
         """``encode``: distinct prompts -> their conditions on the device."""
         self._encode = encode
-        self._place: dict[str, int] = {}
+        self._index: dict[str, int] = {}
         self._cond: Cond | None = None
 
-    def forget(self) -> None:
-        """Free what the last step needed."""
-        self._place, self._cond = {}, None
-
-    def prepare(self, prompts: Sequence[str]) -> None:
+    def encode_all(self, prompts: Sequence[str]) -> None:
         """Encode those that are new, in one go."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._place]
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._index]
         if not new:
             return
         found = self._encode(new)
-        self._cond = found if self._cond is None else joined(self._cond, found)
-        self._place |= {prompt: len(self._place) + i for i, prompt in enumerate(new)}
-
-    def places(self, prompts: Sequence[str]) -> Tensor:
-        """int64 ``[N]``: where each prompt's conditions stand in ``all()``."""
-        self.prepare(prompts)
-        return torch.tensor([self._place[prompt] for prompt in prompts])
-
-    def all(self) -> Cond:
-        """The conditions of all prompts since the last ``forget``."""
-        assert self._cond is not None, "no prompt was encoded"
-        return self._cond
+        self._cond = found if self._cond is None else concat(self._cond, found)
+        self._index |= {prompt: len(self._index) + i for i, prompt in enumerate(new)}
 
     def __call__(self, prompts: Sequence[str]) -> Cond:
         """Conditions of N prompts, repeated ones too."""
-        places = self.places(prompts)
-        return self.all().rows(places)
+        self.encode_all(prompts)
+        assert self._cond is not None, "no prompts were given"
+        return self._cond.rows(torch.tensor([self._index[prompt] for prompt in prompts]))
 
 
-def joined(first: Cond, second: Cond) -> Cond:
+def concat(first: Cond, second: Cond) -> Cond:
     """The samples of both."""
     text = {k: torch.cat([v, second.text[k]]) for k, v in first.text.items()}
     negative = None

@@ -1,9 +1,7 @@
 """Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +15,20 @@ from cosmos_rl.data.text_lengths import refusal
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
-from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer.base import TaskBase, limited_steps
+from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
-    build_ema,
-    build_optimizer,
+    build_model,
     opened,
     prepare_export,
-    sharding_of,
 )
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import dealt, over_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
-from cosmos_rl.rollout.sampler import fixed
+from cosmos_rl.rollout.sampler import validation_samples
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -41,7 +36,7 @@ MAX_VALIDATION_PROMPTS = 16
 """Pictures are sampled for at most so many distinct captions of a held-out folder."""
 
 
-class SFTTrainer:
+class SFTTrainer(TaskBase):
     """The SFT task. One step = encode, noise at keyed levels, flow-matching loss over micro-batches, optimiser step."""
 
     def __init__(self, config: Config, context: Context, *, dataset: Any, val_dataset: Any = None) -> None:
@@ -66,31 +61,24 @@ class SFTTrainer:
         self.stream = MapStream(
             len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last, key
         )
-        self.total_steps = self.stream.steps_per_epoch * config.train.epoch
-        if config.train.max_num_steps is not None:
-            self.total_steps = min(self.total_steps, config.train.max_num_steps)
-        torch.manual_seed(randomness.torch_seed(self._seed, "init"))  # what a library draws while it builds the model
-        job = config.train.train_policy
-        self.model: DiffuserModel = ModelRegistry.build_diffusers_model(
+        model = build_model(config, context, rest_on_cpu=sft.cached_latents or sft.cached_text)
+        self.model: DiffuserModel = model
+        steps = self.stream.steps_per_epoch
+        super().__init__(
             config,
-            param_dtype=config.train.param_dtype,
-            device=context.device,
-            gradient_checkpointing=config.policy.model_gradient_checkpointing,
-            seed=self._seed,
-            sharding=sharding_of(config, context),
-            rest_on_cpu=job.cached_latents or job.cached_text,
+            context,
+            model.trainable(),
+            limited_steps(steps, config),
+            steps,
+            lambda: prepare_export(model, keep=context.is_main),
         )
-        self.encoding = Encoding(self.model, config)
-        self._noising = Noising(self.model, self.encoding, config)
-        self.params: Mapping[str, torch.nn.Parameter] = self.model.trainable()
-        self.optimizer = build_optimizer(self.params, config.train, self.total_steps)
-        self.ema: Ema | None = build_ema(self.params, config.train)
+        self.encoding = Encoding(model, config)
+        self._noising = Noising(model, self.encoding, config)
         self._batches: Iterator[Batch] = iter(())
         self._val_prompts: list[str] | None = None
         self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
         held_out = len(self._val_dataset) if self._val_dataset is not None else 0
         self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation goes on without")
-        self._optimizer_steps = 0  # those that were applied: what the EMA's decay counts
         self._items, self._val_items = self._readable()
         self._describe()
 
@@ -158,13 +146,7 @@ class SFTTrainer:
         loss_sum, weight = self._context.sum_over_ranks([own_sum, own_weight])
         (loss_max,) = self._context.max_over_ranks([own_sum / max(own_weight, 1e-12)])
         loss = loss_sum / max(weight, 1e-12)
-        # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
-        scale = self._context.dp_size / max(weight, 1e-12)
-        result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=loss > 0.0)
-        if result.applied:
-            if self.ema is not None:
-                self.ema.update(self._optimizer_steps)
-            self._optimizer_steps += 1
+        result = self.apply_gradient(step, weight=weight, loss=loss, expects_gradient=loss > 0.0)
         metrics = {
             "train/loss_avg": loss,
             "train/loss_max": loss_max,
@@ -181,8 +163,7 @@ class SFTTrainer:
         """Held-out loss at fixed levels and noise, and pictures from fixed noise, both with the EMA weights if kept."""
         if self._val_dataset is None:
             return ValidationReport()
-        swap: AbstractContextManager[None] = self.ema.swapped_in() if self.ema is not None else nullcontext()
-        with swap, torch.no_grad(), self.model.evaluating():
+        with self.averaged_weights(), torch.no_grad(), self.model.evaluating():
             if self._val_records is not None:
                 return ValidationReport(pictures=self._pictures(self._val_records))
             metrics = {"val/avg_loss": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
@@ -209,7 +190,7 @@ class SFTTrainer:
         """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
         total, weight = 0.0, 0.0
         rank, ranks = self._context.dp_rank, self._context.dp_size
-        chunks = dealt(len(self._val_dataset), self._validation_size, rank, ranks)
+        chunks = split_chunks(len(self._val_dataset), self._validation_size, rank, ranks)
         for number, (ids, counts) in enumerate(chunks):
             notify("pre_per_step_validation_hook", {"batch_index": number})
             read, items = read_held_out(self._val_items, ids, self._val_skipped)
@@ -246,29 +227,7 @@ class SFTTrainer:
         """Items of one forward pass of validation."""
         return self._config.validation.batch_size or self._config.train.train_policy.mini_batch
 
-    def prepare_export(self) -> Callable[[Path], None]:
-        """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
-        with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            return prepare_export(self.model, keep=self._context.is_main)
-
-    def epoch(self, step: int) -> int:
-        """In which 0-based pass over the data the run is after ``step`` steps."""
-        return step // self.stream.steps_per_epoch
-
-    def progress(self) -> dict[str, Any]:
-        """Counters that a resumed run goes on from."""
-        return {"optimizer_steps": self._optimizer_steps, "loss_scale": self.optimizer.progress()}
-
-    def restore_progress(self, progress: Mapping[str, Any]) -> None:
-        """Take over the counters of a checkpoint."""
-        self._optimizer_steps = int(progress["optimizer_steps"])
-        self.optimizer.restore_progress(progress.get("loss_scale"))
-
-    def copies(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """None."""
-        return {}
-
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What the positions in the data and the draws depend on."""
         sft = self._config.train.train_policy
         return {
@@ -287,21 +246,21 @@ class SFTTrainer:
         """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
         shape = self.model.latent_shape(*config.inference_size)
-        slots = fixed(records, self._config.validation.n_generation)
+        samples = validation_samples(records, self._config.validation.n_generation)
 
-        def made(ids: Sequence[int], number: int) -> tuple[Tensor]:
-            noise = randomness.normal(shape, self._seed, "validation/picture", 0, ids)
-            for row, slot in enumerate(slots[i] for i in ids):
-                if slot.seed is not None:
-                    noise[row] = torch.randn(shape, generator=torch.Generator().manual_seed(slot.seed))
+        def make(indices: Sequence[int], number: int) -> tuple[Tensor]:
+            noise = randomness.normal(shape, self._seed, "validation/picture", 0, indices)
+            for row, sample in enumerate(samples[i] for i in indices):
+                if sample.seed is not None:
+                    noise[row] = torch.randn(shape, generator=torch.Generator().manual_seed(sample.seed))
             steps = config.sample.eval_num_steps or config.sample.num_steps
-            prompts, negative = [slots[i].prompt for i in ids], [slots[i].negative for i in ids]
+            prompts, negative = [samples[i].prompt for i in indices], [samples[i].negative for i in indices]
             guidance = config.sample.guidance_scale
             return (to_uint8(self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)),)
 
-        (pictures,) = over_ranks(len(slots), self._validation_size, self._context, made)
-        pairs = zip(pictures, slots, strict=True)
-        return [Shown(picture, slot.prompt, slot.sample_id, "fixed") for picture, slot in pairs]
+        (pictures,) = gather_over_ranks(len(samples), self._validation_size, self._context, make)
+        pairs = zip(pictures, samples, strict=True)
+        return [Shown(picture, sample.prompt, sample.sample_id, "fixed") for picture, sample in pairs]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

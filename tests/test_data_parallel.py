@@ -14,7 +14,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import Config, DiffusersConfig
 from cosmos_rl.policy.config.policy import SampleConfig
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import optimizer_batches
+from cosmos_rl.policy.trainer.data_parallel import optimizer_batches
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,43 @@
-"""From a configuration to a DiffusionNFT task: pipeline, prompts, rewards, held-out and real samples."""
+"""From a configuration to an online task: algorithm, pipeline, prompts, rewards, held-out and real samples."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cosmos_rl.data.items import Readable, as_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, named_sampling_keys
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
-from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer.diffusers_trainer.common import opened, prepare_export, sharding_of
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, PromptConditions
-from cosmos_rl.policy.trainer.diffusers_trainer.nft_trainer import NFTTrainer
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, opened, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
-from cosmos_rl.policy.trainer.diffusers_trainer.watch import HeldOut, digest_of
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
+from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_of
+from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
 
 DataLoss = Callable[[int, int], Iterator[Tensor]]
+ALGORITHMS: dict[str, Callable[[Config], Algorithm]] = {"diffusion_nft": DiffusionNft.from_config}
+"""By ``train.train_policy.trainer_type``."""
 
 
-def build_nft(
+def build_algorithm(config: Config) -> Algorithm:
+    """The algorithm that ``config`` names."""
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    return ALGORITHMS[job.trainer_type](config)
+
+
+def build_online(
     config: Config,
     context: Context,
     *,
@@ -37,7 +45,7 @@ def build_nft(
     val_dataset: Any = None,
     reward_fns: RewardFns | None = None,
     val_reward_fns: RewardFns | None = None,
-) -> NFTTrainer:
+) -> OnlineTask:
     """Load everything that ``config`` names.
 
     Raises:
@@ -55,38 +63,25 @@ def build_nft(
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
-    torch.manual_seed(
-        randomness.torch_seed(config.train.seed, "init")
-    )  # what a library draws while it builds the model
-    model: DiffuserModel = ModelRegistry.build_diffusers_model(
-        config,
-        param_dtype=config.train.param_dtype,
-        device=context.device,
-        gradient_checkpointing=config.policy.model_gradient_checkpointing,
-        seed=config.train.seed,
-        sharding=sharding_of(config, context),
-        rest_on_cpu=job.cached_text,
-    )
+    model = build_model(config, context, rest_on_cpu=job.cached_text)
     model.warns_of_cuts = context.is_main
     if context.is_main:
         model.warn_of_cuts(_named(prompts), "prompts")
         model.warn_of_cuts(_named(val_prompts), "validation prompts")
     encoding = Encoding(model, config)
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
-    conditions = PromptConditions(lambda texts: encoding.conditions(texts, negative))
-    return NFTTrainer(
-        config,
-        context,
+    parts = Parts(
         model=model,
         prompts=prompts,
         rewards=rewards,
-        conditions=conditions,
+        encode=lambda texts: encoding.conditions(texts, negative),
         val_prompts=val_prompts,
         val_rewards=val_rewards,
         held_out=_held_out(config, job, encoding),
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
+    return OnlineTask(config, context, build_algorithm(config), parts)
 
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:

@@ -1,4 +1,4 @@
-"""The rules of the watch: numbers in, metrics and alarms out. What is measured, and how, is in `watch`."""
+"""The rules of the guard: numbers in, metrics and alarms out. What is measured, and how, is in `guard_probe`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ LEVELS = (0.125, 0.375, 0.625, 0.875)
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look measures; the same on all ranks."""
+class Measurement:
+    """What is measured at one time; the same on all ranks."""
 
     loss: float
     """Mean flow-matching loss of the held-out samples."""
@@ -40,8 +40,8 @@ def norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float
     return found
 
 
-def compared(config: WatchConfig, start: Look, now: Look) -> tuple[dict[str, float], list[str]]:
-    """(metrics, what is wrong: one sentence each). Both looks are at the same samples with the same noise, so a policy
+def compare(config: WatchConfig, start: Measurement, now: Measurement) -> tuple[dict[str, float], list[str]]:
+    """(metrics, what is wrong: one sentence each). Both are of the same samples with the same noise, so a policy
     that did not change has ratios of exactly 1."""
     wrong = []
     ratio = now.loss / max(start.loss, 1e-12)
@@ -62,7 +62,7 @@ def compared(config: WatchConfig, start: Look, now: Look) -> tuple[dict[str, flo
     return metrics | norm_metrics("watch", ratios.flatten(), torch.tensor(LEVELS).repeat(len(ratios))), wrong
 
 
-class Untrained:
+class UntrainedRewards:
     """Validation rewards that are not trained on, compared with their first scores, sample by sample."""
 
     def __init__(self, config: WatchConfig) -> None:
@@ -106,7 +106,7 @@ class Untrained:
     def _has_fallen(self, change: PairedChange) -> bool:
         return change.has_fallen(self._config.max_untrained_drop, self._config.untrained_sigmas)
 
-    def look(self) -> tuple[dict[str, float], list[str]]:
+    def check(self) -> tuple[dict[str, float], list[str]]:
         """(metrics, what is wrong) of the newest validation."""
         metrics, wrong = {f"watch/untrained_reward/{name}": mean for name, mean in self._means.items()}, []
         for name, change in self._changes.items():
@@ -124,16 +124,16 @@ class Untrained:
                 )
         return metrics, wrong
 
-    def progress(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""
         changes = {name: None if c is None else [c.mean, c.spread, c.sigmas] for name, c in self._changes.items()}
         return {"of": self._of, "first": self._first, "means": self._means, "changes": changes, "good": self._good}
 
-    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint holds."""
-        self._of, self._first = str(progress["of"]), dict(progress["first"])
-        self._means, self._good = dict(progress["means"]), int(progress["good"])
-        self._changes = {name: None if c is None else PairedChange(*c) for name, c in progress["changes"].items()}
+        self._of, self._first = str(state["of"]), dict(state["first"])
+        self._means, self._good = dict(state["means"]), int(state["good"])
+        self._changes = {name: None if c is None else PairedChange(*c) for name, c in state["changes"].items()}
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How samples are dealt to ranks, optimiser steps and forward passes; the same on all ranks."""
+"""How samples are split over ranks, optimiser steps and forward passes; the same on all ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,29 +12,29 @@ from cosmos_rl.distributed.context import Context
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's part of a list of samples. Every rank gets as many rows, so that sharded forward passes meet."""
+class Split:
+    """One rank's part of a list of samples. Every rank gets as many, so that all run as many sharded forward passes."""
 
-    ids: tuple[int, ...]
+    indices: tuple[int, ...]
     weights: tuple[float, ...]
-    """0 for rows that only fill up: they are run, and count for nothing."""
+    """0 for samples that only fill up: they are run, and count for nothing."""
 
 
-def share(ids: Sequence[int], rank: int, ranks: int) -> Share:
-    """Contiguous blocks of ``ceil(len(ids) / ranks)``; the last ones are filled up with the first id."""
-    size = math.ceil(len(ids) / ranks)
-    own = list(ids[rank * size : (rank + 1) * size])
+def split_evenly(indices: Sequence[int], rank: int, ranks: int) -> Split:
+    """Contiguous blocks of ``ceil(len(indices) / ranks)``; the last ones are filled up with the first index."""
+    size = math.ceil(len(indices) / ranks)
+    own = list(indices[rank * size : (rank + 1) * size])
     missing = size - len(own)
-    return Share(tuple(own + [ids[0]] * missing), (1.0,) * len(own) + (0.0,) * missing)
+    return Split(tuple(own + [indices[0]] * missing), (1.0,) * len(own) + (0.0,) * missing)
 
 
 def optimizer_batches(
     kept: Sequence[int], *, size: int | None, passes: int, seed: int, purpose: str, step: int
 ) -> list[list[int]]:
-    """The global ids of each optimiser step of a training step.
+    """The samples of each optimiser step of a training step.
 
     Args:
-        kept: ids of all samples that are trained on, in order.
+        kept: indices of all samples that are trained on, in order.
         size: samples per optimiser step over all ranks, at most; None: all of them. Where they do not divide, the
             batches are as equal as can be: 73 samples at 72 are 37 and 36, as an optimiser step moves the weights as
             far whatever its batch.
@@ -53,14 +53,8 @@ def optimizer_batches(
     return batches
 
 
-def chosen_levels(sample_id: int, count: int, total: int, *, seed: int, purpose: str, step: int) -> list[int]:
-    """``count`` of ``total`` sampling steps, drawn without repetition for each sample."""
-    generator = randomness.generator(seed, f"{purpose}/levels", step, sample_id)
-    return torch.randperm(total, generator=generator)[:count].tolist()
-
-
-def dealt(count: int, size: int, rank: int, ranks: int) -> Iterator[tuple[list[int], bool]]:
-    """Positions 0 ... count - 1 dealt to a rank in chunks of ``size``; (positions, do they count).
+def split_chunks(count: int, size: int, rank: int, ranks: int) -> Iterator[tuple[list[int], bool]]:
+    """Positions 0 ... count - 1 of a rank in chunks of ``size``; (positions, do they count).
 
     Every rank gets as many chunks; one that has none left repeats a position, and that chunk does not count.
     """
@@ -71,20 +65,20 @@ def dealt(count: int, size: int, rank: int, ranks: int) -> Iterator[tuple[list[i
         yield chunk or [rank % count], bool(chunk)
 
 
-def over_ranks(
-    count: int, size: int, context: Context, made: Callable[[Sequence[int], int], Sequence[Tensor]]
+def gather_over_ranks(
+    count: int, size: int, context: Context, make: Callable[[Sequence[int], int], Sequence[Tensor]]
 ) -> list[Tensor]:
     """Rows 0 ... count - 1 made on all ranks and gathered: every rank has all of them, in order, on the CPU.
 
     Args:
         size: rows of one call.
-        made: (positions, number of the call) -> one or more tensors ``[len(positions), ...]``.
+        make: (positions, number of the call) -> one or more tensors ``[len(positions), ...]``.
     """
     rank, ranks = context.dp_rank, context.dp_size
     rows = math.ceil(count / ranks)
     own: list[Tensor] = []
-    for number, (ids, counts) in enumerate(dealt(count, size, rank, ranks)):
-        parts = made(ids, number)
+    for number, (ids, counts) in enumerate(split_chunks(count, size, rank, ranks)):
+        parts = make(ids, number)
         own = own or [torch.zeros(rows, *part.shape[1:], dtype=part.dtype) for part in parts]
         if counts:
             for whole, part in zip(own, parts, strict=True):

@@ -12,16 +12,15 @@ from cosmos_rl.algorithms.advantage import (
     combined_advantages,
     group_advantages,
     kept_rows,
-    optimality,
     zero_std_share,
 )
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
-from cosmos_rl.policy.trainer.diffusers_trainer.dealing import share
+from cosmos_rl.policy.trainer.data_parallel import split_evenly
 from cosmos_rl.reward.combine import counted_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, Slot
+from cosmos_rl.rollout.sampler import Rollouts, Sample
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
 
 GALLERY = 4
@@ -31,14 +30,14 @@ GALLERY_INTERVAL = 10
 
 
 @dataclass(frozen=True)
-class Scored:
-    """This rank's samples of a step, and the rewards of all ``N`` samples of all ranks."""
+class ScoredBatch:
+    """This rank's samples of a step, and the rewards of the ``N`` samples of all ranks; an index counts those."""
 
-    slots: tuple[Slot, ...]
+    samples: tuple[Sample, ...]
     """All ``N``, in the order of the ranks."""
     own: Rollouts
     first: int
-    """Place of this rank's first sample among the ``N``."""
+    """Index of this rank's first sample."""
     reward_N: Tensor
     """float64 ``[N]``; NaN: missing."""
     scores: Mapping[str, Tensor]
@@ -50,21 +49,17 @@ class Scored:
     kept_N: Tensor
     """bool ``[N]``: trained on."""
 
-    def optimality(self, job: GrpoPolicyConfig) -> Tensor:
-        """r in [0, 1], float64 ``[N]``; NaN: missing."""
-        return optimality(self.used_N, job.advantage_low, job.advantage_high)
-
     @property
     def group_N(self) -> Tensor:
         """int64 ``[N]``."""
-        return torch.tensor([slot.group for slot in self.slots])
+        return torch.tensor([sample.group for sample in self.samples])
 
 
-def request_of(made: Rollouts) -> ScoringRequest:
-    """What the rewards are asked about finished samples."""
-    slots = made.slots
+def scoring_request(rollouts: Rollouts) -> ScoringRequest:
+    """Finished samples as the rewards get them."""
+    samples = rollouts.samples
     return ScoringRequest(
-        made.media, [s.prompt for s in slots], [s.metadata for s in slots], [s.sample_id for s in slots]
+        rollouts.media, [s.prompt for s in samples], [s.metadata for s in samples], [s.sample_id for s in samples]
     )
 
 
@@ -73,8 +68,8 @@ def columns(table: RewardTable, names: Sequence[str]) -> Tensor:
     return torch.stack([table.total_N, *(table.scores[name] for name in names)], dim=1).double()
 
 
-def scored(
-    slots: Sequence[Slot],
+def score_batch(
+    samples: Sequence[Sample],
     own: Rollouts,
     tables: Sequence[RewardTable],
     *,
@@ -82,11 +77,11 @@ def scored(
     job: GrpoPolicyConfig,
     global_std: bool,
     context: Context,
-) -> Scored:
+) -> ScoredBatch:
     """Rewards of all ranks, and from them the advantages; every rank computes the same.
 
     Args:
-        slots: all samples of the step, in the order of the ranks.
+        samples: all of the step, in the order of the ranks.
         own, tables: this rank's samples, and their rewards chunk by chunk.
         rewards: what gave them.
 
@@ -97,10 +92,12 @@ def scored(
     table_NF = context.gather_rows(torch.cat([columns(table, names) for table in tables]))
     reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
     _check_missing(reward_N, own, tables, job)
-    group_N = torch.tensor([slot.group for slot in slots])
+    group_N = torch.tensor([sample.group for sample in samples])
     if job.bypass_reward:
         advantage_N, kept_N = torch.zeros_like(reward_N), torch.ones(len(reward_N), dtype=torch.bool)
-        return Scored(tuple(slots), own, _first(own, context), reward_N, scores, advantage_N, advantage_N, kept_N)
+        return ScoredBatch(
+            tuple(samples), own, _first(own, context), reward_N, scores, advantage_N, advantage_N, kept_N
+        )
     advantage_N = _advantages(reward_N, scores, group_N, rewards, each=job.normalise_rewards == "each", std=global_std)
     used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
     kept_N = kept_rows(
@@ -109,11 +106,11 @@ def scored(
         on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
         drop_equal_groups=job.drop_equal_groups,
     )
-    return Scored(tuple(slots), own, _first(own, context), reward_N, scores, advantage_N, used_N, kept_N)
+    return ScoredBatch(tuple(samples), own, _first(own, context), reward_N, scores, advantage_N, used_N, kept_N)
 
 
 def _first(own: Rollouts, context: Context) -> int:
-    return context.dp_rank * len(own.slots)
+    return context.dp_rank * len(own.samples)
 
 
 def _advantages(
@@ -137,17 +134,32 @@ def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable
         rule = f"train.train_policy.max_missing_frac = {job.max_missing_frac:g} allows fewer"
     else:
         return
-    told = "\n  ".join(missing_reasons(own, tables)[:5]) or "these samples are on another rank"
-    raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {told}")
+    first = "\n  ".join(missing_reasons(own, tables)[:5]) or "these samples are on another rank"
+    raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {first}")
 
 
-def latents_by_place(step: Scored, batches: Sequence[Sequence[int]], context: Context) -> Mapping[int, Tensor]:
-    """Clean latents by place in the step; from the other ranks only where ``batches`` deal samples to another one."""
-    local, ranks = len(step.own.slots), context.dp_size
-    shares = [(rank, share(ids, rank, ranks).ids) for ids in batches for rank in range(ranks)]
-    if any(place // local != rank for rank, places in shares for place in places):
-        return dict(enumerate(context.gather_rows(step.own.latents)))
-    return {step.first + i: latents for i, latents in enumerate(step.own.latents)}
+@dataclass(frozen=True)
+class Learnable:
+    """What an algorithm may learn from, of the samples that this rank holds."""
+
+    first: int
+    """Index of the first of them."""
+    data: Mapping[str, Tensor]
+    """``[own samples, ...]`` on the CPU."""
+
+    def select(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Those of some samples, in this order."""
+        rows = [index - self.first for index in indices]
+        return {name: value[rows] for name, value in self.data.items()}
+
+
+def shard_learnable(step: ScoredBatch, batches: Sequence[Sequence[int]], context: Context) -> Learnable:
+    """This rank's own samples; those of all ranks where ``batches`` give a sample to another rank than made it."""
+    local, ranks, data = len(step.own.samples), context.dp_size, step.own.learnable
+    splits = [(rank, split_evenly(indices, rank, ranks).indices) for indices in batches for rank in range(ranks)]
+    if any(index // local != rank for rank, indices in splits for index in indices):
+        return Learnable(0, {name: context.gather_rows(value) for name, value in data.items()})
+    return Learnable(step.first, data)
 
 
 def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
@@ -155,8 +167,8 @@ def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
     lines, offset = [], 0
     for table in tables:
         for row, reason in sorted(table.reasons.items()):
-            slot = own.slots[offset + row]
-            lines.append(f"sample {slot.sample_id} ({slot.prompt[:60]!r}): {reason}")
+            sample = own.samples[offset + row]
+            lines.append(f"sample {sample.sample_id} ({sample.prompt[:60]!r}): {reason}")
         offset += len(table.total_N)
     return lines
 
@@ -183,12 +195,12 @@ def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, flo
     return metrics | {"val/rollout_count": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
 
 
-def teaches_nothing(step: Scored) -> bool:
+def teaches_nothing(step: ScoredBatch) -> bool:
     """Whether the advantages of every prompt's samples are all alike."""
     return zero_std_share(step.used_N, step.group_N) == 1.0
 
 
-def reward_metrics(step: Scored) -> dict[str, float]:
+def reward_metrics(step: ScoredBatch) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
     metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}
     metrics |= {f"rollout/advantage_{name}": value for name, value in statistics(step.advantage_N).items()}
@@ -210,12 +222,12 @@ def gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
     return done == 1 or done % (interval or GALLERY_INTERVAL) == 0 or done == total_steps
 
 
-def gallery(step: Scored, context: Context) -> list[Shown]:
+def gallery(step: ScoredBatch, context: Context) -> list[Shown]:
     """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no picture."""
     if step.own.media.dtype != torch.uint8:
         return []
     best, worst = pick_best_and_worst(step.reward_N, step.group_N, GALLERY)
-    names, own = list(step.scores), len(step.own.slots)
+    names, own = list(step.scores), len(step.own.samples)
     table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
     chosen = [*((row, "best") for row in best), *((row, "worst") for row in worst)]
     pictures = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
@@ -226,8 +238,8 @@ def gallery(step: Scored, context: Context) -> list[Shown]:
     return [
         Shown(
             found[(row // own) * len(pictures) + place],
-            step.slots[row].prompt,
-            step.slots[row].sample_id,
+            step.samples[row].prompt,
+            step.samples[row].sample_id,
             group,
             score_dict(table_NF[row], names),
         )

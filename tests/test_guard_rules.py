@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.paired import PairedChange, normal_deviation, paired_change
 from cosmos_rl.policy.config import WatchConfig
-from cosmos_rl.policy.trainer.diffusers_trainer.watch_rules import LEVELS, Look, Untrained, compared, norm_metrics
+from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement, UntrainedRewards, compare, norm_metrics
 
 Drawn = Callable[[np.random.Generator, int], np.ndarray]
 STEPS = 200
@@ -94,11 +94,11 @@ def alarming_runs(drawn: Drawn, samples: int, *, runs: int, kept: float, looks: 
     """
     rng, alarms = np.random.default_rng(seed), 0
     for _ in range(runs):
-        prompts, rule = drawn(rng, samples), Untrained(CONFIG)
+        prompts, rule = drawn(rng, samples), UntrainedRewards(CONFIG)
         for look in range(looks + 1):
             scores = math.sqrt(kept) * prompts + math.sqrt(1 - kept) * drawn(rng, samples)
             rule.note(look * CONFIG.freq, {"side": torch.from_numpy(scores)}, "the same")
-            if rule.look()[1]:
+            if rule.check()[1]:
                 alarms += 1
                 break
     return alarms
@@ -124,18 +124,18 @@ def test_untrained_rewards_that_do_not_change_give_no_alarm(name: str, samples: 
     assert alarming_runs(KINDS[name], samples, runs=40, kept=0.0) <= 1
 
 
-def look(spread: float = 0.3, loss: float = 1.0, norm: float = 1.0) -> Look:
-    return Look(loss, torch.full((32, len(LEVELS)), norm, dtype=torch.float64), spread)
+def look(spread: float = 0.3, loss: float = 1.0, norm: float = 1.0) -> Measurement:
+    return Measurement(loss, torch.full((32, len(LEVELS)), norm, dtype=torch.float64), spread)
 
 
 def test_an_unchanged_policy_never_alarms_and_a_moving_one_hardly() -> None:
     """Same points, same noise: nothing is left to chance but what the policy does. Here loss and spread wander by a
     tenth from look to look, and alarms stay below 1 % of the runs."""
     start = look()
-    assert compared(CONFIG, start, start)[1] == []
+    assert compare(CONFIG, start, start)[1] == []
     wander = np.exp(0.1 * np.random.default_rng(0).normal(size=(2, 300, LOOKS)))
     worst = zip(0.3 * wander[0].min(1), wander[1].max(1), strict=True)  # of each run
-    assert sum(bool(compared(CONFIG, start, look(*one))[1]) for one in worst) <= 3
+    assert sum(bool(compare(CONFIG, start, look(*one))[1]) for one in worst) <= 3
 
 
 # ---- what is wrong is seen -----------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ def test_a_fall_in_units_of_the_spread_is_seen(samples: int, fall: float, seen: 
     rng = np.random.default_rng(1)
     first = rng.normal(0.0, 1.0, samples)
     first = 2.0 * (first - first.mean()) / first.std() - 3.0
-    rule = Untrained(CONFIG)
+    rule = UntrainedRewards(CONFIG)
     assert rule.note(0, {"side": torch.from_numpy(first)}, "one") == 0
     later = first + 2.0 * (rng.normal(-fall, 0.1, samples))
     assert rule.note(5, {"side": torch.from_numpy(later)}, "one") == (0 if seen else 5)
-    metrics, wrong = rule.look()
+    metrics, wrong = rule.check()
     assert metrics["watch/untrained_drop/side"] == pytest.approx(fall, abs=0.1)
     assert bool(wrong) == seen
     assert all("the reward side, which is not trained on, fell from -" in text for text in wrong)
@@ -164,45 +164,45 @@ def test_numbers_near_zero_are_no_alarm() -> None:
     noise = rng.normal(0, 1, 64)
     noise -= noise.mean()
     for first, later in ((0.02, 0.01), (-0.01, -0.02), (0.0, -1e-9)):
-        rule = Untrained(CONFIG)
+        rule = UntrainedRewards(CONFIG)
         rule.note(0, {"side": torch.from_numpy(first + noise)}, "one")
         rule.note(5, {"side": torch.from_numpy(later + noise)}, "one")
-        assert rule.look()[1] == []
+        assert rule.check()[1] == []
 
 
 def test_a_reward_that_is_missing_is_neither_good_nor_an_alarm() -> None:
-    rule, scores = Untrained(CONFIG), tensor(*range(12))
+    rule, scores = UntrainedRewards(CONFIG), tensor(*range(12))
     assert rule.note(0, {"side": scores}, "one") == 0
     assert rule.note(5, {"side": scores}, "one") == 5
     assert rule.note(10, {"side": scores * math.nan}, "one") == 5
-    assert rule.look()[1] == []
-    assert math.isnan(rule.look()[0]["watch/untrained_reward/side"])
+    assert rule.check()[1] == []
+    assert math.isnan(rule.check()[0]["watch/untrained_reward/side"])
     assert rule.note(15, {"side": scores}, "one") == 15
-    late = Untrained(CONFIG)  # what was missing at first is compared from when it is there
+    late = UntrainedRewards(CONFIG)  # what was missing at first is compared from when it is there
     assert late.note(5, {"side": scores * math.nan, "other": scores}, "one") == 0
     assert late.note(10, {"side": scores, "other": scores}, "one") == 10
     assert late.note(15, {"side": scores - 9, "other": scores}, "one") == 10
 
 
 def test_one_validation_sample_is_not_judged() -> None:
-    rule = Untrained(CONFIG)
+    rule = UntrainedRewards(CONFIG)
     assert [rule.note(step, {"side": tensor(value)}, "one") for step, value in ((0, 1.0), (5, -9.0))] == [0, 5]
-    assert rule.look() == ({"watch/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size
+    assert rule.check() == ({"watch/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size
 
 
 def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest.CaptureFixture[str]) -> None:
-    rule, scores = Untrained(CONFIG), tensor(None, *range(12))
+    rule, scores = UntrainedRewards(CONFIG), tensor(None, *range(12))
     rule.note(5, {"side": scores}, "one")
     rule.note(10, {"side": scores - 9}, "one")
-    resumed = Untrained(CONFIG)
-    resumed.restore_progress(json.loads(json.dumps(rule.progress())))
-    assert resumed.look() == rule.look()
-    assert len(rule.look()[1]) == 1
-    assert resumed.progress() == rule.progress()
+    resumed = UntrainedRewards(CONFIG)
+    resumed.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert resumed.check() == rule.check()
+    assert len(rule.check()[1]) == 1
+    assert resumed.state_dict() == rule.state_dict()
     assert resumed.note(15, {"side": scores - 9}, "one") == 5
     assert "are compared with their scores of step" not in capsys.readouterr().out
     assert resumed.note(20, {"side": scores - 9}, "other prompts") == 20
-    assert resumed.look()[1] == []
+    assert resumed.check()[1] == []
     assert "are compared with their scores of step 20" in capsys.readouterr().out
 
 
@@ -215,8 +215,8 @@ def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest
         (look(spread=math.nan), "differ only nan times"),
     ],
 )
-def test_the_ratios_that_alarm(now: Look, text: str) -> None:
-    wrong = compared(CONFIG, look(), now)[1]
+def test_the_ratios_that_alarm(now: Measurement, text: str) -> None:
+    wrong = compare(CONFIG, look(), now)[1]
     assert len(wrong) == 1
     assert text in wrong[0]
 
@@ -239,8 +239,8 @@ def test_norms_by_quarter_of_the_levels() -> None:
 
 def test_norms_are_compared_row_by_row() -> None:
     start, rows = look(), torch.linspace(0.5, 2.0, 32, dtype=torch.float64)[:, None] * torch.ones(len(LEVELS))
-    start = Look(start.loss, rows, start.spread)
-    metrics, _ = compared(CONFIG, start, Look(start.loss, 1.1 * rows, start.spread))
+    start = Measurement(start.loss, rows, start.spread)
+    metrics, _ = compare(CONFIG, start, Measurement(start.loss, 1.1 * rows, start.spread))
     norms = {key: value for key, value in metrics.items() if "norm" in key}
     assert len(norms) == 2 * len(LEVELS)
     assert norms == pytest.approx(dict.fromkeys(norms, 1.1))

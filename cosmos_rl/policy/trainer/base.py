@@ -1,0 +1,125 @@
+"""What every task shares: the optimiser step, the average of the weights, and their state."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
+from cosmos_rl.policy.trainer.task import StepReport
+
+Gradients = dict[str, Tensor]
+WriteExport = Callable[[Path], None]
+
+
+class TaskBase:
+    """A task whose losses are sums over rows: the gradient of a step is their sum divided by the weight of all rows."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: Context,
+        params: Mapping[str, torch.nn.Parameter],
+        total_steps: int,
+        steps_per_epoch: int,
+        export: Callable[[], WriteExport] | None,
+    ) -> None:
+        """``export`` copies the weights as they are now; its result writes them into a step's folder."""
+        self._config, self._context = config, context
+        self._seed = config.train.seed
+        self.params = params
+        self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
+        self.optimizer: Optimizer = build_optimizer(params, config.train, total_steps)
+        self.ema: Ema | None = build_ema(params, config.train)
+        self._export = export
+        self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
+        self._gradients: list[Gradients] | None = None
+
+    def train_step(self, step: int) -> StepReport:
+        """One step: data, losses, optimiser, averages."""
+        raise NotImplementedError
+
+    def apply_gradient(self, step: int, *, weight: float, loss: float, expects_gradient: bool) -> StepResult:
+        """One optimiser step along the gradient that the ranks have accumulated.
+
+        Args:
+            step: of the learning rate's schedule.
+            weight: of the rows of all ranks.
+            loss: the mean over these rows, the same on all ranks.
+            expects_gradient: a gradient that is 0 everywhere is an error.
+        """
+        # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
+        scale = self._context.dp_size / max(weight, 1e-12)
+        if self._gradients is not None:
+            return self._record_gradient(step, scale)
+        result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=expects_gradient)
+        if result.applied:
+            if self.ema is not None:
+                self.ema.update(self._optimizer_steps)
+            self._optimizer_steps += 1
+        return result
+
+    def compute_gradients(self, step: int) -> tuple[list[Gradients], StepReport]:
+        """The gradient of each optimiser step of a training step, none of which is applied, and the step's report."""
+        self._gradients = []
+        try:
+            report = self.train_step(step)
+            return self._gradients, report
+        finally:
+            self._gradients = None
+
+    def _record_gradient(self, step: int, scale: float) -> StepResult:
+        assert self._gradients is not None
+        factor = scale / self.optimizer.loss_factor
+        self._gradients.append({n: p.grad * factor for n, p in self.params.items() if p.grad is not None})
+        self.optimizer.torch_optimizer.zero_grad(set_to_none=True)
+        return StepResult(0.0, self.optimizer.learning_rate(step), Refusal.NOT_WANTED)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The model has the averaged weights inside the block, if an average is kept."""
+        if self.ema is None:
+            yield
+            return
+        with self.ema.swapped_in():
+            yield
+
+    def epoch(self, step: int) -> int:
+        """In which 0-based pass over the data the run is after ``step`` steps."""
+        return step // self._steps_per_epoch
+
+    def prepare_export(self) -> WriteExport:
+        """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
+        if self._export is None:
+            return lambda folder: None
+        with self.averaged_weights():
+            return self._export()
+
+    def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """None."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters that a resumed run continues from (JSON-ready)."""
+        return {"optimizer_steps": self._optimizer_steps, "loss_scale": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
+        self._optimizer_steps = int(state["optimizer_steps"])
+        self.optimizer.load_state_dict(state.get("loss_scale"))
+
+    def on_rewind(self, step: int, rewinds: int) -> None:
+        """Nothing depends on it."""
+
+
+def limited_steps(steps_per_epoch: int, config: Config) -> int:
+    """Steps of the whole run: all epochs, or fewer where ``train.max_num_steps`` ends it."""
+    steps = steps_per_epoch * config.train.epoch
+    return steps if config.train.max_num_steps is None else min(steps, config.train.max_num_steps)

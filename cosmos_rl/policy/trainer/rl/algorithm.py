@@ -1,0 +1,132 @@
+"""What an algorithm of online reinforcement learning decides. The rest of a step is in `online`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.policy.model.diffusers.policies import Policies, PolicyName
+
+Terms = dict[str, Tensor]
+"""What is reported of ``B`` rows, each ``[B]`` and without a gradient. ``policy_loss`` is always there, ``kl_loss``
+where the loss has that term, ``velocity_norm_ratio`` where a reference was run anyway."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``R`` rows of one rank in one optimiser step, in the order in which they are run: a sample at a noise level."""
+
+    prompts: Sequence[str]
+    sigma: Tensor
+    """``[R]`` float32."""
+    weight: Tensor
+    """``[R]``; 0 for rows that only fill up."""
+    value: Tensor
+    """``[R]``: what the algorithm makes of the sample's advantage."""
+    data: Mapping[str, Tensor]
+    """``[R, ...]`` on any device: clean latents or recorded steps."""
+    noise_ids: Sequence[int] = ()
+    """Keys of the rows' noise, where the algorithm draws some."""
+    noise_key: tuple[int, str, int] = (0, "", 0)
+    """(seed, purpose, step) of that noise."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """``B`` rows of one forward pass, on the device, with what the frozen policies predict for them."""
+
+    state: Tensor
+    """Where the velocity is taken, ``[B, C, ...]``."""
+    sigma: Tensor
+    """``[B]``."""
+    weight: Tensor
+    """``[B]``."""
+    value: Tensor
+    """``[B]``."""
+    prompts: Sequence[str]
+    data: Mapping[str, Tensor]
+    frozen: Mapping[PolicyName, Tensor] = field(default_factory=dict)
+    """Velocities at ``state``, without a gradient."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Keys of the random draws of a training step."""
+
+    seed: int
+    step: int
+    rewinds: int = 0
+    """How often the run was rewound: each time it draws other numbers."""
+
+    def key(self, purpose: str) -> tuple[int, str, int]:
+        """(seed, purpose, step), as ``randomness`` takes it."""
+        return self.seed, f"{purpose}/{self.rewinds}" if self.rewinds else purpose, self.step
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's samples of one optimiser step; every rank has as many."""
+
+    sample_ids: Sequence[int]
+    prompts: Sequence[str]
+    data: Mapping[str, Tensor]
+    """``[S, ...]``."""
+    value: Tensor
+    """``[S]``."""
+    weight: Tensor
+    """``[S]``; 0 for samples that only fill up."""
+
+
+class Algorithm(Protocol):
+    """One object per run; holds settings, no tensors."""
+
+    name: ClassVar[str]
+    purpose: ClassVar[str]
+    """What the keys of its random draws begin with."""
+    rollout_policy: ClassVar[PolicyName]
+    """Which policy makes the samples."""
+    neutral: ClassVar[float]
+    """The value of a sample that gives no gradient at the first step."""
+    maxima: ClassVar[tuple[str, ...]]
+    """Terms of which the largest value is reported too."""
+
+    def keeps_old(self, optimizer_steps: int) -> bool:
+        """Whether the old policy ever differs from the trained one while it is used.
+
+        Args:
+            optimizer_steps: of each training step.
+        """
+        ...
+
+    def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
+        """Policies whose velocity the loss needs; never one that is the trained one, or that has no weight."""
+        ...
+
+    def values(self, advantage_N: Tensor) -> Tensor:
+        """Advantages as they are used, NaN where missing -> what the loss takes; float64 ``[N]``."""
+        ...
+
+    def rows(self, share: Share, *, sigmas: Tensor, draws: Draws, number: int) -> Rows:
+        """What optimiser step ``number`` of a training step is to learn from.
+
+        Args:
+            sigmas: of the sampler, float32, without the last 0.
+            draws: keys of all random draws.
+        """
+        ...
+
+    def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
+        """Some rows, ready for a forward pass."""
+        ...
+
+    def loss(
+        self, velocity: Tensor, micro: MicroBatch, element_mask: Tensor | None, kl_beta: float
+    ) -> tuple[Tensor, Terms]:
+        """The sum of the rows' losses, each with its weight, and their terms."""
+        ...
+
+    def after_step(self, policies: Policies, optimizer_steps: int) -> None:
+        """Move the old policy after a training step; so many optimiser steps were applied since the start."""
+        ...

@@ -1,0 +1,188 @@
+"""What the guard against reward hacking measures, against its value at the start: the flow-matching loss of held-out
+samples (a policy that left the data predicts them badly), and the diversity of the samples of one prompt (a collapsed
+policy makes one image).
+
+Every measurement takes the same points with the same noise, so that a policy that did not change gives the same numbers
+and no rule alarms at chance. For the diversity this needs samples of its own, a few of a few prompts: those that a step
+trains on are of other prompts each time, which differ in their diversity by themselves; most prompts of a large set
+never come twice in a run, and only those of the first step are made before the first update. Half as many samples as
+are held out, in as many steps as a rollout's, cost about as much as the held-out loss: at ordinary sizes less than a
+hundredth of the steps between two measurements. `train/network_evaluations` counts them.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.flow_matching import element_mean
+from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
+from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement
+from cosmos_rl.rollout.sampler import Conditions, Rollouts, RolloutSampler, Sample, diversity, group_samples
+from cosmos_rl.utils.logging import logger
+
+GROUP = 4
+"""Samples of one prompt whose spread is measured, or more where there are few prompts."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples whose loss is measured; the same on all ranks."""
+
+    latents: Tensor
+    """``[W, C, ...]`` float32 on the CPU."""
+    prompts: tuple[str, ...]
+    source: str = ""
+    """What they were made of, as text that is the same wherever they are encoded; empty: the latents themselves."""
+
+    @property
+    def digest(self) -> str:
+        """Another one for other samples."""
+        source = self.source or hashlib.sha256(self.latents.numpy().tobytes()).hexdigest()
+        return digest_of(source, *self.prompts)
+
+
+def digest_of(*parts: object) -> str:
+    """A short digest of texts and of what has a fixed ``repr``."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def diversity_samples(prompts: Sequence[PromptRecord], count: int) -> list[Sample]:
+    """The samples whose diversity is measured: half of ``count``, ``GROUP`` of each prompt."""
+    total = max(count // 2, GROUP)
+    few = prompts[: max(min(len(prompts), total // GROUP), 1)]
+    return group_samples(enumerate(few), total // len(few))
+
+
+class GuardProbe:
+    """Measures the policy; all ranks must call it, and all get the same numbers."""
+
+    def __init__(
+        self,
+        config: WatchConfig,
+        model: VelocityModel,
+        context: Context,
+        *,
+        sampler: RolloutSampler,
+        evaluator: RolloutSampler,
+        prompts: Sequence[PromptRecord],
+        seed: int,
+        micro_batch: int,
+        rollout_chunk: int,
+    ) -> None:
+        """``sampler`` makes samples as a step does, ``evaluator`` as validation does."""
+        self._model = model
+        self._context = context
+        self._sampler, self._evaluator = sampler, evaluator
+        self._samples = diversity_samples(prompts, config.samples)
+        self._own_prompts = tuple(prompts[i % len(prompts)].prompt for i in range(config.samples))
+        self._seed = seed
+        self._micro_batch, self._rollout_chunk = micro_batch, rollout_chunk
+        shape = model.latent_shape(sampler.spec.height, sampler.spec.width)
+        self.held_out = HeldOut(torch.zeros(config.samples, *shape), ())
+        self._start: dict[str, Any] = {}
+
+    def begin(self, step: int, held_out: HeldOut | None, conditions: Conditions) -> None:
+        """Measure the start, before any training. After a resume what is known stays, and what is new is measured.
+
+        Args:
+            step: steps done.
+            held_out: samples to measure the loss on; None: the model's own as it was at the start.
+        """
+        self.held_out = held_out or self._own_samples(conditions)
+        # the ranks must agree, and the main one's digests are those that are saved
+        held_out_digest, samples_digest = self._context.as_on_main(
+            f"{self.held_out.digest} {self._samples_digest()}"
+        ).split()
+        new = []
+        if self._start.get("held_out") != held_out_digest:
+            loss, norm = self.held_out_loss(conditions)
+            self._start |= {"held_out": held_out_digest, "loss": loss, "norm": norm.tolist()}
+            new.append("the held-out samples")
+        if self._start.get("samples") != samples_digest:
+            self._start |= {"samples": samples_digest, "spread": self.diversity(conditions)}
+            new.append("the samples whose diversity is measured")
+        if new and step > 0:
+            logger.warning(
+                f"{' and '.join(new)} are not those of the run that is resumed: the watch compares them with what they "
+                f"are at step {step} (train.train_policy.watch)"
+            )
+
+    @property
+    def start(self) -> Measurement:
+        """What ``begin`` found, in this process or before a resume."""
+        norm = torch.tensor(self._start["norm"], dtype=torch.float64)
+        return Measurement(self._start["loss"], norm, self._start["spread"])
+
+    def measure(self, conditions: Conditions) -> Measurement:
+        """The policy as it is now."""
+        return Measurement(*self.held_out_loss(conditions), self.diversity(conditions))
+
+    def _own_samples(self, conditions: Conditions) -> HeldOut:
+        """Those that came with the checkpoint, or else samples of the model as it is now; the same on all ranks."""
+        saved = HeldOut(self.held_out.latents, self._own_prompts, "the model's own")
+        if self._start.get("held_out") == saved.digest:
+            return saved
+        samples = [Sample(i, i, prompt, {}) for i, prompt in enumerate(self._own_prompts)]
+        latents = self._rollouts(self._evaluator, samples, conditions, "watch/sample").latents
+        return HeldOut(latents, self._own_prompts, saved.source)
+
+    def _rollouts(
+        self, sampler: RolloutSampler, samples: Sequence[Sample], conditions: Conditions, purpose: str
+    ) -> Rollouts:
+        """Of all ranks; the same on all of them."""
+
+        def make(indices: Sequence[int], _: int) -> tuple[Tensor, Tensor]:
+            found = sampler.sample([samples[i] for i in indices], conditions, purpose, 0)
+            return found.latents, found.media
+
+        with self._model.evaluating():
+            latents, media = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
+        return Rollouts(tuple(samples), latents, media)
+
+    def _samples_digest(self) -> str:
+        prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]
+        return digest_of(self._seed, self._sampler.spec, *prompts)
+
+    @torch.no_grad()
+    def held_out_loss(self, conditions: Conditions) -> tuple[float, Tensor]:
+        """Mean flow-matching loss of the held-out samples under the trained policy, and the velocities' root mean
+        square ``[W, len(LEVELS)]``; same levels, same noise always."""
+        latents, prompts = self.held_out.latents, self.held_out.prompts
+
+        def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
+            clean = latents[list(indices)].to(self._model.device)
+            cond, found = conditions([prompts[i] for i in indices]), []
+            for number, level in enumerate(LEVELS):
+                noise = randomness.normal(clean.shape[1:], self._seed, "watch/noise", number, indices).to(clean)
+                sigma = torch.full((len(indices),), level, device=clean.device)
+                velocity = self._model.velocity(mix(clean, noise, sigma), sigma, cond).float()
+                squares = [(velocity - (noise - clean)) ** 2, velocity**2]
+                found.append(torch.stack([element_mean(square, cond.element_mask) for square in squares], dim=1))
+            return (torch.stack(found, dim=1),)
+
+        with self._model.evaluating():
+            (found,) = gather_over_ranks(len(prompts), self._micro_batch, self._context, make)
+        return float(found[..., 0].double().mean()), found[..., 1].double().sqrt()
+
+    def diversity(self, conditions: Conditions) -> float:
+        """How much the samples of one prompt differ; same prompts, same noise always."""
+        media = self._rollouts(self._sampler, self._samples, conditions, "watch/spread").media
+        return diversity(media, [sample.group for sample in self._samples])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues from."""
+        return self._start
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the measures of a checkpoint; those of an older version are measured again."""
+        self._start = dict(state)

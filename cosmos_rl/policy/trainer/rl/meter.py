@@ -1,0 +1,62 @@
+"""Sums and maxima of rows' terms over the optimiser steps and ranks of a training step."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.trainer.rl.algorithm import Rows, Terms
+from cosmos_rl.policy.trainer.rl.guard_rules import norm_metrics
+
+_NORM_RATIO = "velocity_norm_ratio"
+
+
+class Meter:
+    """One for each training step."""
+
+    def __init__(self, maxima: Sequence[str]) -> None:
+        """``maxima``: terms of which the largest value is reported beside the mean."""
+        self._with_maxima = maxima
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._weight = 0.0
+        self._norm_ratios: list[Tensor] = []  # [R, 2]: ratio (NaN for a row that only fills up), sigma
+
+    def add(self, terms: Terms, rows: Rows) -> dict[str, float]:
+        """Take in the rows of one optimiser step; their weighted sums. Reads the numbers, so waits for the device."""
+        weight_R, sums = rows.weight.double(), {}
+        counted = weight_R > 0
+        for name, value_R in ((name, value_R.cpu()) for name, value_R in terms.items()):
+            if name == _NORM_RATIO:
+                ratio_R = torch.where(counted, value_R, torch.nan)
+                self._norm_ratios.append(torch.stack([ratio_R, rows.sigma.to(ratio_R)], dim=1))
+                continue
+            if name.endswith("_max") or name in self._with_maxima:
+                top = float(value_R[counted].max()) if bool(counted.any()) else 0.0
+                self._maxima[name] = max(self._maxima.get(name, top), top)
+            if not name.endswith("_max"):
+                sums[name] = float((value_R.double() * weight_R).sum())
+                self.add_sum(name, sums[name])
+        self._weight += float(rows.weight.sum())
+        return sums
+
+    def add_sum(self, name: str, value: float) -> None:
+        """Add to one of the sums."""
+        self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def metrics(self, context: Context, loss_weights: Mapping[str, float]) -> dict[str, float]:
+        """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks.
+
+        ``loss_weights``: the terms that the loss is made of, and their factors in it.
+        """
+        names, tops = sorted(self._sums), sorted(self._maxima)
+        *sums, weight = context.sum_over_ranks([*(self._sums[name] for name in names), self._weight])
+        found = {f"train/{name}_avg": value / max(weight, 1e-12) for name, value in zip(names, sums, strict=True)}
+        for name, value in zip(tops, context.max_over_ranks([self._maxima[name] for name in tops]), strict=True):
+            found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+        if self._norm_ratios:
+            ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
+            found |= norm_metrics("train", ratio_R, sigma_R)
+        loss = sum(weight * found.get(f"train/{name}_avg", 0.0) for name, weight in loss_weights.items())
+        return {**found, "train/loss_avg": loss}

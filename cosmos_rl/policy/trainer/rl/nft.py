@@ -1,0 +1,117 @@
+"""DiffusionNFT (Zheng et al. 2025, arXiv 2509.16117, algorithm 1): sample with the old policy, turn advantages into
+r in [0, 1], and regress the trained velocity towards what good samples say and away from what bad ones say.
+See docs/algorithms/nft.md."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.advantage import optimality
+from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
+from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.distributed import randomness
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.model.diffusers.policies import Policies, PolicyName
+from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
+
+
+@dataclass(frozen=True)
+class DiffusionNft:
+    """The settings of the loss, and the answers to what a step asks (``Algorithm``)."""
+
+    beta: float
+    """Strength of the guidance that is learnt."""
+    advantage_low: float
+    advantage_high: float
+    decay_type: int
+    """How the old policy follows the trained one."""
+    num_sigmas: int
+    """Noise levels at which each sample is trained."""
+    adaptive_weight: bool = True
+
+    name: ClassVar[str] = "DiffusionNFT"
+    purpose: ClassVar[str] = "nft"
+    rollout_policy: ClassVar[PolicyName] = "old"
+    neutral: ClassVar[float] = 0.5
+    maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "unweighted_policy_loss", "kl_loss")
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """The keys of ``[policy.diffusers]`` and ``[train.train_policy]`` that it reads."""
+        job, diffusers = config.train.train_policy, config.policy.diffusers
+        assert isinstance(job, GrpoPolicyConfig)
+        bounds = (job.advantage_low, job.advantage_high)
+        return cls(diffusers.nft_beta, *bounds, diffusers.weight_copy_decay_type, diffusers.trained_levels)
+
+    def keeps_old(self, optimizer_steps: int) -> bool:
+        """Not where every training step is one optimiser step that ends with a hard copy."""
+        return self.decay_type != 0 or optimizer_steps > 1
+
+    def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
+        """The old policy where it is another one, the reference where its distance has a weight."""
+        old: tuple[PolicyName, ...] = () if old_is_current else ("old",)
+        return (*old, "reference") if kl_beta > 0.0 else old
+
+    def values(self, advantage_N: Tensor) -> Tensor:
+        """r in [0, 1]."""
+        return optimality(advantage_N, self.advantage_low, self.advantage_high)
+
+    def rows(self, share: Share, *, sigmas: Tensor, draws: Draws, number: int) -> Rows:
+        """``num_sigmas`` of the noise levels for each sample: one level of every sample, then the next one."""
+        seed, purpose, step = draws.key(f"{self.purpose}/{number}")
+        total, drawn = len(sigmas), []
+        for sample_id in share.sample_ids:
+            generator = randomness.generator(seed, f"{purpose}/levels", step, sample_id)
+            drawn.append(torch.randperm(total, generator=generator)[: self.num_sigmas].tolist())
+        pairs = [(row, drawn[row][j]) for j in range(self.num_sigmas) for row in range(len(drawn))]
+        order = torch.tensor([row for row, _ in pairs])
+        return Rows(
+            prompts=[share.prompts[row] for row, _ in pairs],
+            sigma=torch.stack([sigmas[index] for _, index in pairs]),
+            weight=share.weight[order],
+            value=share.value[order],
+            data={"clean": share.data["clean"][order]},
+            noise_ids=[share.sample_ids[row] * total + index for row, index in pairs],
+            noise_key=draws.key(f"{self.purpose}/noise/{number}"),
+        )
+
+    def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
+        """Clean latents, noised to the rows' levels."""
+        clean = rows.data["clean"][which].to(device)
+        noise = randomness.normal(clean.shape[1:], *rows.noise_key, rows.noise_ids[which]).to(device)
+        sigma, weight, value = (rows_R[which].to(device) for rows_R in (rows.sigma, rows.weight, rows.value))
+        return MicroBatch(mix(clean, noise, sigma), sigma, weight, value, rows.prompts[which], {"clean": clean})
+
+    def loss(
+        self, velocity: Tensor, micro: MicroBatch, element_mask: Tensor | None, kl_beta: float
+    ) -> tuple[Tensor, Terms]:
+        """Policy loss, plus ``kl_beta`` times the distance to the reference where it was run."""
+        old = micro.frozen.get("old", velocity.detach())
+        loss, terms = nft_loss(
+            velocity,
+            old,
+            micro.data["clean"],
+            micro.state,
+            micro.sigma,
+            micro.value,
+            beta=self.beta,
+            scale=self.advantage_high,
+            element_mask=element_mask,
+            adaptive_weight=self.adaptive_weight,
+            weight_B=micro.weight,
+        )
+        reference = micro.frozen.get("reference")
+        if reference is not None:
+            kl_B = velocity_kl(velocity, reference, element_mask)
+            loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
+            terms["kl_loss"] = kl_B.detach()
+            terms["old_kl"] = velocity_kl(old, reference, element_mask)
+            terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
+        return loss, terms
+
+    def after_step(self, policies: Policies, optimizer_steps: int) -> None:
+        """The old policy follows by the decay of its type."""
+        policies.update_old(old_policy_decay(self.decay_type, optimizer_steps))

@@ -1,0 +1,462 @@
+"""Online reinforcement learning of a flow model. One step: sample a group for each prompt, score the samples, turn the
+scores into advantages, learn from them. What is learnt, and from which policy's samples, is the algorithm's answer."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.prompts import PromptRecord, prompts_digest
+from cosmos_rl.data.streams import MapStream
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.errors import TrainingStoppedError
+from cosmos_rl.optim.optimizer import Refusal, StepResult, foremost
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, rollout_chunk, validation_chunk
+from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, limited_steps
+from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.rl import batch as batches
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
+from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
+from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
+from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut, digest_of
+from cosmos_rl.policy.trainer.rl.meter import Meter
+from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
+from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
+from cosmos_rl.reward.table import Rewards, RewardTable
+from cosmos_rl.rollout.sampler import (
+    Rollouts,
+    RolloutSampler,
+    RolloutSpec,
+    Sample,
+    concat,
+    diversity,
+    group_samples,
+    validation_samples,
+)
+from cosmos_rl.tracking.media import Shown
+from cosmos_rl.utils.logging import logger
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a step needs, already loaded."""
+
+    model: VelocityModel
+    prompts: Sequence[PromptRecord]
+    rewards: Rewards
+    encode: Callable[[Sequence[str]], Cond]
+    """Distinct prompts -> their conditions on the device."""
+    val_prompts: Sequence[PromptRecord] = ()
+    val_rewards: Rewards | None = None
+    """None: those of training."""
+    held_out: HeldOut | None = None
+    """Samples for the guard; None: samples of the model at the start."""
+    data_loss: Callable[[int, int], Iterator[Tensor]] | None = None
+    """(step, number of the optimiser step) -> this rank's shares of the mean loss of real samples."""
+    export: Callable[[], WriteExport] | None = None
+    """Copies the weights as they are now; its result writes them into a step's folder. None: no export."""
+
+
+class OnlineTask(TaskBase):
+    """The task of every online algorithm."""
+
+    def __init__(self, config: Config, context: Context, algorithm: Algorithm, parts: Parts) -> None:
+        """
+        Raises:
+            UserError: prompts and batch do not fit.
+        """
+        job = config.train.train_policy
+        assert isinstance(job, GrpoPolicyConfig)
+        self._job, self.algorithm, self.model = job, algorithm, parts.model
+        self._prompts, self._val_prompts, self._encode = parts.prompts, parts.val_prompts, parts.encode
+        self._prompts_digest = prompts_digest(parts.prompts)  # every save asks for it
+        self._rewards, self._val_rewards = parts.rewards, parts.val_rewards or parts.rewards
+        self._data_loss = parts.data_loss
+        self.samples_per_step = config.train.global_batch_size or config.train.train_batch_per_replica
+        self._group = config.rollout.n_generation
+        self.stream = _prompt_stream(len(parts.prompts), self.samples_per_step // self._group, job)
+        steps = self.stream.steps_per_epoch
+        params = parts.model.trainable()
+        super().__init__(config, context, params, limited_steps(steps, config), steps, parts.export)
+        local = self.samples_per_step // context.dp_size
+        optimizer_steps = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
+        self.policies = parts.model.policies(
+            keep_old=algorithm.keeps_old(optimizer_steps), keep_reference=job.kl_beta > 0.0
+        )
+        diffusers = config.policy.diffusers
+        self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
+        self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
+        self._sigmas = parts.model.sampling_levels(diffusers.sample.num_steps)[:-1]
+        self._chunk = rollout_chunk(config)
+        probe = GuardProbe(
+            job.watch,
+            parts.model,
+            context,
+            sampler=self._sampler,
+            evaluator=self._evaluator,
+            prompts=parts.prompts,
+            seed=self._seed,
+            micro_batch=job.mini_batch,
+            rollout_chunk=self._chunk,
+        )
+        self.guard = RewardHackingGuard(job.watch, probe, parts.held_out)
+        self._evaluations = 0  # of all ranks, before this process was started or at the last step
+        self._missing_warned = self._equal_warned = False
+        self._describe()
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int) -> StepReport:
+        """Roll out, score, learn."""
+        conditions, draws = self._new_conditions(), self._draws(step)
+        began = time.perf_counter()
+        own, pending = self._roll_out(step, conditions)
+        rolled_out = time.perf_counter()
+        tables = [self._wait_for_scores(future) for future in pending]
+        scored = time.perf_counter()
+        batch = self._score(step, own, tables)
+        metrics, refusal = self._learn(draws, batch, conditions)
+        learnt = time.perf_counter()
+        metrics |= {
+            **batches.reward_metrics(batch),
+            "train/learning_rate": self.optimizer.learning_rate(step),
+            "train/optimizer_steps": float(self._optimizer_steps),
+            "train/epoch": float(self.epoch(step)),
+            "rollout/diversity": self._mean_diversity(own),
+            "time/rollout": rolled_out - began,
+            "time/reward_wait": scored - rolled_out,
+            "time/update": learnt - scored,
+        }
+        done = step + 1
+        guarded, alarm = self.guard.check(done, conditions)
+        metrics |= {**guarded, "train/network_evaluations": self._count_evaluations()}
+        due = batches.gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
+        gallery = batches.gallery(batch, self._context) if due else ()
+        return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
+
+    @memory_phase("sampling")
+    def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable]"]]:
+        """This rank's samples; each chunk is being scored while the next one is sampled."""
+        local, parts, futures = self.samples_per_step // self._context.dp_size, [], []
+        samples = self._samples(step)[self._context.dp_rank * local :][:local]
+        conditions.encode_all([sample.prompt for sample in samples])
+        _, purpose, _ = self._draws(step).key("rollout")
+        with self.policies.using(self.algorithm.rollout_policy), self.model.evaluating():
+            for first in range(0, len(samples), self._chunk):
+                chunk = samples[first : first + self._chunk]
+                parts.append(self._sampler.sample(chunk, conditions, purpose, step))
+                futures.append(self._rewards.submit(batches.scoring_request(parts[-1])))
+        return concat(parts), futures
+
+    def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
+        """The rewards of all ranks and their advantages."""
+        batch = batches.score_batch(
+            self._samples(step),
+            own,
+            tables,
+            rewards=self._rewards,
+            job=self._job,
+            global_std=self._config.policy.diffusers.sample.global_std,
+            context=self._context,
+        )
+        reasons = batches.missing_reasons(own, tables)
+        if reasons and not self._missing_warned:
+            logger.warning("rewards are missing; the samples are left out and counted:\n  " + "\n  ".join(reasons[:5]))
+            self._missing_warned = True
+        if not self._equal_warned and not self._job.bypass_reward and batches.teaches_nothing(batch):
+            logger.warning(
+                f"step {step + 1}: the samples of each prompt all have the same reward, so nothing can be learnt from "
+                "them; cosmos-rl doctor --config examines the rewards"
+            )
+            self._equal_warned = True
+        return batch
+
+    def _learn(
+        self, draws: Draws, batch: ScoredBatch, conditions: StepConditions
+    ) -> tuple[dict[str, float], Refusal | None]:
+        """All optimiser steps of this training step, then the old policy moves; (metrics, what was refused)."""
+        size, ranks = self._job.batch_size_per_optimize, self._context.dp_size
+        seed, purpose, step = draws.key(self.algorithm.purpose)
+        steps = optimizer_batches(
+            torch.nonzero(batch.kept_N).flatten().tolist(),
+            size=None if size is None else size * ranks,
+            passes=self._job.mu_iterations,
+            seed=seed,
+            purpose=purpose,
+            step=step,
+        )
+        learnable = batches.shard_learnable(batch, steps, self._context)
+        meter, results = Meter(self.algorithm.maxima), []
+        self.model.transformer.train()
+        for number, indices in enumerate(steps):
+            results.append(self._optimizer_step(draws, number, indices, batch, learnable, conditions, meter))
+        if any(result.applied for result in results):
+            self.algorithm.after_step(self.policies, self._optimizer_steps)
+        norms = [result.grad_norm for result in results]
+        metrics = {
+            **meter.metrics(self._context, self._loss_weights),
+            "train/grad_norm": sum(norms) / max(len(norms), 1),
+            "optimizer/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
+            **self.optimizer.metrics(),
+        }
+        return metrics, foremost(results)
+
+    def _optimizer_step(
+        self,
+        draws: Draws,
+        number: int,
+        indices: Sequence[int],
+        batch: ScoredBatch,
+        learnable: Learnable,
+        conditions: StepConditions,
+        meter: Meter,
+    ) -> StepResult:
+        """The gradient of the samples at ``indices`` of the step, over all ranks, and one step along it."""
+        context, algorithm, step = self._context, self.algorithm, draws.step
+        value_N = algorithm.values(batch.used_N).float()
+        share = self._share(indices, batch, learnable, value_N)
+        rows = algorithm.rows(share, sigmas=self._sigmas, draws=draws, number=number)
+        conditions.encode_all(rows.prompts)
+        self._seed_dropout(draws, number)
+        total_weight = float(len(indices) * (len(rows.prompts) // len(share.prompts)))
+        data_share = self._data_term(step, number, total_weight)
+        current = self.policies.old_equals_current and not self.model.has_dropout()
+        terms = accumulate_gradient(
+            self.model,
+            self.policies,
+            algorithm,
+            rows,
+            conditions,
+            micro_batch=self._job.mini_batch,
+            frozen=algorithm.frozen(old_is_current=current, kl_beta=self._kl_beta),
+            kl_beta=self._kl_beta,
+            loss_factor=self.optimizer.loss_factor,
+        )
+        sums = meter.add(terms, rows)
+        self._warn_if_broken(step, terms, rows.prompts, rows.sigma, rows.weight)
+        if data_share is not None:
+            sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
+            meter.add_sum("data_loss", sums["data_loss"])
+        parts = context.sum_over_ranks([sums.get(name, 0.0) for name in self._loss_weights])
+        loss = sum(weight * part for weight, part in zip(self._loss_weights.values(), parts, strict=True))
+        differ = parts[-1] > 0.0 or bool((value_N[list(indices)] != algorithm.neutral).any())
+        result = self.apply_gradient(step, weight=total_weight, loss=loss / total_weight, expects_gradient=differ)
+        if result.applied:
+            self.policies.old_equals_current = False
+        return result
+
+    def _share(self, indices: Sequence[int], batch: ScoredBatch, learnable: Learnable, value_N: Tensor) -> Share:
+        own = split_evenly(indices, self._context.dp_rank, self._context.dp_size)
+        samples = [batch.samples[index] for index in own.indices]
+        return Share(
+            [sample.sample_id for sample in samples],
+            [sample.prompt for sample in samples],
+            learnable.select(own.indices),
+            value_N[list(own.indices)],
+            torch.tensor(own.weights),
+        )
+
+    def _data_term(self, step: int, number: int, total_weight: float) -> float | None:
+        """Add ``total_weight`` times the gradient of real samples; this rank's share of their mean loss."""
+        beta = self._job.data_term.beta
+        if self._data_loss is None or beta == 0.0:
+            return None
+        self.model.synchronise_gradients(False)
+        factor, total = beta * total_weight * self.optimizer.loss_factor, 0.0
+        for loss in self._data_loss(step, number):
+            (factor * loss).backward()
+            total += float(loss.detach())
+        return total
+
+    # ---- validation --------------------------------------------------------------------------------------------
+
+    def start(self, step: int) -> None:
+        """Let the guard measure the start: before the first step, or where a checkpoint knows nothing of it."""
+        self.guard.begin(step, self._new_conditions())
+
+    def validate(self, step: int, notify: Notify) -> ValidationReport:
+        """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
+        if not self._val_prompts:
+            return ValidationReport()
+        config, names, context = self._config, self._val_rewards.names, self._context
+        samples = validation_samples(self._val_prompts, config.validation.n_generation)
+        conditions = self._new_conditions()
+        conditions.encode_all([sample.prompt for sample in samples[context.dp_rank :: context.dp_size]])
+
+        def make(indices: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
+            notify("pre_per_step_validation_hook", {"batch_index": number})
+            chunk = [samples[i] for i in indices]
+            rollouts = self._evaluator.sample(chunk, conditions, "validation/rollout", 0)
+            table = self._wait_for_scores(self._val_rewards.submit(batches.scoring_request(rollouts)))
+            about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
+            notify("post_per_step_validation_hook", about)
+            return rollouts.media, batches.columns(table, names)
+
+        size = validation_chunk(config, len(self._val_prompts))
+        with self.averaged_weights(), self.policies.using("default"), self.model.evaluating():
+            media, reward_NF = gather_over_ranks(len(samples), size, context, make)
+        self._count_evaluations()  # here, so that a checkpoint of this step holds them
+        metrics = batches.validation_metrics(reward_NF, names)
+        self._note_untrained(step, reward_NF)
+        shown = [
+            Shown(media[i], sample.prompt, sample.sample_id, "fixed", batches.score_dict(reward_NF[i], names))
+            for i, sample in enumerate(samples)
+        ]
+        images = shown if media.dtype == torch.uint8 else ()
+        return ValidationReport(metrics, images, objective=-metrics["val/reward_avg"])
+
+    def _note_untrained(self, step: int, reward_NF: Tensor) -> None:
+        """Show the guard the scores of a validation that training does not use."""
+        names = self._val_rewards.names
+        untrained = {name: 1 + i for i, name in enumerate(names) if not self._rewards.weights.get(name)}
+        if not untrained:
+            return
+        made = (self._seed, self._evaluator.spec, self._config.validation.n_generation)
+        origins = [self._val_rewards.origins[name] for name in untrained]
+        of = digest_of(*made, prompts_digest(self._val_prompts), *origins)
+        self.guard.note_validation(step, {name: reward_NF[:, i] for name, i in untrained.items()}, of)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Old policy, reference, and the guard's own samples."""
+        found = {"old": self.policies.old_state(), "reference": self.policies.reference_state()}
+        guard = self.guard.tensors()
+        return {**found, "guard": guard} if guard else found
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the positions in the prompts and the draws depend on."""
+        return {
+            "seed": self._seed,
+            "samples_per_step": self.samples_per_step,
+            "n_generation": self._group,
+            "prompts": f"{self.stream.length} ({self._prompts_digest})",
+            "dataloader_seed": self._job.dataloader_seed,
+            "dataloader_shuffle": self._job.dataloader_shuffle,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters that a resumed run continues from."""
+        return {
+            **super().state_dict(),
+            "evaluations": self._evaluations,
+            "old_equals_current": self.policies.old_equals_current,
+            "guard": self.guard.state_dict(),
+            "rewards": self._reward_settings(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
+        super().load_state_dict(state)
+        self._evaluations = int(state["evaluations"])
+        self.policies.old_equals_current = bool(state["old_equals_current"])
+        self.guard.load_state_dict(state["guard"])
+        self.optimizer.lr_factor = self.guard.lr_factor
+        before, now = state["rewards"], self._reward_settings()
+        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if changed:
+            logger.warning(
+                "the rewards are not those of the run that is resumed (%s: other function or weight, new, or gone); "
+                "scores before and after do not compare",
+                ", ".join(changed),
+            )
+
+    def on_rewind(self, step: int, rewinds: int) -> None:
+        """Learning rate, KL weight and the random draws depend on how often the run was rewound."""
+        self.guard.on_rewind(step, rewinds)
+        self.optimizer.lr_factor = self.guard.lr_factor
+
+    def close(self) -> None:
+        """End what scores samples."""
+        self._rewards.close()
+        if self._val_rewards is not self._rewards:
+            self._val_rewards.close()
+
+    # ---- small parts -------------------------------------------------------------------------------------------
+
+    def _new_conditions(self) -> StepConditions:
+        return StepConditions(self._encode)
+
+    def _draws(self, step: int) -> Draws:
+        return Draws(self._seed, step, self.guard.rewinds)
+
+    def _samples(self, step: int) -> list[Sample]:
+        """All of a step: prompts x samples, a contiguous block for each rank."""
+        positions = self.stream.positions(step)
+        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self._group)
+
+    @property
+    def _kl_beta(self) -> float:
+        return self._job.kl_beta * self.guard.kl_factor
+
+    @property
+    def _loss_weights(self) -> dict[str, float]:
+        """The parts of the loss by their names among the terms."""
+        return {"policy_loss": 1.0, "kl_loss": self._kl_beta, "data_loss": self._job.data_term.beta}
+
+    def _seed_dropout(self, draws: Draws, number: int) -> None:
+        seed, purpose, step = draws.key("dropout")
+        torch.manual_seed(randomness.torch_seed(seed, purpose, step, number, self._context.dp_rank))
+
+    def _wait_for_scores(self, future: "Future[RewardTable]") -> RewardTable:
+        """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not."""
+        job, calls = self._job, self._chunk * max(len(self._rewards.names), 1)
+        seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
+        if not wait([future], seconds).done:
+            raise TrainingStoppedError(
+                f"the rewards {', '.join(self._rewards.names)} of {self._chunk} samples are not there after "
+                f"{seconds:g} s (the sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
+            )
+        return future.result()
+
+    def _warn_if_broken(
+        self, step: int, terms: Mapping[str, Tensor], prompts: Sequence[str], sigma_R: Tensor, weight_R: Tensor
+    ) -> None:
+        """Name up to three rows of this rank whose loss counts and is not finite."""
+        if not terms:
+            return
+        broken_R = ~terms["policy_loss"].cpu().isfinite() & (weight_R > 0)
+        rows = torch.nonzero(broken_R).flatten().tolist()[:3]
+        if rows:
+            first = [f"{prompts[i][:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in rows]
+            logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(first)}")
+
+    def _mean_diversity(self, own: Rollouts) -> float:
+        groups = [sample.group for sample in own.samples]
+        (total,) = self._context.sum_over_ranks([diversity(own.media, groups)])
+        return total / self._context.dp_size
+
+    def _count_evaluations(self) -> float:
+        """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must
+        call it."""
+        (count,) = self._context.sum_over_ranks([float(self.model.evaluations)])
+        self.model.evaluations = 0
+        self._evaluations += int(count)
+        return float(self._evaluations)
+
+    def _reward_settings(self) -> dict[str, list[Any]]:
+        return {name: [self._rewards.weights[name], self._rewards.origins[name]] for name in self._rewards.names}
+
+    def _describe(self) -> None:
+        count = sum(p.numel() for p in self.params.values())
+        what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
+        logger.info(
+            f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
+            f"{self.stream.length} prompts, {self.stream.batch} per step x {self._group} samples = "
+            f"{self.samples_per_step}, {self._config.policy.diffusers.trained_levels} of {len(self._sigmas)} noise "
+            f"levels each, rewards {', '.join(self._rewards.names)}; {self.total_steps} steps"
+        )
+
+
+def _prompt_stream(prompts: int, per_step: int, job: GrpoPolicyConfig) -> MapStream:
+    drop_last = job.dataloader_drop_last and prompts >= per_step
+    return MapStream(prompts, per_step, job.dataloader_seed, job.dataloader_shuffle, drop_last=drop_last)

@@ -25,6 +25,11 @@ SHIPPED = {
 TAPLO = shutil.which("taplo") or str(Path(sys.executable).with_name("taplo"))  # installed with the extra "dev"
 
 
+def rows_of(page):
+    """(key, status) of all rows of its tables of keys."""
+    return re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]+) \|$", page, flags=re.MULTILINE)
+
+
 def taplo(*paths):
     return subprocess.run([TAPLO, "lint", *map(str, paths)], capture_output=True, text=True, timeout=60)
 
@@ -44,12 +49,14 @@ def test_the_schema_is_printed_without_torch():
 
 def test_the_page_names_every_key_once_with_its_status():
     page = (ROOT / "docs/configuration.md").read_text()
-    described = {}
-    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+    effective, _, appendix = page.partition("\n## Appendix")
+    assert {status for _, status in rows_of(effective)} == {Kind.WORKS.value, Kind.RL.value}
+    assert len(rows_of(appendix)) == len(dict(rows_of(appendix)))
+    described = dict(rows_of(appendix))
+    for part in re.split(r"^## ", effective, flags=re.MULTILINE)[1:]:
         heading = part.partition("\n")[0].strip("`")
         table = re.split(r"\]| with", heading.strip("["))[0]
-        rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", part, flags=re.MULTILINE)
-        for key, status in rows:
+        for key, status in rows_of(part):
             described.setdefault(f"{table}.{key}" if heading != "Top level" else key, status)
     for key in keys_of(Config()):
         if not tables_of(key.field.annotation):  # a table that is absent by default

@@ -26,18 +26,25 @@ set on the command line: `--train.optm_lr=1e-4`, `--policy.diffusers.inference_s
 ([`configs/cosmos_rl_config.toml`](../configs/cosmos_rl_config.toml)), `cosmos-rl schema` the JSON schema. A first line
 `#:schema <path of cosmos_rl_config.json>` gives completion and checks in editors that know TOML schemas.
 
-**Status** says what a key does in this version:
-
-| Status | Meaning |
-|---|---|
-| works | has an effect |
-| not yet | accepted; a value other than the default is refused when a run is started ("not runnable yet") |
-| reinforcement learning | read only by such jobs |
-| videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
-| no effect | accepted so that older files load; named in one line when a run is started |
+**Status** says which jobs read a key: all of them ("works"), or only those of reinforcement learning. Keys that do
+nothing in this version are in the [appendix](#appendix-keys-without-effect).
 
 Unknown keys are errors. Old names that are still read: {aliases}.
 """
+_APPENDIX = """## Appendix: keys without effect
+
+These keys do nothing in this version.
+
+| Status | Meaning |
+|---|---|
+| no effect | accepted so that older files load; named in one line when a run is started |
+| not yet | accepted; a value other than the default is refused when a run is started ("not runnable yet") |
+| videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
+
+| Key | Value | Default | Meaning | Status |
+|---|---|---|---|---|
+"""
+_EFFECTIVE = (Kind.WORKS, Kind.RL)
 _TEMPLATE = """\
 #:schema ./schemas/cosmos_rl_config.json
 # All keys with their defaults, made by `cosmos-rl schema --toml`. A run needs policy.model_name_or_path and
@@ -73,6 +80,11 @@ class Section:
     table: type[BaseModel]
     given: bool  # whether the table is there when the file does not name it
     entries: tuple[Entry, ...]
+
+    @property
+    def path(self) -> str:
+        """Dotted name of the table; empty for the top level."""
+        return self.heading.partition(" with ")[0].strip("[]")
 
     @property
     def status(self) -> Kind:
@@ -151,24 +163,29 @@ def _is_title(key: str, value: object) -> bool:
 
 
 def markdown() -> str:
-    """The documentation page of all keys."""
+    """The documentation page of all keys; those that do nothing come last."""
     names = ", ".join(f"`{old}` (now `{new}`)" for old, new in PRESENT_NAMES.items())
-    parts = [_PAGE.format(aliases=names)]
+    parts, idle = [_PAGE.format(aliases=names)], []
     described: dict[type[BaseModel], str] = {}
     for section in sections():
+        idle += [_row(entry, section.path) for entry in section.entries if entry.kind not in _EFFECTIVE]
+        entries = [entry for entry in section.entries if entry.kind in _EFFECTIVE]
+        if section.entries and not entries:
+            continue
         heading = f"`{section.heading}`" if section.heading else "Top level"
         if section.table in described:
             parts.append(f"## {heading}\n\nThe keys of {described[section.table]}.\n")
             continue
         described[section.table] = heading
-        rows = [_row(entry) for entry in section.entries]
+        rows = [_row(entry) for entry in entries]
         head = ["", "| Key | Value | Default | Meaning | Status |", "|---|---|---|---|---|"] if rows else []
         parts.append("\n".join([f"## {heading}", "", section.about, *head, *rows]) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _APPENDIX + "\n".join(idle) + "\n"])
 
 
-def _row(entry: Entry) -> str:
-    cells = [f"`{entry.name}`", entry.values, _shown_default(entry), entry.meaning, entry.kind.value]
+def _row(entry: Entry, table: str = "") -> str:
+    name = f"{table}.{entry.name}" if table else entry.name
+    cells = [f"`{name}`", entry.values, _shown_default(entry), entry.meaning, entry.kind.value]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 

@@ -1,4 +1,4 @@
-"""How samples are dealt to optimiser steps, and what is reduced over ranks."""
+"""How samples are split over optimiser steps and ranks, and what is reduced over ranks."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import Config, DiffusersConfig
 from cosmos_rl.policy.config.policy import SampleConfig
-from cosmos_rl.policy.trainer.data_parallel import optimizer_batches
+from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
 
 
 @pytest.mark.parametrize(
@@ -47,26 +47,36 @@ def test_the_share_of_levels_is_that_of_the_decimal_number() -> None:
 # ---- over ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Context], object]], list[object]]:
-    """Runs a function as two ranks, threads here, that are joined by gloo itself."""
-    place = threading.local()
+Function = Callable[[Context], object]
 
-    def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+
+@pytest.fixture
+def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
+    """Runs a function as several ranks, threads here, that are joined by gloo itself."""
+    world = threading.local()
+
+    def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        place.group.allreduce([tensor], options).wait()
+        (group or world.group).allreduce([tensor], options).wait()
+
+    def all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        (group or world.group).allgather([parts], [tensor]).wait()
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
 
-    def run(function: Callable[[Context], object]) -> list[object]:
-        store, results = dist.HashStore(), [None, None]
+    def run(function: Function, ranks: int = 2, cp_size: int = 1) -> list[object]:
+        store, results = dist.HashStore(), [None] * ranks
 
-        def rank(number: int) -> None:
-            place.group = dist.ProcessGroupGloo(store, number, 2)
-            results[number] = function(Context(torch.device("cpu"), number, 2))
+        def start(rank: int) -> None:
+            world.group = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, ranks)
+            peers = dist.PrefixStore(f"cp {rank % cp_size}", store)
+            data = dist.ProcessGroupGloo(peers, rank // cp_size, ranks // cp_size) if cp_size > 1 else None
+            context = Context(torch.device("cpu"), rank, ranks, cp_size=cp_size, dp_group=data)
+            results[rank] = function(context)
 
-        threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -77,12 +87,36 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Context], 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_maximum_over_ranks_keeps_nan_whoever_has_it(
-    two_ranks: Callable[[Callable[[Context], object]], list[object]], lost: int
-) -> None:
-    found = two_ranks(lambda context: context.max_over_ranks([math.nan if context.rank == lost else 1.0, context.rank]))
+def test_a_maximum_over_ranks_keeps_nan_whoever_has_it(run_ranks: Callable[..., list[object]], lost: int) -> None:
+    found = run_ranks(lambda context: context.max_over_ranks([math.nan if context.rank == lost else 1.0, context.rank]))
     for values in found:
         assert math.isnan(values[0])  # type: ignore[index]
         assert values[1] == 1.0  # type: ignore[index]
-    assert two_ranks(lambda context: context.max_over_ranks([-math.inf])) == [[-math.inf]] * 2
+    assert run_ranks(lambda context: context.max_over_ranks([-math.inf])) == [[-math.inf]] * 2
     assert math.isnan(Context(torch.device("cpu")).max_over_ranks([math.nan])[0])
+
+
+def test_context_parallel_peers_count_once_and_all_ranks_have_a_vote(run_ranks: Callable[..., list[object]]) -> None:
+    """Four ranks, two shares of the data: ranks 0 and 1 have the first one, 2 and 3 the second."""
+
+    def function(context: Context) -> object:
+        rows = torch.tensor([[10.0 * context.dp_rank], [10.0 * context.dp_rank + 1]])
+        return (
+            (context.dp_rank, context.dp_size),
+            context.sum_over_ranks([1.0, 5.0 * context.dp_rank]),
+            context.gather_rows(rows).flatten().tolist(),
+            context.max_over_ranks([float(context.rank == 1)]),  # a signal that one rank got
+        )
+
+    found = run_ranks(function, ranks=4, cp_size=2)
+    rest = ([2.0, 5.0], [0.0, 1.0, 10.0, 11.0], [1.0])
+    assert found == [((rank // 2, 2), *rest) for rank in range(4)]
+
+
+def test_samples_are_split_by_the_index_of_the_data() -> None:
+    peers = [Context(torch.device("cpu"), rank, 4, cp_size=2) for rank in range(4)]
+    splits = [split_evenly(range(5), peer.dp_rank, peer.dp_size) for peer in peers]
+    assert splits[0] == splits[1]
+    assert splits[2] == splits[3]
+    assert splits[0].indices + splits[2].indices == (0, 1, 2, 3, 4, 0)
+    assert splits[0].weights + splits[2].weights == (1.0,) * 5 + (0.0,)

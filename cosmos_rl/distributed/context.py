@@ -18,13 +18,21 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Context:
-    """The place of this process in the job. Data-parallel rank and rank are the same while nothing else is parallel."""
+    """The place of this process in the job.
+
+    Ranks of one data-parallel index are context-parallel peers: they share data and compute the same numbers of it. So
+    sums and gathers run over one of them each, and count nothing twice; maxima and texts run over all ranks.
+    """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     mesh: DeviceMesh | None = None
-    """(dp_replicate, dp_shard); None for a single rank, which is not wrapped in FSDP."""
+    """(dp_replicate, shards); None for a single rank, which is not wrapped in FSDP."""
+    cp_size: int = 1
+    """Ranks that share the same data; neighbours."""
+    dp_group: dist.ProcessGroup | None = None
+    """One rank of each data-parallel index, in their order; None: all ranks."""
 
     @property
     def is_main(self) -> bool:
@@ -34,38 +42,40 @@ class Context:
     @property
     def dp_rank(self) -> int:
         """Which share of each batch is this rank's."""
-        return self.rank
+        return self.rank // self.cp_size
 
     @property
     def dp_size(self) -> int:
-        """Into how many shares each batch is dealt."""
-        return self.world_size
+        """Into how many shares each batch is split."""
+        return self.world_size // self.cp_size
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sums over all ranks, in float64."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        """Element-wise sums over all shares of the data, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM, self.dp_group)
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise maxima over all ranks; NaN where any rank has it."""
         lost = [float(math.isnan(value)) for value in values]
         known = [-math.inf if math.isnan(value) else value for value in values]
-        found = self._reduced([*known, *lost], dist.ReduceOp.MAX)  # the backends' own maximum loses some NaN
+        found = self._reduce([*known, *lost], dist.ReduceOp.MAX, None)  # the backends' own maximum loses some NaN
         tops = zip(found[: len(lost)], found[len(lost) :], strict=True)
         return [math.nan if is_lost else top for top, is_lost in tops]
 
-    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(
+        self, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+    ) -> list[float]:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo carries it whatever the device
-        dist.all_reduce(tensor, op=operation)
+        dist.all_reduce(tensor, op=operation, group=group)
         return tensor.tolist()
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks, rank after rank; every rank gives as many. The result is on the CPU."""
+        """Rows of all shares of the data, share after share; every rank gives as many. The result is on the CPU."""
         if self.world_size == 1:
             return rows.cpu()
-        parts = [torch.empty_like(rows, device="cpu") for _ in range(self.world_size)]
-        dist.all_gather(parts, rows.cpu().contiguous())
+        parts = [torch.empty_like(rows, device="cpu") for _ in range(self.dp_size)]
+        dist.all_gather(parts, rows.cpu().contiguous(), group=self.dp_group)
         return torch.cat(parts)
 
     def as_on_main(self, text: str) -> str:
@@ -107,12 +117,13 @@ def use_deterministic_kernels() -> None:
 
 
 @contextlib.contextmanager
-def process_group(device_name: str, replicas: int = 1) -> Iterator[Context]:
+def process_group(device_name: str, replicas: int = 1, cp_size: int = 1) -> Iterator[Context]:
     """Join the job's process group (or make one of size 1) for the length of the block.
 
     Args:
         device_name: ``auto``, ``cpu`` or ``cuda``.
         replicas: groups of ranks that each hold all weights; the ranks of a group share them (HSDP).
+        cp_size: ranks that share the same data.
     """
     device = pick_device(device_name)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo on the CPU side carries async saves
@@ -122,20 +133,25 @@ def process_group(device_name: str, replicas: int = 1) -> Iterator[Context]:
     elif ours:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield _context(device, replicas)
+        yield _context(device, replicas, cp_size)
     finally:
         if ours:  # a caller's own group stays the caller's
             dist.destroy_process_group()
 
 
-def _context(device: torch.device, replicas: int) -> Context:
+def _context(device: torch.device, replicas: int, cp_size: int) -> Context:
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return Context(device)
-    if world % replicas:
+    if world % (replicas * cp_size):
         raise UserError(
-            f"{world} ranks cannot be split into policy.parallelism.dp_replicate_size = {replicas} equal groups"
+            f"{world} ranks cannot be split into policy.parallelism.dp_replicate_size = {replicas} equal groups of "
+            f"whole context-parallel groups (cp_size = {cp_size})"
         )
-    shape = (replicas, world // replicas)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return Context(device, rank, world, mesh)
+    shape = (replicas, world // (replicas * cp_size), cp_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    if cp_size == 1:
+        return Context(device, rank, world, mesh["dp_replicate", "dp_shard"])
+    data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh["dp_shard", "cp"]._flatten("shards")  # weights are sharded over context-parallel peers as well
+    return Context(device, rank, world, mesh["dp_replicate", "shards"], cp_size, data.get_group())

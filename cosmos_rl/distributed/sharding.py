@@ -24,7 +24,7 @@ class Sharding:
     """How a module is spread over ranks."""
 
     mesh: DeviceMesh
-    """(dp_replicate, dp_shard)."""
+    """(dp_replicate, shards)."""
     reduce_dtype: torch.dtype = torch.float32
     """Dtype in which gradients are reduced."""
     reshard: str = "default"
@@ -48,7 +48,8 @@ def shard_module(
     Inputs are not cast (noise levels must stay float32); what needs the compute dtype is cast by autocast.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    axes = mesh if mesh.size(0) > 1 else mesh["dp_shard"]
+    assert mesh.mesh_dim_names is not None
+    axes = mesh if mesh.size(0) > 1 else mesh[mesh.mesh_dim_names[1]]
     options: dict[str, Any] = {"mesh": axes, "mp_policy": policy}
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [child for child in module.modules() if child is not module and type(child).__name__ in names]

@@ -62,8 +62,9 @@ def run(
 
     if config.train.deterministic:
         use_deterministic_kernels()
-    replicas = config.policy.parallelism.dp_replicate_size
-    with process_group(config.train.device, replicas) as context, contextlib.ExitStack() as stack:
+    parallelism = config.policy.parallelism
+    sizes = (parallelism.dp_replicate_size, parallelism.cp_size)
+    with process_group(config.train.device, *sizes) as context, contextlib.ExitStack() as stack:
         with memory_phase("loading"):
             task = _task(config, context, stack, dataset, val_dataset, reward_fns, val_reward_fns)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)

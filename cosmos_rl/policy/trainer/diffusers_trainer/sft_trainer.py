@@ -54,7 +54,7 @@ class SFTTrainer(TaskBase):
         if config.validation.enable:
             self._val_dataset = self._held_out(val_dataset)
             self._val_records = self._validated_records()
-        sft, ranks = config.train.train_policy, context.world_size
+        sft, ranks = config.train.train_policy, context.dp_size
         batch, key = config.train.global_batch_size, "train.global_batch_size"
         if batch is None:
             batch, key = config.train.train_batch_per_replica * ranks, "train.train_batch_per_replica x ranks"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.model.diffusers.policies import Policies
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.policies import Policies
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.model.tiny.sd3 import Preset, sd3_pipeline
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_rl.policy.model.diffusers.policies import AdapterPolicies
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.policies import AdapterPolicies
 from tests.test_doctor import marks
 
 Toml = Callable[..., Path]

@@ -127,7 +127,7 @@ def compare_as_rank(folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from cosmos_rl.distributed.sharding import shard_module
-    from cosmos_rl.policy.model.diffusers.policies import free_gathered
+    from cosmos_rl.policy.model.policies import free_gathered
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

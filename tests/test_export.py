@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.diffusers import DiffuserModel, lora
-from cosmos_rl.policy.model.diffusers.lora import adapter_state
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.lora import adapter_state
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from tests.test_resume import saved_state
 from tests.trainer_runs import train

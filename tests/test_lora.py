@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
-from cosmos_rl.policy.model.diffusers import lora
+from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")

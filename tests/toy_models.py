@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.model.diffusers.lora import add_adapters, initialise
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.lora import add_adapters, initialise
 
 TEXT = "encoder_hidden_states"
 

@@ -12,18 +12,17 @@ from torch import Tensor
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed import randomness
-from cosmos_rl.distributed.context import pick_device
+from cosmos_rl.distributed.context import Context, pick_device
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
 from cosmos_rl.launcher.prepare import refuse_unbuilt
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from cosmos_rl.policy.config.ranks import resized
-from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.quiet import quiet_libraries
-from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 
 _LEAST_PSNR = 20.0
 """dB; less, and not much better than one colour for the whole picture, and the VAE is not to be trusted."""
@@ -85,14 +84,7 @@ def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
 
 def _loaded(config: Config, device: torch.device) -> Any:
     """The model as the trainer builds it."""
-    torch.manual_seed(randomness.torch_seed(config.train.seed, "init"))
-    return ModelRegistry.build_diffusers_model(
-        config,
-        param_dtype=config.train.param_dtype,
-        device=device,
-        gradient_checkpointing=config.policy.model_gradient_checkpointing,
-        seed=config.train.seed,
-    )
+    return build_model(config, Context(device), rest_on_cpu=False)
 
 
 def _pairs(config: Config) -> LocalPairs:

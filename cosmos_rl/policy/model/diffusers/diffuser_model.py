@@ -24,10 +24,10 @@ from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
-from cosmos_rl.policy.model.diffusers import lora
+from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
-from cosmos_rl.policy.model.diffusers.freezing import apply_patterns
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
+from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import quiet_libraries, quiet_warnings, text_encoders_of
 from cosmos_rl.utils.logging import logger
 

@@ -18,7 +18,7 @@ from cosmos_rl.diffusion.kernels import STOCK, Kernel, StepFn, build_kernel, eul
 from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
-from cosmos_rl.policy.model.diffusers.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
+from cosmos_rl.policy.model.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
 
 TEXT_KEYWORDS = {
     "prompt_embeds": "encoder_hidden_states",

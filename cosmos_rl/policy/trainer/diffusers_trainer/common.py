@@ -20,7 +20,7 @@ from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
-from cosmos_rl.policy.model.diffusers.lora import folded_config, folded_weights
+from cosmos_rl.policy.model.lora import folded_config, folded_weights
 
 
 def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> DiffuserModel:

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from cosmos_rl.policy.model.diffusers.policies import Policies, PolicyName
+from cosmos_rl.policy.model.policies import Policies, PolicyName
 
 Terms = dict[str, Tensor]
 """What is reported of ``B`` rows, each ``[B]`` and without a gradient. ``policy_loss`` is always there, ``kl_loss``

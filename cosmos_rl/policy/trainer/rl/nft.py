@@ -14,7 +14,7 @@ from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-from cosmos_rl.policy.model.diffusers.policies import Policies, PolicyName
+from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from cosmos_rl.policy.model.diffusers.policies import Policies, PolicyName
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, MicroBatch, Rows, Terms
 from cosmos_rl.rollout.sampler import Conditions
 

@@ -1,9 +1,10 @@
 """Jobs a second and latency beside other servers' designs: ``python -m benchmarks.peers [--seconds S] [--rounds N]``.
 
 8 clients, each sending its next job (2 random pictures of 512 x 512, JPEG size as the reward) when it has the scores
-of the one before; the contenders take turns within one run. Rates and latencies depend on what else the machine does;
-``to_bare`` (jobs a second over those of the bare scorer in the same round) and ``cpu_ms`` (of all the contender's
-processes, per job) hardly do. ``v1`` is enqueue and pull, ``v2`` the one call ``/v2/score``; both keep
+of the one before; the contenders take turns within one run. Rates and latencies depend on what else the machine does,
+and so does ``to_bare`` (jobs a second over those of the bare scorer in the same round): of a busy machine several
+processes get a larger share than one. ``cpu_to_bare`` (CPU time per job of all the contender's processes, over that of
+the bare scorer in the same round) hardly does. ``v1`` is enqueue and pull, ``v2`` the one call ``/v2/score``; both keep
 jobs on the disk.
 """
 
@@ -133,6 +134,7 @@ def _summary(name: str, found: list[dict[str, dict[str, float]]]) -> dict[str, A
         "jobs_per_second": [round(one["rate"], 1) for one in mine],
         "to_bare": [round(ratio, 2) for ratio in ratios],
         "median_to_bare": round(statistics.median(ratios), 3),
+        "cpu_to_bare": [round(one[name]["cpu_ms"] / one["bare"]["cpu_ms"], 2) for one in found],
         **{key: round(statistics.median(one[key] for one in mine), 1) for key in ("p50_ms", "p95_ms", "cpu_ms")},
     }
 

@@ -144,6 +144,25 @@ def test_what_is_handed_back_runs_elsewhere_at_once(tmp_path):
     asyncio.run(test())
 
 
+def test_what_arrives_after_all_was_handed_back_goes_back_too(tmp_path):
+    async def test():
+        async with brokered(tmp_path) as (_, queue):
+            control, late, free = Control(), Runs(free=False), Runs()
+            task = asyncio.create_task(queue.consume("r", late, 4, control))
+            control.release.set()
+            await queue.put("r", ["a"])
+            await asyncio.sleep(0.5)
+            control.stop.set()
+            async with asyncio.timeout(20):
+                await task
+            assert late.calls == []
+            async with consuming(queue, free):
+                await until(lambda: free.ended)
+            assert free.calls[0][1] > 1
+
+    asyncio.run(test())
+
+
 def test_the_jobs_of_a_dead_consumer_move_and_those_of_a_live_one_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(queue_module, "LEASE_S", 1.0)
     monkeypatch.setattr(queue_module, "_RENEW_S", 0.1)

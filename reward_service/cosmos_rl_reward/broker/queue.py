@@ -202,8 +202,10 @@ class _Consumer:
 
     def _start(self, entry: str, fields: dict[str, str], delivered: int) -> None:
         lease = _Lease(fields["job"], int(fields["tries"]) + delivered - 1)
-        self._leases[entry] = asyncio.create_task(self._run_one(lease))
-        self._leases[entry].add_done_callback(lambda running: self._note_end(entry, lease, running))
+        running = self._leases[entry] = asyncio.create_task(self._run_one(lease))
+        running.add_done_callback(lambda _: self._note_end(entry, lease, running))
+        if self._control.release.is_set():  # the broker's answer was on its way
+            running.cancel()
 
     async def _run_one(self, lease: _Lease) -> None:
         try:

@@ -89,7 +89,7 @@ def redis_main(argv: list[str] | None = None) -> int:
     """Start a broker for several machines and leave it running."""
     parser = argparse.ArgumentParser("cosmos-rl-reward-redis", description="Start a Redis or Valkey server.")
     parser.add_argument("--port", type=int, required=True, help="the first free port from here on is taken")
-    parser.add_argument("--logfile", default=str(Path(tempfile.gettempdir()) / "redis.log"))
+    parser.add_argument("--logfile", help="default: redis.log in a new folder that only you can enter")
     parser.add_argument("--bind", default="127.0.0.1", help=f"another address needs a password in ${_PASSWORD}")
     options = parser.parse_args(argv)
     return _guarded(lambda: _redis(options))
@@ -105,13 +105,15 @@ def _redis(options: argparse.Namespace) -> int:
     if options.bind not in ("127.0.0.1", "::1") and len(password) < 16:
         raise UserError(f"--bind {options.bind}: others can reach it, so set a password (16 or more) in {_PASSWORD}")
     port = _free_port(options.bind, options.port)
+    # a name that others know beforehand could be a link of theirs, made to have one of our files overwritten
+    logfile = options.logfile or str(Path(tempfile.mkdtemp(prefix="cosmos-rl-reward-redis-")) / "redis.log")
     lines = [
         f"bind {options.bind}",
         f"port {port}",
         "daemonize yes",
         'save ""',
         "maxmemory-policy noeviction",
-        f'logfile "{options.logfile}"',
+        f'logfile "{logfile}"',
         *([f'requirepass "{password}"'] if password else []),
     ]
     done = subprocess.run(
@@ -125,6 +127,7 @@ def _redis(options: argparse.Namespace) -> int:
     )
     if done.returncode:
         raise UserError(f"the server did not start: {(done.stdout + done.stderr).strip()[-500:]}")
+    print(f"log: {logfile}", file=sys.stderr)
     print(f"redis://{options.bind}:{port}")
     return 0
 

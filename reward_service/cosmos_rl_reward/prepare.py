@@ -14,8 +14,8 @@ from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.rewards.weights import write_whole
 from cosmos_rl_reward.worker.host import decode_spec, reward_spec
-from cosmos_rl_reward.worker.pool import PoolSpec
 from cosmos_rl_reward.worker.replica import Failed, Replica
+from cosmos_rl_reward.worker.spec import PoolSpec
 
 _ALWAYS = ("numpy", "pillow")  # what every reward's environment needs
 # read as text only: its own pins are for training and do not fit the environment
@@ -34,7 +34,7 @@ class _Tools:
 
 def requirements(reward: str) -> list[str]:
     """What pip installs for a reward: the extra of that name, and what every worker needs."""
-    found = list(_ALWAYS)
+    found: list[str] = [*_ALWAYS]
     for line in importlib.metadata.requires("cosmos_rl_reward") or []:
         requirement = Requirement(line)
         marker = requirement.marker
@@ -64,7 +64,8 @@ async def prepare(
             print(f"{name}: ok{_words(note)}", flush=True)
             if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
                 wants_decoder = True
-                latent = RewardArgs(reward_type="latent", venv_python=config.decode_args.venv_python)
+                fields = {"reward_type": "latent", "venv_python": config.decode_args.venv_python}
+                latent = RewardArgs.model_validate(fields)
                 jobs.append(("latent decoder", latent, decode_spec(config)))
         except (Failed, UserError) as error:
             failed += 1
@@ -140,7 +141,8 @@ async def _run(command: list[str], what: str) -> str:
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), _SCRIPT_S)
+        async with asyncio.timeout(_SCRIPT_S):
+            output, _ = await process.communicate()
     except TimeoutError:
         process.kill()
         raise UserError(f"{what} did not end within {_SCRIPT_S / 3600:g} h") from None

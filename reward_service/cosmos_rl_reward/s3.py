@@ -360,14 +360,14 @@ class S3Spool(Spool):
 
     # files of this process
 
-    def borrow(self, job: Job, decoded: bool) -> Files:
+    def acquire(self, job: Job, decoded: bool) -> Files:
         """See ``Spool``.
 
         Raises:
             FileNotFoundError: the job was finished meanwhile.
             StoreAway: also when there is no room here.
         """
-        files = super().borrow(job, decoded)
+        files = super().acquire(job, decoded)
         with self._mutex:
             self._lent.setdefault(job.id, set()).add(files)
         try:
@@ -375,7 +375,7 @@ class S3Spool(Spool):
             if decoded and job.media == "latent":
                 self._fetch(f"open/{job.id}/decoded", self.decoded_path(job.id))
         except BaseException:
-            self.give_back(files)
+            self.release(files)
             raise
         return files
 
@@ -409,7 +409,7 @@ class S3Spool(Spool):
         finally:
             aside.unlink(missing_ok=True)
 
-    def give_back(self, files: Files) -> None:
+    def release(self, files: Files) -> None:
         """See ``Spool``. The last one removes them."""
         with self._mutex:
             users = self._lent.get(files.id, set())

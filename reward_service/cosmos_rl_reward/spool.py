@@ -215,12 +215,12 @@ class Spool:
     def share_decoded(self, job: Job) -> None:
         """A job's latents were decoded into ``decoded_path``: let all machines see them. They do, in a folder."""
 
-    def borrow(self, job: Job, decoded: bool) -> Files:
+    def acquire(self, job: Job, decoded: bool) -> Files:
         """Local files of a job, with its decoded latents if ``decoded``; to be given back."""
         video = str(self.decoded_path(job.id)) if job.media == "latent" else ""
         return Files(job.id, self._job(job.id), video)
 
-    def give_back(self, files: Files) -> None:
+    def release(self, files: Files) -> None:
         """Nobody reads the files any more. May be called again."""
 
     def has_result(self, job_id: str, reward: str) -> bool:

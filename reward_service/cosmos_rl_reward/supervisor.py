@@ -104,7 +104,8 @@ class Child:
             return
         self.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.process.wait()
         except TimeoutError:
             logger.warning("%s did not end within %g s and is killed", self.name, timeout_s)
             self.signal(signal.SIGKILL)

@@ -196,12 +196,16 @@ def test_commands(tmp_path):
     assert open_to_all.returncode == 2
     assert "password" in open_to_all.stderr
     started = subprocess.run(
-        [*run, "--port", "17111", "--logfile", str(tmp_path / "redis.log")],
+        [*run, "--port", "17111"],
         capture_output=True,
         text=True,
-        env={**os.environ, "COSMOS_RL_REWARD_REDIS_PASSWORD": "p" * 20},
+        env={**os.environ, "COSMOS_RL_REWARD_REDIS_PASSWORD": "p" * 20, "TMPDIR": str(tmp_path)},
     )
     assert started.returncode == 0, started.stderr
+    log = Path(started.stderr.strip().removeprefix("log: "))
+    assert log.parent.parent == tmp_path
+    assert log.parent.stat().st_mode & 0o777 == 0o700
+    assert log.exists()
     url = started.stdout.strip()
     assert re.fullmatch(r"redis://127.0.0.1:\d+", url)
     url = url.replace("//", f"//:{'p' * 20}@")

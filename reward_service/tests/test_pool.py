@@ -14,7 +14,7 @@ from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.results import encode, without_scores
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
-from cosmos_rl_reward.worker import pool as pool_module
+from cosmos_rl_reward.worker import patience
 from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.inputs import Input, batches, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
@@ -137,7 +137,7 @@ class Disk:
 
 def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
     """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
-    monkeypatch.setattr(pool_module, "_WRITE_PAUSES_S", (0.02,), raising=False)
+    monkeypatch.setattr(patience, "_PAUSES_S", (0.02,))
     told = []
 
     async def announce(event):
@@ -186,7 +186,7 @@ def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
         ("write_results", PermissionError(13, "not allowed")),
         ("write_results", FileNotFoundError(2, "no such folder")),
         ("job", NotADirectoryError(20, "not a folder")),
-        ("borrow", OSError(errno.EIO, "broken")),
+        ("acquire", OSError(errno.EIO, "broken")),
     ],
 )
 def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, error):

@@ -14,15 +14,14 @@ import boto3
 import pytest
 
 from cosmos_rl_reward import cli, s3
-from cosmos_rl_reward.config import RewardArgs, build
+from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import StoreAway, UserError
 from cosmos_rl_reward.front.watcher import Watcher
 from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
-from cosmos_rl_reward.worker.host import reward_spec
-from cosmos_rl_reward.worker.pool import Pool
+from cosmos_rl_reward.worker.patience import PatientSpool
 from tests.fronts import front_in_memory
 from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
 from tests.service import MOODY, body, picture, toml
@@ -65,11 +64,11 @@ def test_an_accepted_job_is_there_for_all_and_only_once(spools):
     assert put(two, b"{}\nother", job.id)[1] == job
     assert list(one.open_jobs()) == [job]
     assert two.missing_rewards(job) == ["a", "b"]
-    files = two.borrow(job, True)
+    files = two.acquire(job, True)
     assert (files.id, files.decoded) == (job.id, "")
     assert Path(files.path).read_bytes() == pack_header(job) + b"{}\nbody"
-    two.give_back(files)
-    two.give_back(files)
+    two.release(files)
+    two.release(files)
     assert os.listdir(one.incoming) == os.listdir(two.incoming) == []
 
 
@@ -126,19 +125,19 @@ def test_a_finished_job_keeps_its_header_and_results_alone(spools, request):
         kept = [f"jobs/{job.id}", f"results/{job.id}/a", f"results/{job.id}/b"]
         assert [key for key in request.getfixturevalue("store").names() if job.id in key] == kept
         with pytest.raises(FileNotFoundError):
-            two.borrow(job, False)
+            two.acquire(job, False)
     else:
         assert two.job_path(job.id).stat().st_size == HEADER_BYTES
 
 
 def decode(spool, job, pixels=b"\7" * 12):
     """Decode a job's latents as ``LatentDecoder.decode`` does."""
-    files = spool.borrow(job, False)
+    files = spool.acquire(job, False)
     aside = Spool(Path(files.decoded).parents[2]).incoming / "aside"
     aside.write_bytes(pack_header(job) + pixels)
     os.replace(aside, files.decoded)
     spool.share_decoded(job)
-    spool.give_back(files)
+    spool.release(files)
 
 
 def test_decoded_latents_reach_other_machines(spools):
@@ -150,7 +149,7 @@ def test_decoded_latents_reach_other_machines(spools):
     assert two.undecoded([*jobs, picture_]) == {job.id for job in jobs[1:]}
     assert two.undecoded(jobs[:2]) == {jobs[1].id}
     assert [two.has_decoded(job.id) for job in jobs[:2]] == [True, False]
-    files = two.borrow(jobs[0], True)
+    files = two.acquire(jobs[0], True)
     assert Path(files.decoded).read_bytes() == pack_header(jobs[0]) + b"\7" * 12
 
 
@@ -242,7 +241,7 @@ def test_the_body_of_a_job_that_came_second_is_removed(store, tmp_path, monkeypa
 
 
 def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
-    pool = Pool(reward_spec(RewardArgs(reward_type="mock"), 3), in_store(tmp_path), no_word, no_word)
+    patient = PatientSpool(in_store(tmp_path), "mock")
     tried = []
 
     def write():
@@ -252,7 +251,7 @@ def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
         return "written"
 
     monkeypatch.setattr(asyncio, "sleep", no_word)
-    assert asyncio.run(pool._patiently(write)) == "written"
+    assert asyncio.run(patient.insist(write)) == "written"
 
 
 async def no_word(*_):
@@ -302,16 +301,16 @@ def test_a_wrong_address_is_refused_and_not_shown(url):
 def test_files_stay_while_somebody_reads_them_and_have_a_limit(store, tmp_path):
     spool = in_store(tmp_path, max_spool_bytes=HEADER_BYTES + 100)
     first, second = put(spool)[0], put(spool)[0]
-    readers = [spool.borrow(first, True), spool.borrow(first, True)]
+    readers = [spool.acquire(first, True), spool.acquire(first, True)]
     with pytest.raises(StoreAway, match="max_spool_bytes"):
-        spool.borrow(second, True)
-    spool.give_back(readers[0])
+        spool.acquire(second, True)
+    spool.release(readers[0])
     assert Path(readers[1].path).exists()
-    spool.give_back(readers[1])
+    spool.release(readers[1])
     assert not Path(readers[1].path).exists()
-    assert Path(spool.borrow(second, True).path).exists()
+    assert Path(spool.acquire(second, True).path).exists()
     with pytest.raises(StoreAway, match="min_free_bytes"):
-        in_store(tmp_path, min_free_bytes=1 << 60).borrow(first, True)
+        in_store(tmp_path, min_free_bytes=1 << 60).acquire(first, True)
 
 
 def test_folders_of_processes_that_are_gone_are_removed(store, tmp_path):

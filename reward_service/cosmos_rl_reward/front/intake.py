@@ -108,7 +108,7 @@ class Intake:
             job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
             job, older = await self._disk(self._store, coming, data, line_end, job_id)
         finally:
-            self._let_go(coming)
+            self._release(coming)
             if coming.upload is not None:
                 await asyncio.to_thread(coming.upload.discard)
         if older is None:
@@ -146,12 +146,12 @@ class Intake:
                 del chunk
                 hold.ask(coming.size, written=coming.size - coming.held)
                 await self._disk(coming.flush)
-                self._let_go(coming)
+                self._release(coming)
         if checked is None:
             raise Refused("metadata: no newline after the JSON line")
         return checked, HEADER_BYTES + len(line)
 
-    def _let_go(self, coming: _Coming) -> None:
+    def _release(self, coming: _Coming) -> None:
         self._gathered -= coming.held
         coming.held = 0
 

@@ -21,7 +21,7 @@ from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import without_scores
 from cosmos_rl_reward.spool import Job, Spool
 from cosmos_rl_reward.store import ask
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST
+from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST
 
 logger = logging.getLogger(__name__)
 BROKER_S = 5.0  # longest wait for an answer of the broker

@@ -13,7 +13,7 @@ from cosmos_rl_reward.front.ledger import BROKER_S, Ledger, OpenJob
 from cosmos_rl_reward.results import EXPIRED, FAILED
 from cosmos_rl_reward.spool import Job
 from cosmos_rl_reward.store import ask
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE
+from cosmos_rl_reward.worker.spec import DECODE_QUEUE
 
 logger = logging.getLogger(__name__)
 _KNOWN_AFTER_S = 5.0  # an older job that the broker does not know is queued again

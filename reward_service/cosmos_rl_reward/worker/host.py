@@ -17,8 +17,9 @@ from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker import family
-from cosmos_rl_reward.worker.pool import DECODE_QUEUE, HOST, Pool, PoolSpec
+from cosmos_rl_reward.worker.pool import Pool
 from cosmos_rl_reward.worker.replica import Replica
+from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST, PoolSpec
 
 logger = logging.getLogger(__name__)
 _REAP_S = 30.0
@@ -109,18 +110,18 @@ class Host:
             pools = [Pool(spec, self.spool, news.put, requeue) for spec in self._specs]
             workers = [asyncio.create_task(pool.serve()) for pool in pools]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
-            telling = asyncio.create_task(self._tell(board, pools))
+            showing = asyncio.create_task(self._show(board, pools))
             posting = asyncio.create_task(_post(board, news))
             reaping = asyncio.create_task(_reap())
             stopping = asyncio.create_task(stop.wait())
             try:
-                tasks = {stopping, telling, posting, reaping, *workers, *consumers}
+                tasks = {stopping, showing, posting, reaping, *workers, *consumers}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
                     task.result()  # nothing but the signal ends them: show what did
             finally:
                 await self._drain(consumers)
-                await _end([telling, posting, reaping, stopping, *workers])
+                await _end([showing, posting, reaping, stopping, *workers])
                 await asyncio.to_thread(family.kill_descendants)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
@@ -144,18 +145,20 @@ class Host:
             control.end()
             await taking
 
-    async def _tell(self, board: Board, pools: list[Pool]) -> None:
+    async def _show(self, board: Board, pools: list[Pool]) -> None:
         """Put the pools' health on the board; wake the decoder when a reward wants it."""
-        last: dict[str, Any] = {}
-        beat = 0.0
+        last: list[dict[str, Any]] = []
+        shown = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            status: dict[str, Any] = {pool.spec.name: pool.status() for pool in pools}
-            status[HOST] = {"machine": socket.gethostname(), "restarts": self.restarts}
-            if status != last or loop.time() - beat > 1:
-                with contextlib.suppress(Exception):  # the broker is away: it will be told when it is back
+            states = [pool.status() for pool in pools]
+            news = [{**state, "last_success": 0.0} for state in states]  # that alone can wait for its second
+            if news != last or loop.time() - shown > 1:
+                status: dict[str, Any] = {pool.spec.name: state for pool, state in zip(pools, states, strict=True)}
+                status[HOST] = {"machine": socket.gethostname(), "restarts": self.restarts}
+                with contextlib.suppress(Exception):  # the broker is away: it is tried again
                     await board.set_status(self.name, status)
-                    last, beat = status, loop.time()
+                    last, shown = news, loop.time()
             if any(pool.health.about.get("needs_latent_decoder") for pool in pools):
                 for pool in pools:
                     if pool.spec.lazy and pool.health.state == "idle":

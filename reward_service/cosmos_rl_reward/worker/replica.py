@@ -134,7 +134,7 @@ class Replica:
         except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise Died(await self.obituary()) from None
+            raise Died(await self.exit_reason()) from None
 
     async def ended(self) -> None:
         """Wait until the process is gone."""
@@ -148,7 +148,7 @@ class Replica:
         assert self._writer is not None
         self._writer.close()
 
-    async def obituary(self) -> str:
+    async def exit_reason(self) -> str:
         """How the process ended; it is gone afterwards."""
         await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
         assert self._process is not None
@@ -165,13 +165,15 @@ class Replica:
             if self._writer is not None:
                 self._writer.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await self._process.wait()
         children = await asyncio.to_thread(family.descendants, self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(family.kill, self._mark, children)
         with contextlib.suppress(TimeoutError):  # asyncio also waits for whoever still has its standard output
-            await asyncio.wait_for(self._process.wait(), _KILLED_S)
+            async with asyncio.timeout(_KILLED_S):
+                await self._process.wait()
         self.running.discard(self._process.pid)
         if self._logging is not None:
             await asyncio.wait({self._logging}, timeout=1)

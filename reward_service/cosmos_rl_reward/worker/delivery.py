@@ -1,0 +1,83 @@
+"""From a scorer's replies to results in the spool."""
+
+import logging
+import time
+from typing import Any
+
+from cosmos_rl_reward.results import SUCCEEDED
+from cosmos_rl_reward.worker.batches import Item
+from cosmos_rl_reward.worker.jobs import Jobs
+from cosmos_rl_reward.worker.spec import Health
+
+logger = logging.getLogger(__name__)
+Answers = list[tuple[Item, dict[str, Any]]]
+
+
+class Delivery:
+    """Writes what was scored; what was not is tried again or fails."""
+
+    def __init__(self, jobs: Jobs, health: Health) -> None:
+        self._jobs, self._health = jobs, health
+
+    async def deliver(self, answers: Answers, began: float) -> None:
+        """Deliver; an error of ours costs these jobs another round through the queue, and nothing else.
+
+        Args:
+            began: ``time.monotonic`` when the call to the scorer began.
+        """
+        try:
+            await self._deliver(answers, began)
+        except Exception:
+            logger.exception("%s: results cannot be written", self._jobs.spec.name)
+            for item, _ in answers:
+                self._jobs.hand_back(item)
+
+    async def _deliver(self, answers: Answers, began: float) -> None:
+        scored = [(item, reply) for item, reply in answers if "body" in reply]
+        if self._jobs.spec.decoding:
+            await self._share_decoded([item for item, _ in scored])
+        elif scored:
+            await self._write(scored)
+        for item, reply in scored:
+            self._health.last_success = time.time()
+            self._jobs.finish(item)
+            await self._announce(item, reply, began)
+        for item, reply in answers:
+            if "body" not in reply and reply["again"]:
+                await self._jobs.retry(item, reply["error"], count=True)
+            elif "body" not in reply:
+                await self._jobs.fail(item, reply["error"])
+
+    async def _share_decoded(self, items: list[Item]) -> None:
+        patient, spool = self._jobs.patient, self._jobs.spool
+        for item in items:
+            await patient.insist(spool.share_decoded, item.job)
+            for reward in await patient.insist(spool.missing_rewards, item.job):
+                await self._queue(reward, item.job.id)
+
+    async def _queue(self, reward: str, job_id: str) -> None:
+        """Queue a job; while the broker is away that is left to the fronts, which queue what the broker lost."""
+        try:
+            await self._jobs.requeue(reward, job_id)
+        except Exception as error:
+            logger.warning("job %s waits in the spool, the broker does not answer: %r", job_id, error)
+
+    async def _write(self, scored: Answers) -> None:
+        name = self._jobs.spec.name
+        results = [(item.job.id, name, reply["body"].encode(errors="backslashreplace")) for item, reply in scored]
+        await self._jobs.patient.insist(self._jobs.spool.write_results, results)
+
+    async def _announce(self, item: Item, reply: dict[str, Any], began: float) -> None:
+        await self._jobs.announce(
+            {
+                "id": item.job.id,
+                "reward": self._jobs.spec.name,
+                "state": SUCCEEDED,
+                "wait_s": began - item.queued,
+                "score_s": reply["s"],
+                "batch": reply["batch"],
+                "items": item.job.count,
+                "failed": reply["failed"],
+                "means": reply.get("means", {}),
+            }
+        )

@@ -1,0 +1,151 @@
+"""The jobs of one reward on this host, from the queue's call until each is finished, failed, or back in its queue."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cosmos_rl_reward.results import FAILED, printable, without_scores
+from cosmos_rl_reward.spool import Files, Job, Spool
+from cosmos_rl_reward.worker.batches import Batches, Item
+from cosmos_rl_reward.worker.patience import PatientSpool
+from cosmos_rl_reward.worker.spec import DECODE_QUEUE, PoolSpec
+
+logger = logging.getLogger(__name__)
+_MAX_TRIES = 20  # times a job is handed out by the broker; its hosts may die for other reasons than the job
+
+Announce = Callable[[dict[str, Any]], Awaitable[None]]
+Requeue = Callable[[str, str], Awaitable[None]]
+
+
+class Jobs:
+    """What is here, and how often it was tried."""
+
+    def __init__(self, spec: PoolSpec, spool: Spool, announce: Announce, requeue: Requeue) -> None:
+        self.spec, self.spool, self.announce, self.requeue = spec, spool, announce, requeue
+        self.patient = PatientSpool(spool, spec.name)
+        self.waiting = Batches()
+        self._items: dict[str, Item] = {}
+        self._attempts: dict[str, int] = {}  # also of jobs that went back to the queue
+
+    async def run(self, job_id: str, tries: int) -> None:
+        """Have one job scored; returns when its result is written (by whomever).
+
+        Raises:
+            RuntimeError: it goes back to the queue.
+        """
+        if (item := self._items.get(job_id)) is None:
+            item = await self._take_in(job_id, tries)
+            if item is None:
+                return
+        try:
+            await asyncio.shield(item.done)
+        except asyncio.CancelledError:
+            if item.done.cancelled():
+                raise RuntimeError("this host cannot score it now") from None
+            raise
+
+    async def _take_in(self, job_id: str, tries: int) -> Item | None:
+        """Let a job wait for a replica, with its files; None when nothing is to be done for it here."""
+        job = await self.patient.ask(self.spool.job, job_id)
+        if job is None or not await self.unfinished([job]):
+            return None
+        if job.media == "latent" and not self.spec.decoding and not await self._decoded(job_id):
+            await self.requeue(DECODE_QUEUE, job_id)
+            return None
+        done = asyncio.get_running_loop().create_future()
+        item = Item(job, time.monotonic(), done, self._attempts.get(job_id, 0))
+        if tries > _MAX_TRIES:
+            await self.fail(item, f"handed out {tries - 1} times without a result")
+            return None
+        item.files = await self._acquire(job)
+        if (known := self._items.get(job_id)) is not None:  # handed out once more while the files came
+            self.spool.release(item.files)
+            return known
+        self._items[job_id] = item
+        self.waiting.put(item)
+        return item
+
+    async def _decoded(self, job_id: str) -> bool:
+        return await self.patient.ask(self.spool.has_decoded, job_id)
+
+    async def _acquire(self, job: Job) -> Files:
+        if not self.spool.remote:
+            return await self.patient.ask(self.spool.acquire, job, not self.spec.decoding)
+        coming = asyncio.ensure_future(self.patient.ask(self.spool.acquire, job, not self.spec.decoding))
+        try:
+            return await asyncio.shield(coming)
+        except asyncio.CancelledError:
+            coming.add_done_callback(self._release_late)
+            raise
+
+    def _release_late(self, coming: asyncio.Future[Files]) -> None:
+        if not coming.cancelled() and coming.exception() is None:
+            self.spool.release(coming.result())
+
+    async def unfinished(self, jobs: list[Job]) -> set[str]:
+        """Ids of those jobs for which there still is something to do."""
+        return await self.patient.ask(self._unfinished, jobs)
+
+    def _unfinished(self, jobs: list[Job]) -> set[str]:
+        if self.spec.decoding:
+            return {job.id for job in jobs if self.spool.missing_rewards(job) and not self.spool.has_decoded(job.id)}
+        return self.spool.without_result([job.id for job in jobs], self.spec.name)
+
+    def finish(self, item: Item) -> None:
+        """It has its result, from here or elsewhere."""
+        self._items.pop(item.job.id, None)
+        self._attempts.pop(item.job.id, None)
+        self._release(item)
+        if not item.done.done():
+            item.done.set_result(None)
+
+    def hand_back(self, item: Item) -> None:
+        """The queue hands the job out again, here or elsewhere."""
+        self._items.pop(item.job.id, None)
+        self._release(item)
+        item.done.cancel()
+
+    def hand_back_all(self) -> None:
+        """``hand_back`` for all that is here."""
+        self.waiting.clear()
+        for item in list(self._items.values()):
+            self.hand_back(item)
+
+    def _release(self, item: Item) -> None:
+        if item.files is not None:
+            self.spool.release(item.files)
+
+    async def retry(self, item: Item, error: str, count: bool) -> None:
+        """Let it wait again, alone from now on, so that a bad job harms nobody else.
+
+        Args:
+            count: whether it may be the job's own fault, so that it fails when ``max_attempts`` are over.
+        """
+        item.attempts = self._attempts[item.job.id] = item.attempts + 1
+        if item.done.cancelled():  # it went back meanwhile, with its files: the queue hands it out again
+            return
+        if count and item.attempts >= self.spec.max_attempts:
+            await self.fail(item, f"gave up after {item.attempts} attempts: {error}")
+            return
+        self.waiting.put(item)
+
+    async def fail(self, item: Item, error: str) -> None:
+        """The job has failed for good."""
+        error, name = printable(error), self.spec.name
+        logger.error("%s: job %s failed: %s", name, item.job.id, error)
+        names, prefix = [name], ""
+        if self.spec.decoding:
+            names, prefix = await self.patient.insist(self.spool.missing_rewards, item.job), "decoding latents: "
+        for name in names:
+            result = (item.job.id, name, without_scores(name, FAILED, prefix + error))
+            await self.patient.insist(self.spool.write_results, [result])
+            await self.announce({"id": item.job.id, "reward": name, "state": FAILED, "error": error[:500]})
+        self.finish(item)
+
+    async def fail_all(self, error: str) -> None:
+        """``fail`` for all that is here."""
+        for item in list(self._items.values()):
+            await self.fail(item, error)
+        self.waiting.clear()

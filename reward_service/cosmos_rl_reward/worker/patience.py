@@ -1,0 +1,41 @@
+"""The spool as a host asks it: again and again, because a full disk is emptied and a store comes back."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from cosmos_rl_reward.spool import Spool
+
+logger = logging.getLogger(__name__)
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to read or write jobs and results; the last one repeats
+
+
+class PatientSpool:
+    """Calls functions of a spool until they answer. ``name`` is for the log."""
+
+    def __init__(self, spool: Spool, name: str) -> None:
+        self.spool, self._name = spool, name
+
+    async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Look into the spool: a folder answers at once. A job that is not there (any more) is an answer."""
+        try:
+            if not self.spool.remote:
+                return function(*arguments)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a full disk has no room for a folder either
+            logger.debug("%s: %s", self._name, error)
+        return await self.insist(function, *arguments, missing_is_final=True)
+
+    async def insist(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
+        """Call the spool in a thread, again without end when it fails."""
+        for number in itertools.count():
+            try:
+                return await asyncio.to_thread(function, *arguments)
+            except OSError as error:
+                if missing_is_final and isinstance(error, FileNotFoundError):
+                    raise
+                logger.error("%s: jobs or results cannot be read or written: %s", self._name, error)
+            await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])

@@ -1,0 +1,169 @@
+"""The replicas of one reward on this host: started, given batches, started again when they die."""
+
+import asyncio
+import logging
+import time
+from dataclasses import asdict
+
+from cosmos_rl_reward.worker.batches import Item
+from cosmos_rl_reward.worker.delivery import Delivery
+from cosmos_rl_reward.worker.jobs import Jobs
+from cosmos_rl_reward.worker.replica import Died, Failed, Replica
+from cosmos_rl_reward.worker.spec import Health, PoolSpec
+
+logger = logging.getLogger(__name__)
+_LAST_S = 16.0  # for writing the last results when the host ends
+_BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
+_MAX_DEATH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
+_BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+
+
+class Supervision:
+    """Keeps the replicas going. ``wanted``: a process is to run; ``available``: jobs may come."""
+
+    def __init__(self, spec: PoolSpec, jobs: Jobs) -> None:
+        self.spec, self._jobs = spec, jobs
+        self.health = Health(state="idle" if spec.lazy else "loading")
+        self.wanted, self.available = asyncio.Event(), asyncio.Event()
+        self._delivery = Delivery(jobs, self.health)
+        self._up: set[int] = set()
+        self._deaths = 0
+        self._failures: dict[int, int] = {}  # of each replica, in a row: what its back-off depends on
+        if spec.lazy:
+            self.available.set()  # jobs may come; the first one starts the process
+        else:
+            self.wanted.set()
+
+    @property
+    def replicas(self) -> int:
+        """How many are up."""
+        return len(self._up)
+
+    @property
+    def limit(self) -> int:
+        """Samples in one call; 0 when jobs are not merged."""
+        return self._max_batch if self.health.about.get("mergeable") else 0
+
+    @property
+    def concurrency(self) -> int:
+        """Jobs to hold at a time: enough to fill the next batch while one is scored."""
+        return self.spec.replicas * max(2, 2 * self._max_batch)
+
+    @property
+    def _max_batch(self) -> int:
+        return self.spec.max_batch or self.health.about.get("max_batch", 1)
+
+    async def serve(self) -> None:
+        """Keep all replicas running until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self.spec.replicas):
+                group.create_task(self._keep(number))
+
+    async def _keep(self, number: int) -> None:
+        while True:
+            await self.wanted.wait()
+            replica = Replica(self.spec.name, self.spec.venv_python, self.spec.environment)
+            writing: list[asyncio.Task[None]] = []
+            failures = self._failures.get(number, 0)
+            try:
+                await self._work(replica, number, writing)
+            except asyncio.CancelledError:
+                if writing:  # the store may stay away; what is not written then is scored elsewhere
+                    await asyncio.wait(writing, timeout=_LAST_S)
+                    writing.pop().cancel()
+                raise
+            except Failed as error:
+                failures += 1
+                await self._fail(number, f"{error} (interpreter {replica.python})")
+            except Died as error:
+                self._deaths += not error.repeated
+                failures = min(max(0, self._deaths - 1), _MAX_DEATH_BACK_OFF)
+                self.health.restarts += 1
+                logger.error("%s: %s; starting it again", self.spec.name, error)
+                self._up.discard(number)
+                if self._deaths >= _BREAKER:
+                    await self._fail(number, f"{self._deaths} times in a row: {error}")
+            except Exception:  # an error of ours: the other rewards of this host have nothing to do with it
+                failures = self._failures.get(number, 0) + 1
+                self.health.restarts += 1
+                logger.exception("%s: replica %d is started again", self.spec.name, number)
+            finally:
+                self._up.discard(number)
+                await replica.kill()
+                if writing:
+                    await writing.pop()
+            self._failures[number] = failures
+            await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
+
+    async def _work(self, replica: Replica, number: int, writing: list[asyncio.Task[None]]) -> None:
+        """Start a replica and have batches scored until it ends. ``writing`` has the task that writes the last one."""
+        self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
+        self.health.about = await replica.start(self.spec.message, self.spec.start_timeout_s)
+        self._up.add(number)
+        self._set("ready", "")
+        if self.health.about["warning"]:
+            logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
+        waiting = self._jobs.waiting
+        ending = asyncio.create_task(replica.ended())
+        ending.add_done_callback(lambda _: waiting.wake())
+        try:
+            while batch := await waiting.take(lambda: not ending.done(), self.limit, self.spec.max_wait_s):
+                task = await self._score(replica, batch)
+                self._failures[number] = self._deaths = 0
+                if writing:
+                    await writing.pop()
+                if task is not None:
+                    writing.append(task)
+            raise Died(await replica.exit_reason())
+        finally:
+            ending.cancel()
+
+    def _set(self, state: str, reason: str) -> None:
+        if (state, reason) != (self.health.state, self.health.reason):
+            self.health.state, self.health.reason, self.health.since = state, reason, time.time()
+            logger.info("%s: %s%s", self.spec.name, state, f": {reason}" if reason else "")
+        if state == "ready":
+            self.available.set()
+
+    async def _fail(self, number: int, reason: str) -> None:
+        self._up.discard(number)
+        if self._up:
+            logger.error("%s: replica %d: %s", self.spec.name, number, reason)
+            return
+        self._set("failed", reason)
+        if self.spec.lazy:  # the jobs that asked for it get the reason; the next one starts it again
+            self.wanted.clear()
+            await self._jobs.fail_all(reason)
+        else:
+            self.available.clear()
+            self._jobs.hand_back_all()
+
+    async def _score(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
+        """Have a batch scored; the returned task writes its results, while the next one is scored."""
+        try:
+            return await self._score_unfinished(replica, batch)
+        except Died:
+            raise
+        except Exception:
+            for item in batch:
+                self._jobs.hand_back(item)
+            raise
+
+    async def _score_unfinished(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
+        unfinished = await self._jobs.unfinished([item.job for item in batch])
+        for item in batch:
+            if item.job.id not in unfinished:
+                self._jobs.finish(item)
+        batch = [item for item in batch if item.job.id in unfinished]
+        if not batch:
+            return None
+        began = time.monotonic()
+        files = [asdict(item.files) for item in batch if item.files is not None]
+        try:
+            replies = await replica.score(files, self.spec.deadline_s)
+        except Died as error:
+            error.repeated = all(item.attempts for item in batch)
+            for item in batch:
+                await self._jobs.retry(item, str(error), count=len(batch) == 1)
+            raise
+        return asyncio.create_task(self._delivery.deliver(list(zip(batch, replies, strict=True)), began))

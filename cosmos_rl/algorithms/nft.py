@@ -43,10 +43,9 @@ def nft_loss(
         weight_B: ``[B]`` factor of each row in the sum, 1 when not given; rows of weight 0 are padding.
 
     Returns:
-        The sum over the rows of row weight times loss, the only one with a gradient; divide that of a whole optimiser
-        step by the sum of its row weights. And what is reported, each ``[B]``: ``policy_loss`` = ``scale *
-        unweighted_policy_loss``; ``x0_norm`` and ``x0_norm_max``, mean and largest ``clean^2``; ``old_deviation`` and
-        ``old_deviation_max``, those of ``(velocity - velocity_old)^2``.
+        The sum over the rows of weight times loss, the only one with a gradient; divide by the sum of the weights. And
+        what is reported, each ``[B]``: ``policy_loss`` = ``scale * unweighted_policy_loss``; mean and largest of
+        ``clean^2`` (``x0_norm``, ``x0_norm_max``) and of ``(velocity - velocity_old)^2`` (``old_deviation...``).
 
     Raises:
         ValueError: shapes that do not fit; nothing is broadcast over the rows.

@@ -188,11 +188,9 @@ def nft(
         names = {"lora_names": ["default", "old"], "init_lora_weights": "gaussian"}
         tree["policy"]["lora"] = {"r": 32, "lora_alpha": 64.0, **names}
     config = checked_config(_overridden(tree, overrides), "cosmos_rl.nft")
-    rewards = [reward] if callable(reward) else reward
-    dataset = _prompts if from_file else list(prompts)
-    return _run(
-        config, "nft", "prompts" if from_file else None, dataset=dataset, val_dataset=_val_prompts, reward_fns=rewards
-    )
+    given: dict[str, Any] = {"dataset": _prompts if from_file else list(prompts), "val_dataset": _val_prompts}
+    given["reward_fns"] = [reward] if callable(reward) else reward
+    return _run(config, "nft", "prompts" if from_file else None, **given)
 
 
 # ---- the configuration -------------------------------------------------------------------------------------------

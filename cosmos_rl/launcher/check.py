@@ -271,7 +271,10 @@ class Report:
         if self.pipeline is None or self.selection is None:
             return None
         most, saves = self.config.train.ckpt.max_keep, self.plan.saves
-        kept = saves if most < 0 else most if saves is None else min(saves, most)
+        if most < 0:
+            kept = saves
+        else:
+            kept = most if saves is None else min(saves, most)
         return estimate.disk(self.config, self.pipeline, self.selection), kept
 
     def _written(self, disk: estimate.Disk, kept: int) -> int:

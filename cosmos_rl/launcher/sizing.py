@@ -22,7 +22,9 @@ def sized(config: Config, nproc: int | None, gpus: int, nodes: int = 1) -> Confi
     if asked.dp_shard_size == 0 or has_unbuilt_ranks(asked):  # errors that are named elsewhere
         return config
     on_cpu = gpus == 0 or config.train.device == "cpu"
-    wanted = nproc * nodes if nproc else nodes if on_cpu else world_size(asked)
+    wanted = nodes if on_cpu else world_size(asked)
+    if nproc:
+        wanted = nproc * nodes
     if wanted == -1:
         wanted = gpus * nodes
     if wanted % nodes:
@@ -38,7 +40,9 @@ def sized(config: Config, nproc: int | None, gpus: int, nodes: int = 1) -> Confi
     if wanted == world_size(asked):
         return config
     config = resized(config, wanted)
-    reason = f"--nproc-per-node {nproc}" if nproc else f"{gpus} GPUs" if not on_cpu else "on a CPU"
+    reason = "on a CPU" if on_cpu else f"{gpus} GPUs"
+    if nproc:
+        reason = f"--nproc-per-node {nproc}"
     logger.info(
         "%s%s: %s, policy.parallelism.dp_shard_size = %d in place of %d",
         reason,

@@ -133,7 +133,8 @@ def schema(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     from cosmos_rl.policy.config.document import json_schema, markdown, toml_template
 
-    print(markdown() if given.markdown else toml_template() if given.toml else json_schema(), end="")
+    text = toml_template() if given.toml else json_schema()
+    print(markdown() if given.markdown else text, end="")
     return 0
 
 

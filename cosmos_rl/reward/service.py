@@ -208,5 +208,7 @@ def _text(answer: httpx.Response) -> str:
     """What an error answer says, on one line and short."""
     found = _mapping(answer)
     said = next((found[key] for key in ("error", "message", "detail") if found.get(key)), None)
-    text = said if isinstance(said, str) else json.dumps(said) if said else answer.text
+    text = answer.text
+    if said:
+        text = said if isinstance(said, str) else json.dumps(said)
     return " ".join(text.split())[:300]

@@ -109,7 +109,9 @@ def _sections(
     table: type[BaseModel], filled: BaseModel | None, name: str, kind: Kind, *, given: bool, in_list: bool = False
 ) -> Iterator[Section]:
     fields = dict(table.model_fields)
-    heading = f"[[{name}]]" if in_list else f"[{name}]" if name else ""
+    heading = f"[{name}]" if name else ""
+    if in_list:
+        heading = f"[{heading}]"
     if issubclass(table, TrainPolicyConfig):
         heading += f' with type = "{fields["type"].default}"'
         fields = {"type": fields["type"], **fields}

@@ -77,8 +77,9 @@ def chosen_pictures(record: Record) -> Pictures:
 def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
     """Before and after, side by side; a run that is not finished has no after."""
     from_start = pairs.first_step == 0
-    began = "before" if from_start else "first"
-    ended = "now" if not finished else "after" if from_start else "last"
+    began, ended = ("before", "after") if from_start else ("first", "last")
+    if not finished:
+        ended = "now"
     cards = [
         f'<figure class="pair"><figcaption>{_prompt(a)}</figcaption><div>'
         f"{_picture(inliner, _pair(a), a, f'{began} · step {pairs.first_step}')}"

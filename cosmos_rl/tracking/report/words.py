@@ -174,7 +174,10 @@ def _change_tile(label: str, first: float, last: float, better: int) -> str:
 
 
 def _verdict(change: float, better: int) -> str:
-    return "good" if change * better > 0 else "bad" if change * better < 0 else ""
+    gain = change * better
+    if gain == 0 or gain != gain:
+        return ""
+    return "good" if gain > 0 else "bad"
 
 
 def _data(record: Record) -> str:

@@ -37,17 +37,22 @@ class Board:
         """Events as they come, for ever. Those sent while the broker is away are lost: look at the spool as well."""
         while True:
             try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
-                    await channel.subscribe(_EVENTS)
-                    while True:
-                        message = await channel.get_message(timeout=_LISTEN_S)
-                        for event in msgspec.json.decode(message["data"]) if message is not None else ():
-                            yield event
+                async for event in self._listen():
+                    yield event
             except asyncio.CancelledError:
                 raise
             except Exception as error:
                 logger.debug("events: %r, connecting again", error)
             await asyncio.sleep(0.2)
+
+    async def _listen(self) -> AsyncIterator[dict[str, Any]]:
+        """Events until the connection ends."""
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
+            await channel.subscribe(_EVENTS)
+            while True:
+                message = await channel.get_message(timeout=_LISTEN_S)
+                for event in msgspec.json.decode(message["data"]) if message is not None else ():
+                    yield event
 
     async def set_status(self, host: str, status: dict[str, Any]) -> None:
         """Say how this host's rewards are; forgotten a few seconds after the last call."""

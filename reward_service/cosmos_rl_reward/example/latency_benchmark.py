@@ -207,16 +207,21 @@ def own_service() -> Iterator[str]:
         assert process.stderr is not None
         try:
             host = next(line.split()[-1] for line in process.stderr if "listening on" in line)
-            end = time.monotonic() + 30
-            while time.monotonic() < end:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{host}/readyz").status_code == 200:
-                        break
-                time.sleep(0.1)
+            _wait_until_ready(host)
             yield host
         finally:
             process.terminate()
             process.communicate()
+
+
+def _wait_until_ready(host: str) -> None:
+    """For half a minute at most; a service that is not ready then fails the requests."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{host}/readyz").status_code == 200:
+                return
+        time.sleep(0.1)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -266,7 +266,9 @@ class SFTTrainer(TaskBase):
         count = sum(p.numel() for p in self.params.values())
         policy = self._config.policy
         chosen = any((policy.freeze_pattern, policy.trainable_pattern, policy.trainable_map))
-        what = "LoRA adapter" if policy.lora else "chosen part of the transformer" if chosen else "whole transformer"
+        what = "chosen part of the transformer" if chosen else "whole transformer"
+        if policy.lora is not None:
+            what = "LoRA adapter"
         logger.info(
             f"Training the {what} of {self.model.model_str}: {count:,} parameters on {self._context.device}, compute "
             f"in {self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "

@@ -1,5 +1,6 @@
 """Fixtures of more than one test file. One thread per process: two on loaded cores are many times slower."""
 
+import contextlib
 import json
 import os
 
@@ -9,12 +10,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.launched import CONFIG, WORKER
 from tests.open_tasks import close_all
+from tests.patience import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +135,31 @@ watch.samples = 4
     return write
 
 
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Callable[..., None]]:
+    """A working folder with spaces in its path and a configuration, and a writer of worker scripts."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "model").mkdir()
+    (folder / "model" / "model_index.json").write_text("{}")
+    (folder / "run.toml").write_text(CONFIG.replace("MODEL", str(folder / "model")))
+
+    def script(body: str, name: str = "worker.py") -> None:
+        (folder / name).write_text(WORKER + body)
+
+    return folder, script
+
+
+@pytest.fixture
+def rewards_of() -> Iterator[Callable[..., Any]]:
+    """Makes the rewards of functions and of the table of local ones; all are closed at the end."""
+    from tests.scored import make
+
+    with contextlib.ExitStack() as stack:
+        yield lambda *given, **job: stack.enter_context(contextlib.closing(make(*given, **job)))
+
+
 LORA = """
 [policy.lora]
 r = 4
@@ -140,13 +169,9 @@ init_lora_weights = "gaussian"
 """
 
 
-HANG_S = 1800
-"""Of tests that start processes or train. They wait by `tests.patience`, which knows a hang from a busy machine; this
-is for what hangs in spite of it."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give long tests the time that a busy machine takes for them."""
+    """Give tests that start processes or train the time that a busy machine takes for them: they wait by
+    `tests.patience`, which knows a hang from a busy machine, and this is for what hangs in spite of it."""
     for item in items:
         is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")
         if is_long and not item.get_closest_marker("timeout"):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+HANG_S = 1800
+"""The time limit of tests that start processes or train, for what hangs in spite of the waiting below."""
 SILENT_S = 120.0
 """So long may the processes that this one started use less than ``WORKED_S`` before they count as hung."""
 WORKED_S = 1.0

@@ -133,6 +133,19 @@ def test_mistakes_are_told_and_leave_nothing(folder: Path, arguments: dict[str, 
     assert not list(folder.glob("outputs/nft/2*"))
 
 
+def test_what_the_command_refuses_before_training_python_refuses(folder: Path) -> None:
+    for size in (1024, (32, 1024)):
+        with pytest.raises(UserError, match=r"inference_size = \[.*1024\]: .*has positions for at most \d+ pixels"):
+            cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, size=size)
+        with pytest.raises(UserError, match="has positions for at most"):
+            cosmos_rl.nft("tiny_sd3", ["a", "b"], brightness, steps=1, size=size)
+    with pytest.raises(UserError, match="12 captions, 0 of them held out, make no whole step of 13 samples"):
+        cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, batch_size=13)
+    with pytest.raises(UserError, match="'attn' matches no layer"):
+        cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, overrides={"policy.lora.target_modules": ["attn"]})
+    assert not list(folder.glob("outputs/*/2*"))
+
+
 def test_a_watch_that_stops_the_run_says_so(folder: Path) -> None:
     overrides = {"train.train_policy.watch.max_loss_ratio": 1.001, "train.train_policy.watch.freq": 1}
     with pytest.raises(TrainingStoppedError, match="loss_ratio"):

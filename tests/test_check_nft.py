@@ -79,6 +79,32 @@ def test_a_decay_type_that_begins_with_copies_says_what_it_saves(
     assert "8 forward passes during the first 75 optimiser steps" in report
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_of_the_network_is_planned_as_the_trainer_meets_it(write_nft_toml: Toml, dropout: float) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    from cosmos_rl.policy.model.diffusers.velocity_model import drops
+
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "cross_attention_dim": 8}
+    network = SanaTransformer2DModel(dropout=dropout, num_cross_attention_heads=1, caption_channels=8, **sizes)
+    config = load_config(write_nft_toml(), ["--policy.diffusers.weight_copy_decay_type=0"])
+    plan = rl_plan(config, network.config)
+    assert plan.dropout == any(map(drops, network.modules())) == (dropout > 0)
+    assert plan.old_forwards == (plan.backwards if dropout else 0)
+    assert rl_plan(config).dropout is None
+
+
+def test_what_is_not_known_of_dropout_is_said_where_it_matters(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown, nowhere = "unknown: whether the network has dropout", "--policy.model_name_or_path=no/such-model"
+    for kind, matters in ((0, True), (1, False), (2, True)):
+        options = ["--config", write_nft_toml(), f"--policy.diffusers.weight_copy_decay_type={kind}"]
+        assert unknown not in check(capsys, *options)[1]
+        assert (unknown in check(capsys, *options, nowhere)[1]) == matters
+        assert unknown not in check(capsys, *options, nowhere, "--policy.lora.lora_dropout=0.1")[1]
+
+
 def test_prompts_are_counted_and_few_are_taken_several_times(
     write_nft_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

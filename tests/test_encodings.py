@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import cosmos_rl
-from tests.test_launcher import CONFIG, WORKER
+from tests import patience
+from tests.launched import CONFIG, WORKER
 
 ROOT = Path(cosmos_rl.__file__).parents[1]
 PLACES = ("cosmos_rl", "examples", "benchmarks", "reward_service/cosmos_rl_reward")
@@ -81,14 +81,14 @@ def test_a_run_in_another_locale_keeps_what_the_configuration_says(tmp_path: Pat
     (tmp_path / "run.toml").write_text(toml, encoding="utf-8")
     says = "    from cosmos_rl.utils.logging import logger\n    logger.info('Müller 🐈')\n    print('Müller 🐈')\n"
     (tmp_path / "worker.py").write_text(f"{WORKER}\ndef body(stop):\n{says}    return 0\nsupervised(body)\n", "utf-8")
-    done = subprocess.run(
+    done = patience.run(
         [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml", "worker.py"],
         cwd=tmp_path,
         env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""},
-        capture_output=True,
-        timeout=120,
+        encoding="utf-8",
+        errors="replace",
     )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"ller" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ller" in done.stdout
     (run,) = (tmp_path / "outputs").glob("2*")
     assert tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["logging"]["project_name"] == "Müller 🐈"

@@ -13,6 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
+from tests import patience
 
 
 def test_every_missing_thing_is_named_and_no_run_folder_is_made(
@@ -217,7 +218,7 @@ def test_hints_lead_on(
 
 def test_a_reader_that_has_seen_enough_is_no_error(write_toml: Callable[..., Path]) -> None:
     command = f"{sys.executable} -m cosmos_rl.launcher.cli check --config {write_toml()} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = patience.run(["bash", "-c", command])
     assert done.stderr == ""
 
 

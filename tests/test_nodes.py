@@ -20,9 +20,9 @@ from cosmos_rl.launcher.signals import StopRequest
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, world_size
 from tests import patience
+from tests.launched import CONFIG, WORKER
 from tests.patience import exit_code, wait_until
 from tests.ranks import ROOT, free_port
-from tests.test_launcher import CONFIG, WORKER
 from tests.test_ranks import trace
 
 HERE = "127.0.0.1;127.0.0.1"

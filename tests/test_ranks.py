@@ -135,3 +135,19 @@ def test_killed_on_four_then_on_two_ranks_one_rank_ends_like_the_undisturbed_run
         difference = sum(float((one - other).square().sum()) for one, other in pairs) ** 0.5
         size = sum(float(other.square().sum()) for _, other in pairs) ** 0.5
         assert difference <= 1e-6 * size  # float32 sums in another order
+
+
+@pytest.mark.process
+def test_only_the_first_rank_describes_the_run(
+    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+) -> None:
+    config = write_toml(VALIDATION.format(picture_folder))
+    command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--nproc-per-node", "2", "--config", str(config)]
+    done = patience.run([*command, "--train.max_num_steps=2", "--train.train_policy.mini_batch=1"], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[rank0]:[cosmos]" in done.stdout
+    assert "[rank1]:[cosmos]" not in done.stdout
+    for told in ("run folder:", "Training the LoRA adapter of", "Step: 2/2", "Finished after 2 steps", "report.html"):
+        assert done.stdout.count(told) == 1, told
+    (run,) = (tmp_path / "out").glob("2*")
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2]

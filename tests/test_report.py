@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from cosmos_rl.tracking.report import write_report
 from cosmos_rl.tracking.report.inlined import escaped
 from cosmos_rl.tracking.report.svg import number
 from cosmos_rl.tracking.report.words import masked
+from tests import patience
 from tests.made_up_run import PROMPTS, digit, write_nft_run, write_sft_run
 from tests.pages import Element, parse
 from tests.trainer_runs import train
@@ -448,9 +448,7 @@ def test_the_command_takes_a_run_or_the_newest_of_an_output_folder(
 def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     write_sft_run(tmp_path / "run", steps=5)
     code = "import sys; from cosmos_rl.launcher.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "report", str(tmp_path / "run")], capture_output=True, text=True, timeout=60
-    )
+    done = patience.run([sys.executable, "-c", code, "report", str(tmp_path / "run")])
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.base import Kind
 from cosmos_rl.policy.config.document import sections
 from cosmos_rl.policy.config.keys import dotted_keys, keys_of, tables_of
+from tests import patience
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = {
@@ -31,7 +31,7 @@ def rows_of(page):
 
 
 def taplo(*paths):
-    return subprocess.run([TAPLO, "lint", *map(str, paths)], capture_output=True, text=True, timeout=60)
+    return patience.run([TAPLO, "lint", *map(str, paths)])
 
 
 @pytest.mark.parametrize("path", SHIPPED)
@@ -44,7 +44,7 @@ def test_the_shipped_descriptions_are_those_of_the_code(path, capsys):
 
 def test_the_schema_is_printed_without_torch():
     code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main(['schema']) or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert patience.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_page_names_every_key_once_with_its_status():

@@ -16,7 +16,8 @@ import torch
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.streams import MapStream, load_batches
 from cosmos_rl.launcher.signals import SAME_MOMENT_S, StopRequest, listening
-from tests.test_launcher import CONFIG, WORKER, wait_for
+from tests.launched import CONFIG, WORKER, wait_for
+from tests.patience import exit_code
 
 LAUNCH = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml"]
 IN_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -24,7 +25,7 @@ SAVES = """
 rank = os.environ["RANK"]
 def body(stop):
     (here / f"ready{rank}").touch()
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + HANG_S
     while not stop.requested:
         assert time.monotonic() < deadline, "no signal came"
         time.sleep(0.01)
@@ -60,10 +61,10 @@ def start(job: Path, *options: str, **where: object) -> subprocess.Popen[bytes]:
 def test_one_signal_to_every_process_lets_all_ranks_save(job: Path, name: str, code: int) -> None:
     launcher = start(job, "--nproc-per-node", "2", "worker.py")
     try:
-        wait_for(lambda: (job / "ready0").exists() and (job / "ready1").exists(), seconds=120)
+        wait_for(lambda: (job / "ready0").exists() and (job / "ready1").exists())
         for pid in reversed(descendants(launcher.pid)):  # the workers first, then again by the launcher
             os.kill(pid, getattr(signal, name))
-        assert launcher.wait(120) == code
+        assert exit_code(launcher) == code
     finally:
         launcher.kill()
     assert [(job / f"saved{rank}").read_text() for rank in (0, 1)] == [name, name]
@@ -72,16 +73,16 @@ def test_one_signal_to_every_process_lets_all_ranks_save(job: Path, name: str, c
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGUSR1", 75)])
 def test_one_signal_to_every_process_while_they_import_ends_them_quietly(job: Path, name: str, code: int) -> None:
-    (job / "worker.py").write_text(WORKER + "(here / 'ready').touch()\ntime.sleep(100)\n")
+    (job / "worker.py").write_text(WORKER + "(here / 'ready').touch()\ntime.sleep(HANG_S)\n")
     launcher = start(job, "worker.py", stderr=subprocess.PIPE)
+    assert launcher.stderr is not None
     try:
-        wait_for((job / "ready").exists, seconds=120)
+        wait_for((job / "ready").exists)
         for pid in reversed(descendants(launcher.pid)):
             os.kill(pid, getattr(signal, name))
-        _, errors = launcher.communicate(timeout=120)
+        assert (exit_code(launcher), launcher.stderr.read()) == (code, b"")
     finally:
         launcher.kill()
-    assert (launcher.returncode, errors) == (code, b"")
 
 
 @pytest.mark.process
@@ -96,13 +97,15 @@ def test_a_closed_terminal_saves(job: Path) -> None:
     )
     os.close(theirs)
     try:
-        end = time.monotonic() + 120
-        while not (job / "ready0").exists():
-            assert time.monotonic() < end
+
+        def is_ready() -> bool:
             if select.select([ours], [], [], 0.1)[0]:
                 os.read(ours, 4096)  # else the terminal's buffer may fill up
+            return (job / "ready0").exists()
+
+        wait_for(is_ready)
         os.close(ours)  # the kernel sends SIGHUP
-        assert launcher.wait(120) == 75
+        assert exit_code(launcher) == 75
     finally:
         launcher.kill()
     assert (job / "saved0").read_text() == "SIGHUP"

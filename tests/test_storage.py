@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from cosmos_rl.storage import atomic
+from tests import patience
 
 
 def test_a_file_is_replaced_whole_and_readable_by_others(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ stage = atomic.begin(Path({str(tmp_path / "step_1")!r}))
 (stage / "x").write_text("half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    done = patience.run([sys.executable, "-c", code])
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "step_1").exists()
     assert not (atomic.begin(tmp_path / "step_1") / "x").exists()

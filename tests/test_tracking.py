@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.tracking import loggers
 from cosmos_rl.tracking.loggers import Guarded, require_installed
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
+from tests import patience
 from tests.trainer_runs import train
 
 VALIDATION = '[validation]\nenable = true\nfreq = 2\ndataset.local_dir = "{}"'
@@ -28,9 +28,7 @@ def without_keys(home: Path) -> dict[str, str]:
 def in_a_process(code: str, *arguments: object, **environment: str) -> str:
     """Run ``code`` with standard input closed; what it printed."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = patience.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

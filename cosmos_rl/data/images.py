@@ -51,6 +51,11 @@ def load_picture(path: Path, height: int, width: int) -> Tensor:
         raise BadSample(f"{printable(str(path))}: cannot be read as a picture ({why})") from error
 
 
+def are_finite(pictures_N3HW: Tensor) -> Tensor:
+    """Bool ``[N]`` on the CPU: whether all pixels of a picture are numbers, which uint8 no longer shows."""
+    return pictures_N3HW.isfinite().flatten(1).all(1).cpu()
+
+
 def to_uint8(pictures_N3HW: Tensor) -> Tensor:
     """Pictures in [0, 1], any float dtype -> uint8 ``[N, H, W, 3]`` on the CPU, rounded."""
     return (pictures_N3HW.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -13,6 +13,7 @@ from cosmos_rl.data.local_pairs import LocalPairs, held_out_data
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.errors import OutOfMemory, UserError
 from cosmos_rl.launcher import out_of_memory
+from cosmos_rl.launcher.check import refuse_what_cannot_run
 from cosmos_rl.launcher.environment import DataForm, check_environment, with_absolute_paths
 from cosmos_rl.launcher.estimate import vae_stride
 from cosmos_rl.launcher.machine import gpus
@@ -295,6 +296,8 @@ def _run(config: Config, name: str, data: DataForm | None, **given: Any) -> Fini
     """Train in this process as `worker_entry.main` would."""
     refuse_unbuilt(config)
     check_environment(config, data)
+    on_cpu = config.train.device == "cpu" or gpus() == 0
+    refuse_what_cannot_run(config, on_cpu=on_cpu, own_data=name == "nft")  # its rewards and prompts are given
     config = with_absolute_paths(config)
     os.environ.setdefault("COSMOS_ROLE", "Controller")
     stop, on_main = StopRequest(), threading.current_thread() is threading.main_thread()
@@ -304,7 +307,6 @@ def _run(config: Config, name: str, data: DataForm | None, **given: Any) -> Fini
         try:
             code = run_trainer(named(config, run), run, resume_from=resume_from(config, run, 0), stop=stop, **given)
         except OutOfMemory as error:
-            on_cpu = config.train.device == "cpu" or gpus() == 0
             raise UserError(out_of_memory.told(config, error.phase, on_cpu=on_cpu)) from error
     return FinishedRun(run.root, code != 0, config.policy.model_name_or_path)
 

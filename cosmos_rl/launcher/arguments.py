@@ -14,6 +14,7 @@ from cosmos_rl.launcher.environment import DataForm
 from cosmos_rl.launcher.flags import launch_parser
 from cosmos_rl.launcher.nodes import Nodes, nodes_of
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.checks import place_problem
 from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
 PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
@@ -67,6 +68,9 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
         if script and script.endswith(".toml"):
             late = f"; did you mean --config {script}?"
         parser.error(f"--config X.toml is required{late}")
+    problem = None if given.log_dir is None else place_problem(given.log_dir, needed=True)
+    if problem is not None:
+        raise UserError(f"--log-dir: {problem}")
     late_overrides, script_args = split_overrides(rest)
     launch = Launch(
         config=given.config,

@@ -81,6 +81,13 @@ def check(argv: Sequence[str]) -> int:
     return 0
 
 
+def refuse_what_cannot_run(config: Config, *, on_cpu: bool, own_data: bool) -> None:
+    """Raise `UserError` with everything that the files of model and data already tell against a run."""
+    problems = list(Report(config, on_cpu, own_data=own_data).problems())
+    if problems:
+        raise UserError("\n".join(problems))
+
+
 class Report:
     """Everything that can be said about a configuration without loading its model."""
 
@@ -105,10 +112,11 @@ class Report:
         config = self.config
         unbuilt = [f"not runnable yet: {line}" for line in unbuilt_parts(config, own_script=self.own_data)]
         changed = [k for k in keys_of(config) if k.value != k.default]
+        transformer = None if self.pipeline is None else self.pipeline.configs["transformer"]
         return [
             Section("Trained", self._trained()),
             Section("Ranks", [*self._ranks()]),
-            Section("Batch and steps", batch_lines(config, self.plan)),
+            Section("Batch and steps", batch_lines(config, self.plan, transformer)),
             Section("Rewards", self._rewards()),
             Section("Watch", watch_lines(config) if self.rl else []),
             Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.alone import run_worker
 from cosmos_rl.launcher.arguments import BUNDLED, Launch, script_for, worker_command
-from cosmos_rl.launcher.check import Report
+from cosmos_rl.launcher.check import refuse_what_cannot_run
 from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
 from cosmos_rl.launcher.machine import gpus
 from cosmos_rl.launcher.nodes import JobEnded, JobPlan
@@ -102,9 +102,7 @@ def _checked(asked: Launch) -> tuple[Config, list[str]]:
     for note in notes(config):
         logger.info(note)
     check_environment(config, BUNDLED.get(script))
-    problems = list(Report(config, on_cpu=not gpus(), own_data=script not in BUNDLED).problems())
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse_what_cannot_run(config, on_cpu=not gpus(), own_data=script not in BUNDLED)
     return with_absolute_paths(config), worker_command(script)
 
 

@@ -2,8 +2,10 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import read_prompts
@@ -51,10 +53,10 @@ def planned(config: Config, *, own_data: bool) -> Plan:
     return Plan(batch, samples, held_out, per_epoch, steps, _saves(config, steps, per_epoch), why)
 
 
-def batch_lines(config: Config, plan: Plan) -> list[str]:
-    """The arithmetic in words."""
+def batch_lines(config: Config, plan: Plan, transformer: Mapping[str, Any] | None) -> list[str]:
+    """The arithmetic in words. `transformer`: its `config.json`; None: not known."""
     rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
-    return [*(rl_lines(config) if rl else _sft_lines(config, plan)), *_step_lines(config, plan)]
+    return [*(rl_lines(config, transformer) if rl else _sft_lines(config, plan)), *_step_lines(config, plan)]
 
 
 def _sft_lines(config: Config, plan: Plan) -> list[str]:

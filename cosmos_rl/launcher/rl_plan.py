@@ -1,8 +1,9 @@
 """The arithmetic of a reinforcement-learning job: what one step samples, scores and learns from. No torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.launcher.machine import counted
@@ -38,6 +39,8 @@ class RlPlan:
     old_while_copied: int
     """While each step ends with a hard copy: the first optimiser step of a step does not run the old policy."""
     reference_forwards: int
+    dropout: bool | None
+    """Whether dropout acts, so that the old policy is run even where it is a copy; None: not known, counted as not."""
 
     @property
     def forwards(self) -> int:
@@ -45,8 +48,11 @@ class RlPlan:
         return self.backwards + self.old_forwards + self.reference_forwards
 
 
-def rl_plan(config: Config) -> RlPlan:
-    """The step that `config` describes, when every sample is trained on."""
+def rl_plan(config: Config, transformer: Mapping[str, Any] | None = None) -> RlPlan:
+    """The step that `config` describes, when every sample is trained on.
+
+    `transformer`: its `config.json`; None: not known.
+    """
     job, diffusers = _job(config), config.policy.diffusers
     group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
     total = config.train.global_batch_size or config.train.train_batch_per_replica
@@ -55,7 +61,7 @@ def rl_plan(config: Config) -> RlPlan:
     levels = diffusers.trained_levels
     each_batch = (job.batch_size_per_optimize or samples) * levels // job.mini_batch
     batches = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations
-    dropout = config.policy.lora is not None and config.policy.lora.lora_dropout > 0
+    dropout = _acts_dropout(config, transformer)
     old_while_copied = each_batch * (batches if dropout else batches - 1)
     always_copied = diffusers.weight_copy_decay_type == 0
     return RlPlan(
@@ -71,7 +77,17 @@ def rl_plan(config: Config) -> RlPlan:
         old_forwards=old_while_copied if always_copied else each_batch * batches,
         old_while_copied=old_while_copied,
         reference_forwards=each_batch * batches if job.kl_beta > 0 else 0,
+        dropout=dropout,
     )
+
+
+def _acts_dropout(config: Config, transformer: Mapping[str, Any] | None) -> bool | None:
+    """Of the adapters or of the network itself, which has what its `config.json` says."""
+    if config.policy.lora is not None and config.policy.lora.lora_dropout > 0:
+        return True
+    if transformer is None:
+        return None
+    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in transformer.items())
 
 
 def keeps_old(config: Config) -> bool:
@@ -79,9 +95,9 @@ def keeps_old(config: Config) -> bool:
     return config.policy.diffusers.weight_copy_decay_type != 0 or rl_plan(config).optimiser_steps > 1
 
 
-def rl_lines(config: Config) -> Iterator[str]:
-    """The step in words."""
-    job, plan, diffusers = _job(config), rl_plan(config), config.policy.diffusers
+def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[str]:
+    """The step in words; `transformer` as in `rl_plan`."""
+    job, plan, diffusers = _job(config), rl_plan(config, transformer), config.policy.diffusers
     sample, ranks = diffusers.sample, data_ranks(config.policy.parallelism)
     yield f"{plan.prompts * plan.group} samples per step = {plan.prompts} x {plan.group} (prompts x samples per prompt)"
     on = counted(ranks, "data parallel rank")
@@ -116,6 +132,8 @@ def _policies(config: Config, plan: RlPlan) -> Iterator[str]:
     kind, copied = config.policy.diffusers.weight_copy_decay_type, 0
     while kind != 0 and old_policy_decay(kind, copied + 1) == 0.0:
         copied += 1
+    if plan.dropout is None and (kind == 0 or copied):
+        yield "unknown: whether the network has dropout, with which the old policy is run even where it is a copy"
     if copied and plan.old_while_copied < plan.old_forwards:
         fewer = plan.forwards - plan.old_forwards + plan.old_while_copied
         yield f"{fewer} forward passes during the first {copied} optimiser steps, as the old policy is a copy then"

@@ -129,10 +129,13 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own
         raise UserError("several ranks are started with `cosmos-rl --nproc-per-node N --config X.toml SCRIPT`")
+    from cosmos_rl.launcher.check import refuse_what_cannot_run  # the launcher does it for all others
+
     os.environ.setdefault("COSMOS_ROLE", "Controller")
     config = load_config(path, split_overrides(rest)[0], sized=_one_rank)
     refuse_unbuilt(config)
     check_environment(config, None)
+    refuse_what_cannot_run(config, on_cpu=config.train.device == "cpu" or gpus() == 0, own_data=True)
     config = with_absolute_paths(config)
     with prepared_run(config, sys.argv) as run:
         yield named(config, run), run

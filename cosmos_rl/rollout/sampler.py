@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig
@@ -73,6 +74,8 @@ class Rollouts:
     """Clean latents ``[N, C, ...]`` float32 on the CPU."""
     media: Tensor
     """uint8 ``[N, H, W, 3]`` on the CPU."""
+    finite: Tensor
+    """Bool ``[N]`` on the CPU: whether all pixels were numbers."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """What else an algorithm learns from, ``[N, ...]`` on the CPU; sharded over the ranks like the latents."""
 
@@ -98,7 +101,8 @@ class RolloutSampler:
             ValueError: the model's sampler gives other shapes than asked for.
         """
         visuals, states = self._call_model(samples, conditions, purpose, step, keep=False)
-        return Rollouts(tuple(samples), states[-1].to("cpu", torch.float32), self._model.to_media(visuals))
+        latents = states[-1].to("cpu", torch.float32)
+        return Rollouts(tuple(samples), latents, self._model.to_media(visuals), are_finite(visuals))
 
     def trajectory(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> list[Tensor]:
         """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
@@ -182,7 +186,8 @@ def concat(parts: Sequence[Rollouts]) -> Rollouts:
     """Several rollouts as one, in their order."""
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
-    return Rollouts(samples, torch.cat([p.latents for p in parts]), torch.cat([p.media for p in parts]), recorded)
+    rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "media", "finite"))
+    return Rollouts(samples, *rows, recorded)
 
 
 def diversity(media: Tensor, groups: Sequence[int]) -> float:

@@ -37,6 +37,8 @@ class Shown:
     """"best", "worst", "fixed" (same prompts and noise in every gallery) or "" (plain)."""
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Reward name -> score, and "total"; None: missing."""
+    finite: bool = True
+    """Whether all pixels were numbers before they became uint8."""
 
 
 def slug(text: str) -> str:

@@ -95,13 +95,21 @@ def _value_rules(config: Config) -> list[str]:
             lines.append(f"{key.path}: found {key.value}; allowed: whole numbers below 2^63, as in TOML")
         if not isinstance(key.value, str) or key.path.rpartition(".")[2] not in _PLACES:
             continue
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", key.value):
-            lines.append(f"{key.path}: found {shown(key.value)}; addresses are not supported yet, give a local path")
-        if "\0" in key.value:
-            lines.append(f"{key.path}: found {shown(key.value)}; allowed: a path, which has no null character")
-        if key.path in _NEEDED_PLACES and not key.value.strip():
-            lines.append(f"{key.path}: found {shown(key.value)}; allowed: a folder (was a shell variable empty?)")
+        problem = place_problem(key.value, needed=key.path in _NEEDED_PLACES)
+        if problem is not None:
+            lines.append(f"{key.path}: {problem}")
     return lines
+
+
+def place_problem(value: str, *, needed: bool) -> str | None:
+    """Why a text is no path on this machine; None: it is one, or empty where none is ``needed``."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
+        return f"found {shown(value)}; addresses are not supported yet, give a local path"
+    if "\0" in value:
+        return f"found {shown(value)}; allowed: a path, which has no null character"
+    if needed and not value.strip():
+        return f"found {shown(value)}; allowed: a folder (was a shell variable empty?)"
+    return None
 
 
 def _model_rules(config: Config) -> list[str]:

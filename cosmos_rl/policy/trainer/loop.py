@@ -348,24 +348,25 @@ class TrainLoop:
             files = save_gallery(folder, report.pictures)
             for tracker in self._trackers:
                 tracker.log_pictures(done, "val/pictures", files, list(map(caption, report.pictures)))
-        metrics = {**report.metrics, **self._empty_pictures(done, report.pictures)}
+        metrics = {**report.metrics, **self._wrong_pictures(done, report.pictures)}
         if report.objective is not None:
             self._judged = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
         return {**metrics, "val/time": time.perf_counter() - began}
 
-    def _empty_pictures(self, done: int, pictures: Sequence[Shown]) -> dict[str, float]:
-        """How many validation pictures show nothing; they are named once, on the main rank."""
+    def _wrong_pictures(self, done: int, pictures: Sequence[Shown]) -> dict[str, float]:
+        """How many validation pictures show nothing or are not finite; they are named once, on the main rank."""
         if not pictures:
             return {}
-        empty = of_one_colour(pictures)
-        if empty and self._context.is_main:
-            first = ", ".join(repr(one.prompt[:40]) for one in empty[:3])
-            logger.warning(
-                f"Step {done}: {len(empty)} of {len(pictures)} validation pictures have one colour only (black: the "
-                f"model's output was not finite, or nothing is left of it), as for {first}"
-            )
-        return {"val/empty_pictures": float(len(empty))}
+        broken = [one for one in pictures if not one.finite]
+        empty = [one for one in of_one_colour(pictures) if one.finite]
+        for wrong, what in ((broken, "have pixels that are not finite"), (empty, "have one colour only")):
+            if wrong and self._context.is_main:
+                first = ", ".join(repr(one.prompt[:40]) for one in wrong[:3])
+                logger.warning(
+                    f"Step {done}: {len(wrong)} of {len(pictures)} validation pictures {what}, as for {first}"
+                )
+        return {"val/empty_pictures": float(len(empty)), "val/nonfinite_pictures": float(len(broken))}
 
     def _show(self, done: int, gallery: Sequence[Shown]) -> None:
         """Write a gallery of training samples."""

@@ -50,6 +50,7 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"train/network_evaluations", Measure("Network evaluations so far")),
     (r"train/iteration_time", Measure("Time per step", unit="s")),
     (r"val/empty_pictures", Measure("Validation pictures of one colour", -1)),
+    (r"val/nonfinite_pictures", Measure("Validation pictures with pixels that are not finite", -1)),
     (r"val/time", Measure("Time per validation", unit="s")),
     (r"(.*)/(?:time_(.+)|(.+)_time)", Measure("Time: {}", unit="s")),
 )
@@ -113,9 +114,11 @@ def warnings(record: Record) -> list[str]:
     lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
     if lost:
         found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
-    empty = [step for step, value in record.series("val/empty_pictures").known if value]
-    if empty:
-        found.append(f"Validation pictures had one colour only at {_listed(empty)}: was the model's output finite?")
+    pictures = {"val/empty_pictures": "one colour only", "val/nonfinite_pictures": "pixels that are not finite"}
+    for key, what in pictures.items():
+        steps = [step for step, value in record.series(key).known if value]
+        if steps:
+            found.append(f"Validation pictures had {what} at {_listed(steps)}.")
     equal = [step for step, value in zip(spread.steps, spread.values, strict=True) if value == 1.0]
     if equal:
         found.append(

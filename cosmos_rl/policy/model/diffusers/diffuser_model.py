@@ -212,6 +212,7 @@ class DiffuserModel(VelocityModel):
         parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_AT_ONCE // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
             pictures = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
+        pictures = pictures.masked_fill_(pictures.isinf(), torch.nan)  # else its pixel would be a plain white or black
         return self.output_process.postprocess(pictures, output_type="pt").float()
 
     def counted_encoders(self) -> list[TextEncoder]:

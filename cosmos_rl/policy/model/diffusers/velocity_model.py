@@ -283,7 +283,7 @@ class VelocityModel(abc.ABC):
 
     def has_dropout(self) -> bool:
         """Whether the transformer in train mode gives other velocities than in eval mode: dropout of any kind."""
-        return any(map(_drops, self.transformer.modules()))
+        return any(map(drops, self.transformer.modules()))
 
     @property
     def primary_adapter(self) -> str:
@@ -313,8 +313,8 @@ class VelocityModel(abc.ABC):
             self.transformer.set_requires_gradient_sync(wanted)
 
 
-def _drops(module: torch.nn.Module) -> bool:
-    """Dropout is a module with a probability ``p``, or a number that a module hands to its attention and the like."""
+def drops(module: torch.nn.Module) -> bool:
+    """Whether it is dropout: a module with a probability ``p``, or a number that it hands to its attention and such."""
     if isinstance(module, torch.nn.modules.dropout._DropoutNd):
         return module.p > 0.0
     return any("drop" in name and isinstance(value, float) and value > 0.0 for name, value in vars(module).items())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.images import to_uint8
+from cosmos_rl.data.images import are_finite, to_uint8
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, named_captions
 from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, unused_keys
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
@@ -248,7 +248,7 @@ class SFTTrainer(TaskBase):
         shape = self.model.latent_shape(*config.inference_size)
         samples = validation_samples(records, self._config.validation.n_generation)
 
-        def make(indices: Sequence[int], number: int) -> tuple[Tensor]:
+        def make(indices: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, indices)
             for row, sample in enumerate(samples[i] for i in indices):
                 if sample.seed is not None:
@@ -256,11 +256,12 @@ class SFTTrainer(TaskBase):
             steps = config.sample.eval_num_steps or config.sample.num_steps
             prompts, negative = [samples[i].prompt for i in indices], [samples[i].negative for i in indices]
             guidance = config.sample.guidance_scale
-            return (to_uint8(self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)),)
+            found = self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)
+            return to_uint8(found), are_finite(found)
 
-        (pictures,) = gather_over_ranks(len(samples), self._validation_size, self._context, make)
-        pairs = zip(pictures, samples, strict=True)
-        return [Shown(picture, sample.prompt, sample.sample_id, "fixed") for picture, sample in pairs]
+        pictures, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
+        rows = zip(pictures, samples, finite.tolist(), strict=True)
+        return [Shown(picture, one.prompt, one.sample_id, "fixed", finite=whole) for picture, one, whole in rows]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -141,13 +141,13 @@ class GuardProbe:
     ) -> Rollouts:
         """Of all ranks; the same on all of them."""
 
-        def make(indices: Sequence[int], _: int) -> tuple[Tensor, Tensor]:
+        def make(indices: Sequence[int], _: int) -> tuple[Tensor, ...]:
             found = sampler.sample([samples[i] for i in indices], conditions, purpose, 0)
-            return found.latents, found.media
+            return found.latents, found.media, found.finite
 
         with self._model.evaluating():
-            latents, media = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
-        return Rollouts(tuple(samples), latents, media)
+            rows = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
+        return Rollouts(tuple(samples), *rows)
 
     def _samples_digest(self) -> str:
         prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]

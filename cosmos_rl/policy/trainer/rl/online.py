@@ -292,23 +292,24 @@ class OnlineTask(TaskBase):
         conditions = self._new_conditions()
         conditions.encode_all([sample.prompt for sample in samples[context.dp_rank :: context.dp_size]])
 
-        def make(indices: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
+        def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
             notify("pre_per_step_validation_hook", {"batch_index": number})
             chunk = [samples[i] for i in indices]
             rollouts = self._evaluator.sample(chunk, conditions, "validation/rollout", 0)
             table = self._wait_for_scores(self._val_rewards.submit(batches.scoring_request(rollouts)))
             about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
             notify("post_per_step_validation_hook", about)
-            return rollouts.media, batches.columns(table, names)
+            return rollouts.media, rollouts.finite, batches.columns(table, names)
 
         size = validation_chunk(config, len(self._val_prompts))
         with self.averaged_weights(), self.policies.using("default"), self.model.evaluating():
-            media, reward_NF = gather_over_ranks(len(samples), size, context, make)
+            media, finite, reward_NF = gather_over_ranks(len(samples), size, context, make)
         self._count_evaluations()  # here, so that a checkpoint of this step holds them
         metrics = batches.validation_metrics(reward_NF, names)
         self._note_untrained(step, reward_NF)
+        scores = [batches.score_dict(row, names) for row in reward_NF]
         shown = [
-            Shown(media[i], sample.prompt, sample.sample_id, "fixed", batches.score_dict(reward_NF[i], names))
+            Shown(media[i], sample.prompt, sample.sample_id, "fixed", scores[i], finite=bool(finite[i]))
             for i, sample in enumerate(samples)
         ]
         images = shown if media.dtype == torch.uint8 else ()

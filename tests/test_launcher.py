@@ -166,10 +166,10 @@ def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_woul
 
 def test_a_module_in_the_current_folder_is_run(place):
     folder, script = place
-    (folder / "mine").mkdir()
-    script("supervised(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "mine/job.py")
-    assert main(["--config", "run.toml", "mine.job"]) == 0
-    assert (folder / "mine" / "ran").read_text() == "__main__"
+    (folder / "own_package").mkdir()
+    script("supervised(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "own_package/job.py")
+    assert main(["--config", "run.toml", "own_package.job"]) == 0
+    assert (folder / "own_package" / "ran").read_text() == "__main__"
 
 
 def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(place, capfd):

@@ -1,6 +1,7 @@
 """The life of a worker process: it hears stop signals, ends with the right code, and never outlives its launcher."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ def supervised(body: Callable[[StopRequest], int]) -> None:
         except UserError as error:
             tell(str(error))
             code = error.exit_code
+    gc.freeze()  # else python looks through all objects of the libraries as it ends: seconds
     if code != 0:
         sys.stdout.flush()
         sys.exit(_process_code(code))

@@ -2,29 +2,11 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl.data.text_lengths import TextEncoder, encoder_of, refusal
-
-_NEVER_USED = ("torchao", "boto3")
-"""The libraries import these where they are installed: for quantised checkpoints, which are not trained here, and for a
-cloud's command line. That takes a tenth of the start of a process, and prints warnings."""
-
-
-@contextlib.contextmanager
-def without_extras() -> Iterator[None]:
-    """Libraries that are imported within the block find none of `_NEVER_USED`; after it others may import them."""
-    hidden = [name for name in _NEVER_USED if name not in sys.modules]
-    modules: dict[str, Any] = sys.modules
-    modules.update(dict.fromkeys(hidden))  # None: not there
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del modules[name]
 
 
 @contextlib.contextmanager

@@ -3,15 +3,12 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.model.imports import uncollected
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from cosmos_rl.distributed.context import Context
-    from cosmos_rl.policy.trainer.task import Task
 
 
 class StopRequest(Protocol):
@@ -56,37 +53,34 @@ def run(
     Returns:
         Exit code: 0 done, 75 saved and stopped by SIGTERM, SIGUSR1 or SIGHUP, 130 saved and stopped by Ctrl-C.
     """
-    from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
-    from cosmos_rl.distributed.memory import memory_phase
-    from cosmos_rl.policy.trainer.loop import TrainLoop
+    with uncollected():
+        from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
+        from cosmos_rl.distributed.memory import memory_phase
+        from cosmos_rl.policy.trainer.loop import TrainLoop
 
+        build = _builder(config)
     if config.train.deterministic:
         use_deterministic_kernels()
+    rewards = {}
+    if isinstance(config.train.train_policy, GrpoPolicyConfig):
+        rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
     parallelism = config.policy.parallelism
     sizes = (parallelism.dp_replicate_size, parallelism.cp_size)
     with process_group(config.train.device, *sizes) as context, contextlib.ExitStack() as stack:
         with memory_phase("loading"):
-            task = _task(config, context, stack, dataset, val_dataset, reward_fns, val_reward_fns)
+            task = build(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
+        if rewards:
+            stack.callback(task.close)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
 
 
-def _task(
-    config: Config,
-    context: "Context",
-    stack: contextlib.ExitStack,
-    dataset: Any,
-    val_dataset: Any,
-    reward_fns: RewardFns | None,
-    val_reward_fns: RewardFns | None,
-) -> "Task":
+def _builder(config: Config) -> Callable[..., Any]:
+    """What makes the task of a job; imports its libraries."""
     if isinstance(config.train.train_policy, GrpoPolicyConfig):
         from cosmos_rl.policy.trainer.rl.build import build_online
 
-        rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
-        task = build_online(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
-        stack.callback(task.close)
-        return task
+        return build_online
     from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 
-    return SFTTrainer(config, context, dataset=dataset, val_dataset=val_dataset)
+    return SFTTrainer

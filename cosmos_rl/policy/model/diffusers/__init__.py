@@ -1,9 +1,10 @@
 """Diffusers pipelines: one file per family. ``DiffuserModel`` is the class to derive from."""
 
-from cosmos_rl.policy.model.quiet import without_extras
+from cosmos_rl.policy.model.imports import without_extras
 
 with without_extras():
-    import diffusers.utils  # noqa: F401 (what is installed is looked up here)
+    import diffusers.pipelines.pipeline_utils
+    import diffusers.schedulers.scheduling_flow_match_euler_discrete  # noqa: F401 (with all that they import)
     from peft.import_utils import is_torchao_available
 
     from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel

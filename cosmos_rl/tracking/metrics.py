@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic_core import from_json
+
 from cosmos_rl.storage.disk import writing_into
 
 _BLOCK = 2**16
@@ -44,7 +46,7 @@ def _plain(value: Any) -> Any:
 def _row(line: str | bytes) -> dict[str, Any] | None:
     """What a line holds; None for one that is not whole."""
     try:
-        row = json.loads(line)
+        row = from_json(line, cache_strings="keys")  # several times as fast as json, which a long run's report feels
         return row if isinstance(row["step"], int) else None
     except (ValueError, KeyError, TypeError):
         return None

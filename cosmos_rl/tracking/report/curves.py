@@ -92,7 +92,7 @@ class Charts:
             for place, curve in enumerate(curves)
             if curve.label != title
         )
-        gaps = sum(v is None for key in keys for v in self._record.series(key).values)
+        gaps = sum(self._record.series(key).values.count(None) for key in keys)
         note = f'<span class="gaps">{gaps} value{"s" if gaps > 1 else ""} missing</span>' if gaps else ""
         drawing = chart(curves, limits, title, from_zero=all(_from_zero(key) for key in keys))
         caption = f"<figcaption>{escaped(title)}<small>{legend}{note}</small></figcaption>"

@@ -1,5 +1,6 @@
 """What a run folder holds, read without torch: metrics, galleries, configuration, how the run was started."""
 
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,9 @@ from cosmos_rl.tracking.metrics import read_metrics
 
 _STILL_GOING_S = 60.0
 """A run whose last line is younger than this, or than a few steps, is taken to be going on."""
+
+_BLOCK = 1000
+"""Rows that are turned into columns at once; so many stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +128,15 @@ class Record:
 
     @cached_property
     def _columns(self) -> Mapping[str, Series]:
-        """The rows by key: charts, tables and warnings ask for each many times."""
+        """The rows by key, in order of appearance: charts, tables and warnings ask for each many times."""
         columns: dict[str, tuple[list[int], list[Any]]] = {}
-        for row in self.rows:
-            step = row["step"]
-            for key, value in row.items():
-                column = columns.get(key)
-                if column is None:
-                    column = columns[key] = ([], [])
-                column[0].append(step)
-                column[1].append(value)
+        for first in range(0, len(self.rows), _BLOCK):
+            block = self.rows[first : first + _BLOCK]
+            for key in dict.fromkeys(itertools.chain.from_iterable(block)):
+                having = [row for row in block if key in row]
+                steps, values = columns.setdefault(key, ([], []))
+                steps += [row["step"] for row in having]
+                values += [row[key] for row in having]
         return {key: Series(steps, _numbers(values)) for key, (steps, values) in columns.items()}
 
     @cached_property

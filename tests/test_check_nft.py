@@ -85,8 +85,15 @@ def test_dropout_of_the_network_is_planned_as_the_trainer_meets_it(write_nft_tom
 
     from cosmos_rl.policy.model.diffusers.velocity_model import drops
 
-    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "cross_attention_dim": 8}
-    network = SanaTransformer2DModel(dropout=dropout, num_cross_attention_heads=1, caption_channels=8, **sizes)
+    network = SanaTransformer2DModel(
+        num_attention_heads=1,
+        attention_head_dim=8,
+        num_layers=1,
+        num_cross_attention_heads=1,
+        cross_attention_dim=8,
+        caption_channels=8,
+        dropout=dropout,
+    )
     config = load_config(write_nft_toml(), ["--policy.diffusers.weight_copy_decay_type=0"])
     plan = rl_plan(config, network.config)
     assert plan.dropout == any(map(drops, network.modules())) == (dropout > 0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cosmos_rl.data.images import to_uint8
+from cosmos_rl.data.images import are_finite, to_uint8
 from cosmos_rl.tracking.media import Shown, caption, of_one_colour, pick_best_and_worst, save_gallery, slug
 
 NAN = math.nan
@@ -94,6 +94,12 @@ def test_picked_rows_have_scores_and_are_in_one_list_only(samples: list[tuple[fl
     alone_best, alone_worst = pick_best_and_worst(total, [0] * len(samples), count)
     assert total[alone_best].tolist() == sorted(total[scored].tolist(), reverse=True)[: len(alone_best)]
     assert total[alone_worst].tolist() == sorted(total[scored].tolist())[: len(alone_worst)]
+
+
+def test_a_picture_with_one_pixel_that_is_not_finite_is_known() -> None:
+    pictures = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    pictures[1, 2, 3, 4], pictures[3, 0, 0, 0] = math.nan, -math.inf
+    assert are_finite(pictures).tolist() == [True, False, True, False]
 
 
 def test_pictures_of_one_colour_are_found() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -227,3 +228,27 @@ def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
 
 def test_durations_read_well() -> None:
     assert [duration(s) for s in (0.04, 119.94, 125, 3720)] == ["0.0s", "119.9s", "2m05s", "1h02m"]
+
+
+def test_validation_pictures_that_are_partly_not_finite_are_counted_and_named(
+    write_toml: Callable[..., Path],
+    picture_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decode = AutoencoderKL.decode
+
+    def spoilt(self: AutoencoderKL, z: torch.FloatTensor, **options: bool) -> tuple[torch.Tensor]:
+        (pictures,) = decode(self, z, **options)
+        pictures[0, 1, 5, 6] = math.nan
+        pictures[1, 2, 0, 0] = math.inf
+        return (pictures,)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", spoilt)
+    with caplog.at_level("WARNING", logger="cosmos"):
+        run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=1")
+    (first, _) = read_metrics(run / "metrics.jsonl")
+    assert (first["val/nonfinite_pictures"], first["val/empty_pictures"]) == (2.0, 0.0)
+    told = "Step 0: 2 of 4 validation pictures have pixels that are not finite, as for 'a photo of the number 0', "
+    assert [message for message in caplog.messages if message.startswith(told)]
+    assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()

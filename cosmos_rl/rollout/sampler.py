@@ -186,8 +186,8 @@ def concat(parts: Sequence[Rollouts]) -> Rollouts:
     """Several rollouts as one, in their order."""
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
-    rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "media", "finite"))
-    return Rollouts(samples, *rows, recorded)
+    rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "media", "finite")}
+    return Rollouts(samples, **rows, recorded=recorded)
 
 
 def diversity(media: Tensor, groups: Sequence[int]) -> float:

@@ -58,4 +58,4 @@ def one_step() -> tuple[str, str, str]:
             seconds.append(cpu_seconds(RUN, *options))
             ratios.append(seconds[-1] / cpu_seconds(STOCK))
     result = f"{statistics.median(ratios):.2f} ({statistics.median(seconds):.2f} s)"
-    return "run of one step, against importing the stock SD3 pipeline", result, "<= 0.9"
+    return "run of one step, against importing the stock SD3 pipeline", result, "<= 1.1"

@@ -22,7 +22,7 @@ class Broker:
         self.socket = folder / "b.sock"
         self.url = f"unix://{self.socket}"
         self.command = server_command(self.socket, folder)
-        self.process = None
+        self.process: subprocess.Popen | None = None
 
     async def start(self):
         self.socket.unlink(missing_ok=True)
@@ -30,6 +30,7 @@ class Broker:
         await wait_for_socket(self.socket, 20)
 
     def kill(self):
+        assert self.process is not None
         self.process.kill()
         self.process.wait()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.launcher import doctor
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.doctor import command as doctor
 
 Toml = Callable[..., Path]
 

@@ -65,6 +65,39 @@ def test_imports_go_down_and_never_sideways() -> None:
     assert wrong == []
 
 
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, over any number of others; by repeatedly leaving out those that import none."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while ends := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in ends:
+            del left[name]
+    while starts := [name for name in left if not any(name in left[other] for other in left)]:
+        for name in starts:
+            del left[name]
+    return [[name, *sorted(targets & left.keys())] for name, targets in sorted(left.items())]
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """Over any number of others, late imports included; the face of the package stands outside."""
+    paths = {".".join(["cosmos_rl", *p.relative_to(ROOT).with_suffix("").parts]): p for p in ROOT.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items() if name != "cosmos_rl.__init__"}
+    graph = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text())
+        typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        only_types = {inner for node in typed for inner in ast.walk(node)}
+        graph[name] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or node in only_types:
+                continue
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                graph[name].add(whole if whole in paths else str(node.module))
+        graph[name].discard(name)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"], ["c", "b"]]
+    assert circles(graph) == []
+
+
 def test_every_file_is_in_a_room() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
     homeless = {f for f in files if room_of("cosmos_rl." + f.removesuffix(".py").replace("/", ".")) is None}

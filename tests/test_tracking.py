@@ -13,6 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.tracking import loggers
 from cosmos_rl.tracking.loggers import Guarded, require_installed
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
+from cosmos_rl.tracking.tracked_run import TrackedRun
 from tests import patience
 from tests.trainer_runs import train
 
@@ -84,7 +85,7 @@ def test_a_wandb_server_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(wandb, "teardown", lambda: None)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    WandbLogger(loggers.TrackedRun(tmp_path, "p", None, "n", "20260101000000", {}))
+    WandbLogger(TrackedRun(tmp_path, "p", None, "n", "20260101000000", {}))
     assert modes == [None, "offline"]
     assert "wandb: server is away; recording offline" in capsys.readouterr().out
 

@@ -13,11 +13,17 @@ from cosmos_rl.utils.logging import print_anything
 
 # verb -> where its function is, and one line for the help text; imported only when it is used
 VERBS: dict[str, tuple[str, str]] = {
-    "check": ("cosmos_rl.launcher.check:check", "is a configuration right; its batches, memory and disk"),
-    "check-model": ("cosmos_rl.launcher.check_model:check_model", "can a pipeline be trained without code, and how"),
-    "doctor": ("cosmos_rl.launcher.doctor:doctor", "is everything installed; with --config: does the model train"),
+    "check": ("cosmos_rl.launcher.check:check", "validate a configuration and print batch, memory and disk estimates"),
+    "check-model": (
+        "cosmos_rl.launcher.check_model:check_model",
+        "test whether a pipeline trains without code",
+    ),
+    "doctor": (
+        "cosmos_rl.launcher.doctor.command:doctor",
+        "check the installation; with --config, whether the model trains",
+    ),
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
-    "report": ("cosmos_rl.launcher.verbs:report", "make one page, report.html, that shows what a run did"),
+    "report": ("cosmos_rl.launcher.verbs:report", "write report.html, one page about a run"),
     "sample": ("cosmos_rl.launcher.verbs:sample", "make pictures from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),

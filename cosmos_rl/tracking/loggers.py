@@ -2,13 +2,13 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tracking.tracked_run import TrackedRun
 from cosmos_rl.utils.logging import logger
 
 LoggerFn = Callable[[dict[str, Any], int], None]
@@ -29,21 +29,6 @@ class MetricLogger(Protocol):
     def finish(self) -> None:
         """Write out what is left; nothing is logged afterwards."""
         ...
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """How a run is called in a tracker."""
-
-    folder: Path
-    project: str
-    group: str | None
-    name: str
-    run_id: str
-    """The name of the run folder, so that a resumed run goes on under the same id."""
-    config: dict[str, Any]
-    start: int = 0
-    """Steps that are done already; later ones of an interrupted attempt will be logged again."""
 
 
 def require_installed(names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from cosmos_rl.tracking.loggers import TrackedRun
+from cosmos_rl.tracking.tracked_run import TrackedRun
 
 
 class TensorboardLogger:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.tracking.loggers import TrackedRun
+from cosmos_rl.tracking.tracked_run import TrackedRun
 from cosmos_rl.utils.logging import logger
 
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")

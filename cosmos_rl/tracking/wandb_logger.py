@@ -7,7 +7,7 @@ from typing import Any
 
 import wandb
 
-from cosmos_rl.tracking.loggers import TrackedRun
+from cosmos_rl.tracking.tracked_run import TrackedRun
 from cosmos_rl.utils.logging import logger
 
 

@@ -13,6 +13,8 @@ from cosmos_rl_reward.errors import UserError
 
 PACKAGED = Path(__file__).parent / "configs" / "rewards.toml"
 STORE_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9._/-]*))?")
+RESTARTS_VARIABLE = "COSMOS_RL_REWARD_RESTARTS"
+"""Environment variable: how often a process was started again by its supervisor."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

@@ -10,8 +10,6 @@ from cosmos_rl_reward import logs
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import UserError
 
-RESTARTS_VARIABLE = "COSMOS_RL_REWARD_RESTARTS"  # how often this process was started again by its supervisor
-
 
 def main() -> int:
     """Read the configuration from standard input and play the role named on the command line."""

@@ -22,10 +22,9 @@ from cosmos_rl_reward.broker.embedded import (
     server_command,
     wait_for_socket,
 )
-from cosmos_rl_reward.config import ServiceConfig
+from cosmos_rl_reward.config import RESTARTS_VARIABLE, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
-from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import open_spool
 from cosmos_rl_reward.worker import family
 

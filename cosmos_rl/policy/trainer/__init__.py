@@ -3,25 +3,15 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.imports import uncollected
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
 
-
-class StopRequest(Protocol):
-    """Tells the loop that the run should save and end."""
-
-    @property
-    def requested(self) -> str | None:
-        """Name of the signal that asked for it."""
-        ...
-
-
-LoggerFn = Callable[[dict[str, Any], int], None]
-HookFn = Callable[..., None]
+if TYPE_CHECKING:
+    from cosmos_rl.policy.trainer.task import HookFn, LoggerFn, StopRequest
 
 
 def run(
@@ -30,12 +20,12 @@ def run(
     *,
     dataset: Any = None,
     val_dataset: Any = None,
-    custom_logger_fns: Sequence[LoggerFn] = (),
-    hook_fns: Mapping[str, HookFn] | None = None,
+    custom_logger_fns: Sequence["LoggerFn"] = (),
+    hook_fns: Mapping[str, "HookFn"] | None = None,
     reward_fns: RewardFns | None = None,
     val_reward_fns: RewardFns | None = None,
     resume_from: Path | None = None,
-    stop: StopRequest,
+    stop: "StopRequest",
 ) -> int:
     """Train as the configuration says and leave the results in the run folder.
 

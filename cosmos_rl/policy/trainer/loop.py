@@ -18,8 +18,8 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.trainer import HookFn, LoggerFn, StopRequest, same_run
-from cosmos_rl.policy.trainer.task import Alarm, Task
+from cosmos_rl.policy.trainer import same_run
+from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers

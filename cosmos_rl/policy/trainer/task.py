@@ -59,6 +59,19 @@ Notify = Callable[[str, dict[str, Any]], None]
 """(hook name, data) -> None."""
 
 
+class StopRequest(Protocol):
+    """Asks the loop to save and end."""
+
+    @property
+    def requested(self) -> str | None:
+        """Name of the signal that asked for it."""
+        ...
+
+
+LoggerFn = Callable[[dict[str, Any], int], None]
+HookFn = Callable[..., None]
+
+
 class Task(Protocol):
     """One kind of training job."""
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.queue import Control, StreamQueue
-from cosmos_rl_reward.config import RewardArgs, ServiceConfig
+from cosmos_rl_reward.config import RESTARTS_VARIABLE, RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
-from cosmos_rl_reward.roles import RESTARTS_VARIABLE
 from cosmos_rl_reward.store import more_threads, open_spool
 from cosmos_rl_reward.worker import family
 from cosmos_rl_reward.worker.pool import Pool

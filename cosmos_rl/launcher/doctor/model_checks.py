@@ -15,7 +15,8 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context, pick_device
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
-from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.launcher.prepare import refuse_unbuilt
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from cosmos_rl.policy.config.ranks import resized
@@ -71,7 +72,7 @@ def _examined_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Ite
 
 
 def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
-    from cosmos_rl.launcher.rl_examination import examine_rl  # it needs parts of this file
+    from cosmos_rl.launcher.doctor.rl_checks import examine_rl
 
     shape = model.latent_shape(*config.policy.diffusers.inference_size)
     latents = randomness.normal(shape, config.train.seed, "doctor/latents", 0, [0]).to(model.device)
@@ -141,7 +142,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
             plain = model.velocity(latents, sigma, cond)
         finally:
             model.transformer.enable_adapters()
-    change = distance(adapted, plain)
+    change = relative_distance(adapted, plain)
     mark = OK if change <= 1e-5 else FAIL
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
 
@@ -176,18 +177,7 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
     if not math.isfinite(value):
         return
     total.backward()
-    yield from gradients(model, float(weight))
-
-
-def gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
-    """Whether the trained weights have gradients, of which norm; these are of a sum of losses of ``weight``."""
-    grads = {name: p.grad for name, p in model.trainable().items()}
-    without = [name for name, grad in grads.items() if grad is None]
-    norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
-    sound = math.isfinite(norm) and norm > 0
-    yield Finding(OK if sound else FAIL, "backward", f"gradient norm {norm / weight:.4g}")
-    if without:
-        yield Finding(WARN, "gradients", f"{len(without)} of {len(grads)} trained tensors get none, as {without[0]}")
+    yield from check_gradients(model, float(weight))
 
 
 # ---- export ------------------------------------------------------------------------------------------------------
@@ -212,7 +202,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
             return Finding(WARN, "export", f"not tried: too little room in {place}", "set TMPDIR to a larger disk")
         prepare_export(model)(Path(place) / "step_0")
         theirs = _plain_latents(model, Path(place) / "step_0", config, prompt, noise)
-    apart, change = distance(theirs, ours), distance(before, ours)
+    apart, change = relative_distance(theirs, ours), relative_distance(before, ours)
     exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
     same = apart <= min(1e-3, change / 2) if exact else apart <= 5e-2
     text = f"plain diffusers differs by {apart:.1e} after {_STEPS} steps; one training step made {change:.1e}"
@@ -256,9 +246,3 @@ def _plain_latents(model: DiffuserModel, folder: Path, config: Config, prompt: s
         output_type="latent",
     )
     return result.images.float().cpu()
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Root mean square of the difference over that of `other`; not a number counts as infinitely far."""
-    ratio = float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
-    return ratio if math.isfinite(ratio) else math.inf

@@ -1,4 +1,4 @@
-"""`cosmos-rl doctor`: what is installed and found, each red line with what mends it; with a configuration, whether its
+"""`cosmos-rl doctor`: what is installed and found, each red line with how to fix it; with a configuration, whether its
 model loads, adapts, trains and exports as promised."""
 
 import argparse
@@ -9,32 +9,16 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.arguments import split_overrides
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
 from cosmos_rl.launcher.machine import shown_bytes
 
-OK, WARN, FAIL, INFO = "ok", "warn", "FAIL", "-"
 _NEEDED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub")
 _LEAST_PYTHON = (3, 11)
 _LOW_DISK, _NO_DISK = 10e9, 1e9
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    mark: str
-    subject: str
-    text: str
-    mend: str = ""
-    """Command or advice, for lines that are not ok."""
-
-    def __str__(self) -> str:
-        line = f"{self.mark:5} {self.subject:20} {self.text}"
-        return f"{line}\n{'':27}-> {self.mend}" if self.mend else line
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -52,7 +36,7 @@ def doctor(argv: Sequence[str]) -> int:
         parser.error(f"{overrides[0]} changes a configuration; name it with --config")
     failed = _printed(installation())
     if given.config is not None:
-        from cosmos_rl.launcher.examination import examine  # imports torch: seconds
+        from cosmos_rl.launcher.doctor.model_checks import examine  # imports torch: seconds
 
         print()
         failed |= _printed(examine(given.config, overrides))
@@ -99,13 +83,13 @@ def _python() -> Finding:
 
 def _package(name: str) -> Finding:
     wanted = _specifiers().get(_normal(name), "")
-    mend = f'pip install "{name}{wanted}"'
+    fix = f'pip install "{name}{wanted}"'
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(FAIL, name, "is not installed", mend)
+        return Finding(FAIL, name, "is not installed", fix)
     if not _fits(version, wanted):
-        return Finding(FAIL, name, f"{version}; needs {wanted}", mend)
+        return Finding(FAIL, name, f"{version}; needs {wanted}", fix)
     return Finding(OK, name, f"{version}{f' (needs {wanted})' if wanted else ''}")
 
 
@@ -150,8 +134,8 @@ def _extras() -> Iterator[Finding]:
     for extra, names in wanted.items():
         missing = [name for name in names if not _installed(name)]
         text = f"without {', '.join(missing)}" if missing else "installed"
-        mend = f'pip install "cosmos_rl[{extra}]"' if missing else ""
-        yield Finding(INFO, f"optional: {extra}", text, mend)
+        fix = f'pip install "cosmos_rl[{extra}]"' if missing else ""
+        yield Finding(INFO, f"optional: {extra}", text, fix)
 
 
 def _installed(name: str) -> bool:

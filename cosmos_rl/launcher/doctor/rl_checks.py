@@ -13,8 +13,8 @@ from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import prompts_of
 from cosmos_rl.diffusion.kernels import build_kernel, clean_prediction
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.doctor import FAIL, INFO, OK, WARN, Finding
-from cosmos_rl.launcher.examination import distance, gradients
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
@@ -92,7 +92,7 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
         sigmas = [float(level) for level in levels]
         followed = _followed(states, sigmas, solver)
         apart = [
-            distance(velocity, model.velocity(state, level.expand(len(few)).to(state.device), cond))
+            relative_distance(velocity, model.velocity(state, level.expand(len(few)).to(state.device), cond))
             for velocity, state, level in zip(followed, states, levels, strict=False)
         ]
     worst = max(range(len(apart)), key=apart.__getitem__)
@@ -100,8 +100,8 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
     text = f"velocities differ by {apart[worst]:.1e} (relative), most at noise level {sigmas[worst]:.3g}"
     if apart[worst] <= (1e-3 if exact else 5e-2):
         return Finding(OK, "rollout = training", text)
-    mend = "pipeline_with_logprob must call the transformer as training does: same input, timestep and noise levels"
-    return Finding(FAIL, "rollout = training", text, mend)
+    fix = "pipeline_with_logprob must call the transformer as training does: same input, timestep and noise levels"
+    return Finding(FAIL, "rollout = training", text, fix)
 
 
 def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
@@ -125,7 +125,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
         for name in ("default", "old"):
             with policies.using(name):
                 found[name] = model.velocity(latents, sigma, cond)
-    apart = distance(found["old"], found["default"])
+    apart = relative_distance(found["old"], found["default"])
     text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
     return Finding(OK if apart == 0 else FAIL, "old policy", text)
 
@@ -242,4 +242,4 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
     value = float(terms["policy_loss"].double().mean())
     yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {count} samples")
     if math.isfinite(value):
-        yield from gradients(model, len(rows.prompts))
+        yield from check_gradients(model, len(rows.prompts))

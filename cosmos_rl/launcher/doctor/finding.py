@@ -1,0 +1,20 @@
+"""What the doctor found, one line each."""
+
+from dataclasses import dataclass
+
+OK, WARN, FAIL, INFO = "ok", "warn", "FAIL", "-"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    mark: str
+    subject: str
+    text: str
+    fix: str = ""
+    """Command or advice, for lines that are not ok."""
+
+    def __str__(self) -> str:
+        line = f"{self.mark:5} {self.subject:20} {self.text}"
+        return f"{line}\n{'':27}-> {self.fix}" if self.fix else line

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # one thread per process: two threads on a busy machine are many times slower for small models
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-processes test-trainer test-service test-fast test-zoo lint format bench clean
+.PHONY: quickstart test test-processes test-trainer test-service test-fast test-zoo lint format docs bench clean
 
 $(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,6 +46,10 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# the documentation site in build/docs; a link that leads nowhere is an error
+docs: $(VENV)/installed
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -45,6 +45,16 @@ def sizes(run: cosmos_rl.FinishedRun) -> list[int]:
 
 
 @pytest.mark.slow
+def test_the_example_of_the_readme_trains_and_samples(folder: Path) -> None:
+    (example,) = [block for block in blocks(ROOT / "README.md", "python") if block.startswith("import cosmos_rl")]
+    assert "steps=10" in example
+    found: dict[str, Any] = {}
+    exec(example.replace("steps=10", "steps=1"), found)
+    assert [row["step"] for row in found["run"].metrics] == [1]
+    assert (folder / "apple.png").is_file()
+
+
+@pytest.mark.slow
 def test_the_first_example_learns(folder: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[0], found)

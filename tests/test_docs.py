@@ -10,6 +10,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from tests import patience
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "customisation"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "tests/README.md")]
+PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -61,9 +63,35 @@ def test_every_internal_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(place), target
 
 
-def test_every_page_is_named_in_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/([\w/-]+\.md)", (ROOT / "README.md").read_text()))
-    assert linked == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+def test_every_page_is_named_in_the_readme_and_in_the_index() -> None:
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"\]\(docs/([\w/-]+\.md)", (ROOT / "README.md").read_text())) == pages
+    index = (ROOT / "docs" / "index.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", index))
+    listed = {f"{line}.md" for block in blocks(ROOT / "docs" / "index.md", "{toctree}") for line in block.split()}
+    assert linked == pages - {"index.md"}
+    assert linked <= listed
+
+
+def test_the_site_shows_the_guide_in_the_order_of_the_readme() -> None:
+    guide, *_ = blocks(ROOT / "docs" / "index.md", "{toctree}")
+    listed = re.findall(r"^([\w/]+)$", guide, re.MULTILINE)[1:]  # without the overview
+    readme = (ROOT / "README.md").read_text().partition("## Where to read")[2]
+    order = [name for name in re.findall(r"\]\(docs/([\w/-]+)\.md", readme) if name in listed]
+    assert listed == order
+
+
+def test_the_drawing_is_that_of_its_script() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "images" / "architecture.py"))
+    assert drawn["TARGET"].read_text(encoding="utf-8") == drawn["drawing"](), "python docs/images/architecture.py"
+    assert all((ROOT / "cosmos_rl" / box.room).is_dir() for box in drawn["BOXES"].values())
+
+
+def test_every_test_file_that_is_listed_exists() -> None:
+    listed = re.findall(r"`(test_[\w*]+)`", (ROOT / "tests" / "README.md").read_text())
+    files = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(listed) > 40
+    assert [pattern for pattern in listed if not any(fnmatch(name, pattern) for name in files)] == []
 
 
 @pytest.mark.parametrize(

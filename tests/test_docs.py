@@ -81,6 +81,14 @@ def test_the_site_shows_the_guide_in_the_order_of_the_readme() -> None:
     assert listed == order
 
 
+@each_page
+def test_every_source_file_that_is_named_exists(page: Path) -> None:
+    files = {f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("[!.]*/**/*.py")}
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", prose(page)))
+    examples = {"my_reward.py", "my_rewards.py", "my_script.py"}
+    assert [name for name in sorted(named - examples) if not any(path.endswith(f"/{name}") for path in files)] == []
+
+
 def test_the_drawing_is_that_of_its_script() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "images" / "architecture.py"))
     assert drawn["TARGET"].read_text(encoding="utf-8") == drawn["drawing"](), "python docs/images/architecture.py"

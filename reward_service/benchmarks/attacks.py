@@ -211,29 +211,27 @@ ATTACKS: dict[str, Attack] = {
 class _Watch:
     """Asks ``/healthz``, hands jobs in and looks at the front's memory until it is stopped."""
 
-    def __init__(self, port: int, front: psutil.Process) -> None:
-        self._port, self._front = port, front
+    def __init__(self, client: httpx.AsyncClient, front: psutil.Process) -> None:
+        self._client, self._front = client, front
         self.times: list[float] = []
         self.jobs: list[str] = []
         self.before = self.peak = front.memory_info().rss
         self.spool = 0
 
     async def health(self) -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._port}", timeout=60) as client:
-            while True:
-                began = time.perf_counter()
-                (await client.get("/healthz")).raise_for_status()
-                self.times.append(time.perf_counter() - began)
-                self.peak = max(self.peak, self._front.memory_info().rss)
-                await asyncio.sleep(0.02)
+        while True:
+            began = time.perf_counter()
+            (await self._client.get("/healthz")).raise_for_status()
+            self.times.append(time.perf_counter() - began)
+            self.peak = max(self.peak, self._front.memory_info().rss)
+            await asyncio.sleep(0.02)
 
     async def work(self) -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._port}", timeout=60) as client:
-            while True:
-                answer = await client.post("/api/reward/enqueue", content=body(picture(len(self.jobs) % 200)))
-                if answer.status_code == 200:
-                    self.jobs.append(answer.json()["uuid"])
-                await asyncio.sleep(0.1)
+        while True:
+            answer = await self._client.post("/api/reward/enqueue", content=body(picture(len(self.jobs) % 200)))
+            if answer.status_code == 200:
+                self.jobs.append(answer.json()["uuid"])
+            await asyncio.sleep(0.1)
 
 
 async def _attack(name: str, port: int, seconds: float) -> str:
@@ -243,11 +241,12 @@ async def _attack(name: str, port: int, seconds: float) -> str:
 
 
 async def _under(service: Service, name: str, seconds: float) -> dict[str, Any]:
-    watch = _Watch(service.port, service.processes()["front"][0])
-    watching = [asyncio.create_task(watch.health()), asyncio.create_task(watch.work())]
     command = [sys.executable, "-m", "benchmarks.attacks", "--attack", name, str(service.port), str(seconds)]
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.port}", timeout=60) as client:
+        await client.get("/healthz")  # connected, and its own set-up done, before anything is measured
+        watch = _Watch(client, service.processes()["front"][0])
         attacker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        watching = [asyncio.create_task(watch.health()), asyncio.create_task(watch.work())]
         got = (await attacker.communicate())[0].decode().strip()
         await asyncio.sleep(0.5)
         for task in watching:

@@ -246,7 +246,7 @@ def test_a_killed_node_0_ends_the_other_with_an_error(
 ) -> None:
     plain("supervised(steps)\n")
     pair = [start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]
-    wait_until(lambda: all((tmp_path / str(rank) / "beat").exists() for rank in (0, 1)), "both workers")
+    wait_until(lambda: all((tmp_path / str(rank) / "ready").exists() for rank in (0, 1)), "both workers")
     os.killpg(pair[0].pid, signal.SIGKILL)
     assert exit_code(pair[1]) == 1
     log = (tmp_path / "node_1.log").read_text()

@@ -1,5 +1,6 @@
 """What every task shares: the optimiser step, the average of the weights, and their state."""
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ Gradients = dict[str, Tensor]
 WriteExport = Callable[[Path], None]
 
 
-class TaskBase:
+class TaskBase(abc.ABC):
     """A task whose losses are sums over rows: the gradient of a step is their sum divided by the weight of all rows."""
 
     def __init__(
@@ -42,9 +43,9 @@ class TaskBase:
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
         self._gradients: list[Gradients] | None = None
 
+    @abc.abstractmethod
     def train_step(self, step: int) -> StepReport:
         """One step: data, losses, optimiser, averages."""
-        raise NotImplementedError
 
     def apply_gradient(self, step: int, *, weight: float, loss: float, expects_gradient: bool) -> StepResult:
         """One optimiser step along the gradient that the ranks have accumulated.
@@ -115,7 +116,7 @@ class TaskBase:
         self._optimizer_steps = int(state["optimizer_steps"])
         self.optimizer.load_state_dict(state.get("loss_scale"))
 
-    def on_rewind(self, step: int, rewinds: int) -> None:
+    def on_rewind(self, step: int, rewinds: int) -> None:  # noqa: B027 - most tasks have nothing to do
         """Nothing depends on it."""
 
 

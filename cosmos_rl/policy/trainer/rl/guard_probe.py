@@ -146,8 +146,8 @@ class GuardProbe:
             return found.latents, found.media, found.finite
 
         with self._model.evaluating():
-            rows = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
-        return Rollouts(tuple(samples), *rows)
+            latents, media, finite = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
+        return Rollouts(tuple(samples), latents, media, finite)
 
     def _samples_digest(self) -> str:
         prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]

@@ -1,7 +1,7 @@
 """From rewards to advantages and to DiffusionNFT's optimality.
 
 A reward that is not finite is missing: it enters no statistic, and the sample's advantage is NaN, which the caller has
-to leave out (:func:`kept_rows`). Groups are told apart by their id, never by the text of their prompt.
+to leave out (:func:`kept_rows`). Groups are distinguished by their id, never by the text of their prompt.
 """
 
 from collections.abc import Mapping

@@ -143,8 +143,8 @@ def _copy_part(source: Path, target: Path, earlier: Path | None) -> None:
         inside = Path(folder).relative_to(source)
         (target / inside).mkdir(parents=True, exist_ok=True)
         for name in names:
-            twin = earlier / inside / name if earlier else None
-            if twin is None or not _linked(twin, target / inside / name):
+            same = earlier / inside / name if earlier else None
+            if same is None or not _linked(same, target / inside / name):
                 shutil.copyfile(
                     Path(folder) / name, target / inside / name
                 )  # follows the hub cache's links to its blobs

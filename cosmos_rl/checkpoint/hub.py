@@ -20,7 +20,7 @@ DEADLINE_S = 600.0
 _PASSING = (408, 409, 425, 429)  # with all from 500 on: answers that may change by themselves
 _FINAL = (ValueError, TypeError, LookupError, AttributeError, LocalTokenNotFoundError, OfflineModeIsEnabled)
 _NAMES_A_SOURCE = ("base_model_name_or_path", "_name_or_path")
-"""Keys of PEFT's and diffusers' files; both take null: loading an adapter is told the base by the caller."""
+"""Keys of PEFT's and diffusers' files; both take null: whoever loads an adapter names the base."""
 _MADE_BY_THE_HUB = {".gitattributes"}
 
 
@@ -129,5 +129,5 @@ def _words(error: Exception) -> str:
 def _message(repository: str, folder: Path, error: Exception) -> str:
     return (
         f"the export was not uploaded to {repository} (train.ckpt.hf_repo_name): {_words(error)}\n"
-        f"  it is whole in {folder.absolute()}; once that is mended: hf upload {repository} {folder.absolute()}"
+        f"  it is complete in {folder.absolute()}; once that is fixed: hf upload {repository} {folder.absolute()}"
     )

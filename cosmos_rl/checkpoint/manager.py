@@ -124,7 +124,7 @@ class CheckpointManager:
     def _copied(self, state: StateDict) -> StateDict:
         """A private copy on the CPU: the loop goes on changing the live tensors.
 
-        The memory is kept for the next save, since asking the system for it anew takes longer than the copy itself.
+        The memory is kept for the next save, since asking the system for it again takes longer than the copy itself.
         """
         old, self._buffers = self._buffers, {}
         for key, value in state.items():

@@ -70,7 +70,7 @@ def restore(
 
 
 def _plain(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """A moment as tensors that can be stored and dealt to any number of ranks: itself, or 8-bit codes and scales."""
+    """A moment as tensors that can be stored and split over any number of ranks: itself, or 8-bit codes and scales."""
     blocks = blocks_in_a_row(param.shape) if _in_eight_bits(optimizer) and value.ndim else 0
     if not blocks:
         return {"": value}

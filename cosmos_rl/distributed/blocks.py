@@ -11,7 +11,7 @@ _SMALL = 4096
 def blocks_in_a_row(shape: Sequence[int]) -> int:
     """Blocks in one entry of the first dimension; 0: the moments stay in float32.
 
-    A tensor is dealt to ranks along its first dimension, so no block may reach over two of its entries. Small tensors
+    A tensor is split over ranks along its first dimension, so no block may reach over two of its entries. Small tensors
     are not worth it (Dettmers et al. 2021, arXiv:2110.02861).
     """
     row = math.prod(shape[1:])

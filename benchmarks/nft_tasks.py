@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from cosmos_rl.errors import UserError
-from tests.toy_models import PlaneModel
-from tests.toy_shapes import RECORDS, REWARDS, ShapesModel, held_out_shapes, shapes_tables
-from tests.toy_tasks import (
+from tests.support.toy_models import PlaneModel
+from tests.support.toy_shapes import RECORDS, REWARDS, ShapesModel, held_out_shapes, shapes_tables
+from tests.support.toy_tasks import (
     POINT,
     TABLE,
     base_and_tilt,

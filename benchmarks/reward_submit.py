@@ -11,7 +11,7 @@ import torch
 from cosmos_rl.policy.config import RemoteRewardConfig, RewardFnConfig
 from cosmos_rl.reward.remote import RemoteScorer
 from cosmos_rl.reward.table import ScoringRequest
-from tests.reward_server import RewardServer, result
+from tests.support.reward_server import RewardServer, result
 
 REQUESTS, SAMPLES, SIDE, SLOW_S = 30, 24, 512, 1.0
 

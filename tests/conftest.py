@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.launched import CONFIG, WORKER
-from tests.open_tasks import close_all
-from tests.patience import HANG_S
+from tests.support.launched import CONFIG, WORKER
+from tests.support.open_tasks import close_all
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Callab
 @pytest.fixture
 def rewards_of() -> Iterator[Callable[..., Any]]:
     """Makes the rewards of functions and of the table of local ones; all are closed at the end."""
-    from tests.scored import make
+    from tests.support.scored import make
 
     with contextlib.ExitStack() as stack:
         yield lambda *given, **job: stack.enter_context(contextlib.closing(make(*given, **job)))
@@ -171,7 +171,7 @@ init_lora_weights = "gaussian"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests that start processes or train the time that a busy machine takes for them: they wait by
-    `tests.patience`, which knows a hang from a busy machine, and this is for what hangs in spite of it."""
+    `tests.support.patience`, which knows a hang from a busy machine, and this is for what hangs in spite of it."""
     for item in items:
         is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")
         if is_long and not item.get_closest_marker("timeout"):

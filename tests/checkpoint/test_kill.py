@@ -1,0 +1,101 @@
+"""The process group is killed again and again, also inside a save; the end is the undisturbed run's, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.checkpoint.test_resume import assert_same_state, saved_state
+from tests.support.patience import exit_code, wait_until
+
+TOTAL, SAVE_FREQ = 24, 5
+
+
+class Run:
+    """The documented command in a process group of its own."""
+
+    def __init__(self, config: Path, log: Path, *options: str) -> None:
+        code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "--config", str(config), *options]
+        self._log = log.open("ab")
+        self.process = subprocess.Popen(command, start_new_session=True, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def kill_group_when(self, condition: Callable[[], bool], wait_s: float = 0.0) -> None:
+        """SIGKILL to launcher and workers alike, ``wait_s`` after ``condition`` holds for the first time."""
+
+        def has_come() -> bool:
+            assert self.process.poll() is None, "the run ended before the moment of the kill"
+            return condition()
+
+        wait_until(has_come, "the moment of the kill", poll_s=0.0005)
+        time.sleep(wait_s)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log.close()
+
+    def finish(self) -> int:
+        code = exit_code(self.process)
+        self._log.close()
+        return code
+
+
+def newest_run(output: Path) -> Path | None:
+    runs = sorted(p for p in output.glob("2*") if p.is_dir()) if output.exists() else []
+    return runs[-1] if runs else None
+
+
+def steps_done(output: Path) -> int:
+    run = newest_run(output)
+    lines = (run / "metrics.jsonl").read_text().splitlines() if run and (run / "metrics.jsonl").exists() else []
+    return len(lines)
+
+
+def inside_a_save(output: Path) -> bool:
+    run = newest_run(output)
+    return run is not None and any((run / "checkpoints").glob(".step_*.tmp/policy"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lora", [pytest.param(True, marks=pytest.mark.zoo), False], ids=["lora and ema", "full"])
+def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
+    write_toml: Callable[..., Path], tmp_path: Path, lora: bool
+) -> None:
+    options = [f"--train.max_num_steps={TOTAL}", f"--train.ckpt.save_freq={SAVE_FREQ}", "--train.resume=true"]
+    options += ["--train.train_batch_per_replica=6", f"--train.ema_enable={str(lora).lower()}"]
+    config = write_toml(lora=lora)
+    undisturbed = Run(config, tmp_path / "log", f"--train.output_dir={tmp_path / 'calm'}", *options)
+    assert undisturbed.finish() == 0, (tmp_path / "log").read_text()[-3000:]
+    # a user's first screen holds our lines and no library's
+    assert [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("[cosmos] ")] == []
+
+    chance = random.Random(0 if lora else 1)
+    output = tmp_path / "killed"
+    for step in (3, 8, None, 17, 21):  # off the save cadence; None: while a step is being written
+        run = Run(config, tmp_path / "log", f"--train.output_dir={output}", *options)
+        if step is None:
+            run.kill_group_when(lambda: inside_a_save(output))
+        else:
+            run.kill_group_when(lambda step=step: steps_done(output) >= step, wait_s=chance.uniform(0.0, 0.08))
+    last = Run(config, tmp_path / "log", f"--train.output_dir={output}", *options)
+    assert last.finish() == 0, (tmp_path / "log").read_text()[-3000:]
+
+    calm, survivor = newest_run(tmp_path / "calm"), newest_run(output)
+    assert calm is not None
+    assert survivor is not None
+    assert len(list(output.glob("2*"))) == 1
+    assert_same_state(saved_state(survivor, TOTAL), saved_state(calm, TOTAL))
+    lines = read_metrics(survivor / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
+    expected = [line["train/loss_avg"] for line in read_metrics(calm / "metrics.jsonl")]
+    assert [line["train/loss_avg"] for line in lines] == expected
+    assert layout.broken_steps(survivor / "checkpoints") == {}
+    assert not list((survivor / "checkpoints").glob(".*"))
+    assert (output / "checkpoints").resolve() == survivor / "checkpoints"

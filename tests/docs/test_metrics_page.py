@@ -1,0 +1,88 @@
+"""docs/metrics.md names every metric that a run logs, and no other."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.tracking.console import _SHOWN
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.docs.test_docs import ROOT
+
+PAGE = ROOT / "docs" / "metrics.md"
+LOGGED_BY = ("policy/trainer", "optim")
+NAMESPACES = "train|val|rollout|optimizer|watch|time|data"
+NO_METRICS = {"val/pictures"}  # images
+KEYS_OF_DRAWS = ("watch/sample", "watch/noise", "watch/spread")
+
+
+def documented() -> set[str]:
+    """The names in the first column of the page's tables."""
+    cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(), re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def pattern(name: str) -> str:
+    """A documented name as a regular expression: a placeholder stands for anything."""
+    return re.sub(r"<\w+>", "[^/]+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">"))
+
+
+def is_documented(name: str) -> bool:
+    return any(re.fullmatch(pattern(known), name) for known in documented())
+
+
+def names_in_the_code() -> Iterator[str]:
+    """Texts that look like metrics; ``*`` for what is put in when it runs."""
+    for room in LOGGED_BY:
+        for path in (ROOT / "cosmos_rl" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_every_metric_in_the_code_is_on_the_page() -> None:
+    found = {name for name in names_in_the_code() if re.fullmatch(rf"({NAMESPACES})/[\w/*]+", name)}
+    found = {name for name in found - NO_METRICS if not name.startswith(KEYS_OF_DRAWS)}
+    assert len(found) > 30
+    known = "\n".join(documented())
+    missing = [name for name in found if not re.search("^" + re.escape(name).replace(r"\*", ".+"), known, re.MULTILINE)]
+    assert missing == []
+
+
+def test_what_the_progress_line_shows_is_on_the_page() -> None:
+    assert [name for name in _SHOWN if not is_documented(name)] == []
+
+
+@pytest.mark.slow
+def test_the_page_has_the_metrics_of_two_runs_and_no_others(
+    tmp_path: Path, write_toml: Callable[..., Path], write_nft_toml: Callable[..., Path], picture_folder: Path
+) -> None:
+    from tests.support.nft_runs import nft_train
+    from tests.support.trainer_runs import train
+
+    validation = ("--validation.enable=true", "--validation.freq=1", "--train.ckpt.enable_checkpoint=false")
+    short = ("--train.max_num_steps=1", "--train.ckpt.export_safetensors=false")
+    sft = train(write_toml(), *validation, *short, f"--validation.dataset.local_dir={picture_folder}")
+    untrained = '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]'
+    job = "--train.train_policy."
+    nft = nft_train(
+        write_nft_toml(),
+        *validation,
+        f"--validation.dataset.local_dir={tmp_path}/prompts.txt",
+        untrained,
+        "--train.max_num_steps=2",
+        "--train.param_dtype=float16",
+        f"{job}watch.freq=1",
+        f"{job}watch.action=warn",
+        f"{job}data_term.beta=0.1",
+        f"{job}data_term.batch_size=4",
+        f"{job}data_term.local_dir={picture_folder}",
+    )
+    logged = {name for run in (sft, nft) for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
+    assert [name for name in sorted(logged) if not is_documented(name)] == []
+    stale = [name for name in documented() if not any(re.fullmatch(pattern(name), other) for other in logged)]
+    assert stale == []

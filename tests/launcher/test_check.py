@@ -1,0 +1,316 @@
+"""`cosmos-rl check`: mistakes, arithmetic, sizes and what it says when it cannot know."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher import estimate
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, read_pipeline
+from cosmos_rl.launcher.plan import planned
+from cosmos_rl.policy.config import Config, load_config
+from tests.support.paths import ROOT
+
+Toml = Callable[..., Path]
+
+
+def check(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Exit code, report and errors of one call."""
+    code = main(["check", *map(str, argv)])
+    printed = capsys.readouterr()
+    return code, " ".join(printed.out.split()), printed.err
+
+
+def sizes(path: Path, *overrides: str) -> tuple[Config, PipelineFiles, estimate.Selection]:
+    config = load_config(path, overrides)
+    pipeline = read_pipeline(config.policy)
+    return config, pipeline, estimate.select(config, pipeline)
+
+
+def test_the_report_says_what_is_trained_in_which_batches_on_what(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report, _ = check(capsys, "--config", write_toml())
+    assert code == 0
+    for text in (
+        'LoRA adapter "default" of',
+        "transformer of 288,528 weights",
+        "attn.to_q: 2 layers",
+        "4 samples per step = 1 x 4",
+        "a rank takes its 4 in 2 micro-batches of 2",
+        "12 captions in",
+        "3 steps per epoch x 100 epochs = 300 steps",
+        "train.max_num_steps ends the run after 6 steps",
+        "optimiser moments",
+        "one checkpoint",
+        "holds no earlier run to read it from",
+        "policy.lora.r = 4",
+    ):
+        assert text in report, text
+
+
+def test_all_mistakes_are_in_one_report(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_toml("[validation]\nenable = true\nfrequency = 3")
+    code, report, errors = check(capsys, "--config", path, "--train.train_policy.mini_batch=3", "--train.optm_lr=-1.0")
+    assert (code, report) == (2, "")
+    for key in ("validation.frequency", "validation.dataset.local_dir", "mini_batch", "train.optm_lr"):
+        assert key in errors
+
+
+def test_it_never_imports_torch(write_toml: Toml) -> None:
+    code = (
+        "import sys; from cosmos_rl.launcher.cli import main;"
+        f"assert main(['check', '--env', '--config', {str(write_toml())!r}]) == 0;"
+        "sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("lora", "options"),
+    [
+        (True, []),
+        (True, ["--policy.lora.target_modules=all-linear"]),
+        (True, ['--policy.lora.r_pattern={"attn.to_q" = 7, "transformer_blocks.0.attn.to_k" = 2}']),
+        (True, ['--policy.lora.lora_names=["default", "old"]', '--policy.lora.target_modules=["proj", "to_q"]']),
+        (False, []),
+        (False, ['--policy.freeze_pattern=["^transformer_blocks\\\\.0\\\\."]']),
+        (False, ['--policy.trainable_pattern=["attn"]']),
+        (False, ['--policy.trainable_map={"." = false, "norm" = true}']),
+    ],
+)
+def test_the_number_of_trained_weights_is_the_trainers(write_toml: Toml, lora: bool, options: list[str]) -> None:
+    from cosmos_rl.policy.model.base import ModelRegistry
+
+    config, _, selection = sizes(write_toml(lora=lora), *options)
+    model = ModelRegistry.build_diffusers_model(config)
+    assert selection.trained == sum(p.numel() for p in model.trainable().values())
+    adapters = sum(p.numel() for name, p in model.transformer.named_parameters() if ".lora_" in name)
+    assert selection.spare_adapters == (adapters - selection.trained if lora else 0)
+
+
+def test_a_target_that_matches_nothing_is_refused_with_the_nearest(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, errors = check(capsys, "--config", write_toml(), '--policy.lora.target_modules=["attn.to_qq"]')
+    assert code == 2
+    assert "'attn.to_qq' matches no layer of the transformer; did you mean 'attn.to_q'?" in errors
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_can_be_checked_without_its_model(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report, _ = check(capsys, "--config", recipe)
+    assert code == 0
+    assert "is not in the hub cache" in report
+    assert "unknown, as the sizes are" in report
+
+
+def test_a_model_in_the_hub_cache_is_looked_into(
+    write_toml: Toml,
+    tmp_path: Path,
+    tiny_sd3: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit, repository = "0" * 40, tmp_path / "hub" / "models--some--model"
+    shutil.copytree(tiny_sd3, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, report, _ = check(capsys, "--config", write_toml(), "--policy.model_name_or_path=some/model", "--env")
+    assert code == 0
+    assert "transformer of 288,528 weights" in report
+
+
+def test_the_environment_is_looked_at_only_when_asked(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "--config",
+        write_toml(),
+        "--policy.model_name_or_path=some/model",
+        "--train.train_policy.dataset.local_dir=no",
+    ]
+    code, report, errors = check(capsys, *argv)
+    assert (code, errors) == (0, "")
+    assert "some/model is not in the hub cache" in report
+    assert "number of samples and steps: unknown (no is not there); at most 6" in report
+    code, report, errors = check(capsys, *argv, "--env")
+    assert code == 2
+    assert "Environment GPU: " in report
+    assert "free disk for train.output_dir" in report
+    assert "does not exist" in errors
+    assert "HF_HUB_OFFLINE is set" in errors
+
+
+def test_too_little_disk_for_one_checkpoint_is_refused(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.launcher.machine.free_disk", lambda path: 1000)
+    code, _, errors = check(capsys, "--config", write_toml(), "--env")
+    assert code == 2
+    assert "train.output_dir: 1 kB free, one checkpoint and its export need" in errors
+
+
+@pytest.mark.parametrize(("most", "steps", "text"), [(5, 5, "max_num_steps ends"), (100, 24, "train.epoch ends")])
+def test_the_limit_that_ends_the_run_is_named(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str], most: int, steps: int, text: str
+) -> None:
+    options = ["--train.train_batch_per_replica=1", "--train.train_policy.mini_batch=1", "--train.epoch=2"]
+    path = write_toml()
+    config = load_config(path, [*options, f"--train.max_num_steps={most}"])
+    assert planned(config, own_data=False).steps == steps
+    assert text in check(capsys, "--config", path, *options, f"--train.max_num_steps={most}")[1]
+
+
+def test_held_out_samples_and_incomplete_batches_count_as_in_training(write_toml: Toml) -> None:
+    extra = "[validation]\nenable = true"
+    path = write_toml(extra, train="")
+    options = ["--train.train_policy.dataset.test_size=0.25", "--train.max_num_steps=none", "--train.epoch=2"]
+    dropped = planned(load_config(path, options), own_data=False)
+    assert (dropped.samples, dropped.held_out, dropped.steps) == (12, 3, 4)
+    kept = planned(load_config(path, [*options, "--train.train_policy.dataloader_drop_last=false"]), own_data=False)
+    assert kept.steps == 6
+
+
+def test_a_batch_larger_than_the_data_is_refused(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = check(capsys, "--config", write_toml(), "--train.train_batch_per_replica=14")
+    assert code == 2
+    assert "12 captions, 0 of them held out, make no whole step of 14 samples" in errors
+
+
+def test_the_whole_configuration_can_be_printed_and_read_again(
+    write_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--toml", "--config", str(write_toml()), "--train.seed=7", "--nproc-per-node", "2"]) == 0
+    (tmp_path / "again.toml").write_text(capsys.readouterr().out)
+    again = load_config(tmp_path / "again.toml")
+    assert (again.train.seed, again.policy.parallelism.dp_shard_size) == (7, 2)
+
+
+def test_the_time_of_a_step_is_read_from_an_earlier_run(
+    write_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "out" / "20250102030405"
+    (run / "checkpoints").mkdir(parents=True)
+    rows = [{"step": step, "train/iteration_time": seconds} for step, seconds in enumerate([9.0, 2.0, 2.0, 2.5])]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"2.25 s, the median of the last 4 steps of {run}" in check(capsys, "--config", write_toml())[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
+def test_broken_weights_make_sizes_unknown(
+    write_toml: Toml, tmp_path: Path, tiny_sd3: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    broken = shutil.copytree(tiny_sd3, tmp_path / "broken")
+    (broken / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(content)
+    code, report, _ = check(capsys, "--config", write_toml(), f"--policy.model_name_or_path={broken}")
+    assert code == 0
+    assert "sizes: unknown" in report
+    assert "is not a whole safetensors file" in report
+
+
+def test_an_unknown_transformer_leaves_out_its_activations_only(
+    write_toml: Toml, tmp_path: Path, tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(tiny_sd3, tmp_path / "other")
+    for path, old, new in (
+        (other / "model_index.json", "StableDiffusion3Pipeline", "MyPipeline"),
+        (other / "transformer" / "config.json", "SD3Transformer2DModel", "MyTransformer"),
+    ):
+        path.write_text(path.read_text().replace(old, new))
+    code, report, _ = check(capsys, "--config", write_toml(), f"--policy.model_name_or_path={other}")
+    assert code == 0
+    assert "no model is registered for MyPipeline" in report
+    assert "unknown and left out: activations of the transformer (MyTransformer is not known here)" in report
+    assert "trained weights" in report
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_trained_state_is_sixteen_bytes_a_weight_over_the_shards(write_toml: Toml, shards: int) -> None:
+    options = [f"--policy.parallelism.dp_shard_size={shards}", "--train.param_dtype=bfloat16"]
+    config, pipeline, selection = sizes(write_toml(lora=False), *options)
+    found = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    state = sum(found.parts[name] for name in ("trained weights", "gradients", "optimiser moments"))
+    assert math.isclose(state, 16 * selection.trained / shards, rel_tol=1e-6)
+    assert found.phases["forward and backward"] > state
+
+
+def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
+    config, pipeline, selection = sizes(write_toml())
+    offloaded = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    config, pipeline, selection = sizes(write_toml(), "--policy.diffusers.offload=false")
+    resident = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    frozen = sum(resident.parts[name] for name in ("text encoders and other frozen parts", "VAE"))
+    assert resident.phases["optimiser step"] - offloaded.phases["optimiser step"] == frozen
+    assert offloaded.host - resident.host == frozen
+
+
+LORA_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("layers", "heads", "head_dim", "options"),
+    [
+        pytest.param(4, 8, 48, ["--policy.lora=none", "--train.ema_enable=true"], id="20M-full-ema"),
+        pytest.param(5, 7, 64, ["--policy.lora=none", "--train.ckpt.save_freq=1"], id="35M-full"),
+        pytest.param(6, 10, 64, LORA_OF_ALL, id="85M-lora"),
+    ],
+)
+def test_the_estimate_of_memory_and_disk_is_within_15_percent(
+    write_toml: Toml, tmp_path: Path, layers: int, heads: int, head_dim: int, options: list[str]
+) -> None:
+    import torch
+
+    from cosmos_rl.policy.model.tiny.sd3 import Preset, sd3_pipeline
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sd3_pipeline(Preset(layers, heads, head_dim)).save_pretrained(tmp_path / "model")
+    overrides = [
+        f"--policy.model_name_or_path={tmp_path / 'model'}",
+        "--train.device=cpu",
+        "--train.max_num_steps=3",
+        "--train.train_batch_per_replica=2",
+        "--train.train_policy.mini_batch=1",
+        *options,
+    ]
+    path = write_toml()
+    config, pipeline, selection = sizes(path, *overrides)
+    plan = planned(config, own_data=False)
+    expected = estimate.memory(config, pipeline, selection, on_cpu=True, saves=plan.saves)
+    command = [sys.executable, "-m", "tests.support.memory_job", str(path), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = int(done.stdout.split("rise ")[1])
+    assert abs(expected.peak - measured) <= 0.15 * measured, (expected, measured)
+    on_disk = estimate.disk(config, pipeline, selection)
+    assert folder_size(tmp_path / "out/checkpoints/step_3") == pytest.approx(on_disk.checkpoint, rel=0.15)
+    exported = folder_size(tmp_path / "out/safetensors/step_3")
+    assert exported == pytest.approx(on_disk.export + on_disk.shared_export, rel=0.15)
+
+
+def folder_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_check_takes_a_whole_training_command(
+    write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, here = str(write_toml()), "127.0.0.1;127.0.0.1"
+    flags = ["--log-dir", "logs", "--max-restarts", "3", "--debug", "--nproc-per-node", "2", "--train.seed", "7"]
+    flags += ["--train.train_batch_per_replica", "2"]
+    flags += ["--num-workers", "2", "--worker-idx", "1", "--node-ip-list", here, "--rdzv-port", "4"]
+    script = ["cosmos_rl.tools.dataset.diffusers_dataset", "--own", "1"]
+    code, report, errors = check(capsys, *flags, "--config", config, *script)
+    assert (code, errors) == (0, "")
+    assert "4 ranks: dp_shard_size 4 2 on each of 2 machines" in report
+    assert "train.seed = 7" in report
+    assert check(capsys, *flags, "--config", config, "--worker-idx", "2")[0] == 2
+    assert not Path("logs").exists()

@@ -1,0 +1,280 @@
+"""`cosmos-rl check` for reinforcement learning: its arithmetic, its words, and its sizes against real runs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher import estimate
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.plan import planned
+from cosmos_rl.launcher.rl_plan import rl_plan
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.launcher.test_check import check, folder_size, sizes
+from tests.support.paths import ROOT
+
+RECIPE = ROOT / "configs/stable-diffusion-3-5/stable-diffusion-3-5-medium-nft.toml"
+Toml = Callable[..., Path]
+
+
+@pytest.mark.parametrize(("fraction", "levels", "backward", "forward"), [(0.99, 9, 144, 432), (1.0, 10, 160, 480)])
+def test_the_batch_arithmetic_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], fraction: float, levels: int, backward: int, forward: int
+) -> None:
+    code, report, _ = check(capsys, "--config", RECIPE, f"--policy.diffusers.timesteps_fraction={fraction}")
+    assert code == 0
+    for text in (
+        "1152 samples per step = 48 x 24 (prompts x samples per prompt)",
+        "144 samples and 6 prompts per rank, on 8 data parallel ranks",
+        'rollout: 6 chunks of 24 samples x 10 sampling steps ("dpm2") = 60 forward passes, without guidance',
+        f"{levels} of 10 noise levels are trained, int(10 x {fraction:g}): {144 * levels} pairs of sample and level",
+        "16 micro-batches of 9 at each level",
+        f"{backward} backward passes and {forward} forward passes (policy, old policy, reference) per rank and step",
+        "1 optimiser step per step",
+        "pickscore: weight 1, clipped to -5 ... 5, service",
+        "every 5 steps 32 held-out samples (own samples, made at the start in 40 steps) at 4 noise levels",
+    ):
+        assert text in report, text
+    assert "not runnable yet" not in report
+
+
+@pytest.mark.parametrize(
+    ("options", "old", "reference"),
+    [
+        (["--policy.diffusers.weight_copy_decay_type=0", "--train.train_policy.kl_beta=0.0"], 0, 0),
+        (["--policy.diffusers.weight_copy_decay_type=0"], 0, 4),
+        (["--policy.diffusers.weight_copy_decay_type=0", "--train.train_policy.batch_size_per_optimize=4"], 2, 4),
+        (["--policy.diffusers.weight_copy_decay_type=0", "--train.train_policy.mu_iterations=2"], 4, 8),
+        (["--policy.diffusers.weight_copy_decay_type=0", "--policy.lora.lora_dropout=0.1"], 4, 4),
+        (["--policy.diffusers.weight_copy_decay_type=1"], 4, 4),
+        (["--policy.diffusers.weight_copy_decay_type=1", "--policy.diffusers.sample.guidance_scale=2.0"], 4, 4),
+    ],
+)
+def test_forward_and_backward_passes_are_those_of_a_run(
+    write_nft_toml: Toml, options: list[str], old: int, reference: int
+) -> None:
+    from cosmos_rl.tools.dataset.diffusion_nft import training_prompts
+    from tests.support.trainer_runs import train
+
+    path = write_nft_toml("watch.enable = false")
+    plan = rl_plan(load_config(path, options))
+    assert (plan.old_forwards, plan.reference_forwards) == (old, reference)
+    run = train(path, *options, dataset=training_prompts)
+    first, second = (row["train/network_evaluations"] for row in read_metrics(run / "metrics.jsonl"))
+    twins = 2 if any("guidance" in option for option in options) else 1
+    rollouts = twins * plan.rollout_forwards * plan.chunk
+    # a backward pass counts as two forward passes
+    assert second - first == rollouts + 4 * (plan.forwards + 2 * plan.backwards)
+
+
+def test_a_decay_type_that_begins_with_copies_says_what_it_saves(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check(capsys, "--config", write_nft_toml(), "--policy.diffusers.weight_copy_decay_type=2")[1]
+    assert "4 backward passes and 12 forward passes" in report
+    assert "8 forward passes during the first 75 optimiser steps" in report
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_of_the_network_is_planned_as_the_trainer_meets_it(write_nft_toml: Toml, dropout: float) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    from cosmos_rl.policy.model.diffusers.velocity_model import drops
+
+    network = SanaTransformer2DModel(
+        num_attention_heads=1,
+        attention_head_dim=8,
+        num_layers=1,
+        num_cross_attention_heads=1,
+        cross_attention_dim=8,
+        caption_channels=8,
+        dropout=dropout,
+    )
+    config = load_config(write_nft_toml(), ["--policy.diffusers.weight_copy_decay_type=0"])
+    plan = rl_plan(config, network.config)
+    assert plan.dropout == any(map(drops, network.modules())) == (dropout > 0)
+    assert plan.old_forwards == (plan.backwards if dropout else 0)
+    assert rl_plan(config).dropout is None
+
+
+def test_what_is_not_known_of_dropout_is_said_where_it_matters(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown, nowhere = "unknown: whether the network has dropout", "--policy.model_name_or_path=no/such-model"
+    for kind, matters in ((0, True), (1, False), (2, True)):
+        options = ["--config", write_nft_toml(), f"--policy.diffusers.weight_copy_decay_type={kind}"]
+        assert unknown not in check(capsys, *options)[1]
+        assert (unknown in check(capsys, *options, nowhere)[1]) == matters
+        assert unknown not in check(capsys, *options, nowhere, "--policy.lora.lora_dropout=0.1")[1]
+
+
+def test_prompts_are_counted_and_few_are_taken_several_times(
+    write_nft_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_nft_toml()
+    _, report, _ = check(capsys, "--config", path, "--train.epoch=3", "--train.max_num_steps=none")
+    assert f"4 prompts in {tmp_path / 'prompts.txt'} 2 steps per epoch x 3 epochs = 6 steps" in report
+    few = planned(load_config(path, ["--train.train_batch_per_replica=24"]), own_data=False)
+    assert few.steps_per_epoch == 1
+    named = load_config(path, ["train.train_policy.dataset.local_dir=", "train.train_policy.dataset.name=pickscore"])
+    assert planned(named, own_data=False).why == "the prompts pickscore have not been fetched yet"
+
+
+def test_a_named_set_is_counted_where_it_was_fetched(
+    write_nft_toml: Toml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path))
+    file = tmp_path / "diffusion_nft" / "ocr" / "train.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("a sign\n" * 7)
+    named = load_config(
+        write_nft_toml(), ["train.train_policy.dataset.local_dir=", "train.train_policy.dataset.name=ocr"]
+    )
+    assert planned(named, own_data=False).samples == 7
+
+
+def test_rewards_and_watch_are_told_and_no_reward_is_refused(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_nft_toml('watch.action = "rewind"\ndata_term = { beta = 0.1, local_dir = "pairs", batch_size = 3 }')
+    _, report, _ = check(capsys, "--config", path)
+    for text in (
+        "sharpness: weight 1, clipped to -5 ... 5, here (cosmos_rl.reward.examples:sharpness)",
+        "rewind, at most 3 times, to the newest checkpoint before it",
+        "and 3 real samples of pairs per optimiser step",
+        "weights of the old policy's adapter",
+    ):
+        assert text in report, text
+    code, _, errors = check(capsys, "--config", path, "--train.train_policy.local_reward.reward_fns=[]")
+    assert code == 2
+    assert "no reward: set train.train_policy.use_remote_reward" in errors
+    none = "--train.train_policy.local_reward.reward_fns=[]"
+    code, report, _ = check(capsys, "--config", path, none, "my_script.py")
+    assert code == 0
+    assert "functions that the script gives" in report
+    assert "number of samples and steps: unknown (the script brings its own data); at most 2" in report
+
+
+def test_folders_and_the_reward_service_belong_to_the_environment(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REMOTE_REWARD_ENQUEUE_URL", raising=False)
+    path = write_nft_toml('watch.local_dir = "nowhere"\ndata_term = { beta = 0.1, local_dir = "neither" }')
+    options = ["--train.train_policy.use_remote_reward=true"]
+    assert check(capsys, "--config", path, *options)[0] == 0
+    code, _, errors = check(capsys, "--config", path, *options, "--env")
+    assert code == 2
+    for text in ("watch.local_dir", "data_term.local_dir", "REMOTE_REWARD_ENQUEUE_URL"):
+        assert text in errors, text
+
+
+def test_a_batch_for_8_gpus_is_checked_for_the_one_rank_of_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.launcher.machine.gpus", lambda: 0)
+    few = ["--train.global_batch_size=8", "--rollout.n_generation=4", "--train.train_policy.mini_batch=4"]
+    code, told, _ = check(capsys, "--config", RECIPE, *few)
+    assert code == 0  # as a launch here, which takes one rank
+    assert "for 1 rank, which a launch on this machine takes without a GPU" in told
+    assert "train.global_batch_size: found 8; allowed: a multiple of" in told
+    assert check(capsys, "--nproc-per-node", 1, "--config", RECIPE, *few)[0] == 0
+    code, _, told = check(capsys, "--config", RECIPE, "--train.global_batch_size=7")
+    assert (code, "for 1 rank" in told) == (2, False)
+
+
+def test_it_never_imports_torch(write_nft_toml: Toml) -> None:
+    code = (
+        "import sys; from cosmos_rl.launcher.cli import main;"
+        f"assert main(['check', '--env', '--config', {str(write_nft_toml())!r}]) == 0;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'httpx')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], {"old policy", "reference"}),
+        (["--train.train_policy.kl_beta=0.0"], {"old policy"}),
+        (["--policy.diffusers.weight_copy_decay_type=0"], {"reference"}),
+        (["--policy.diffusers.weight_copy_decay_type=0", "--train.train_policy.kl_beta=0.0"], set()),
+    ],
+)
+def test_copies_of_all_weights_are_counted_when_they_are_kept(
+    write_nft_toml: Toml, options: list[str], kept: set[str]
+) -> None:
+    config, pipeline, selection = sizes(write_nft_toml(lora=False), *options)
+    found = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    assert {"old policy", "reference"} & set(found.parts) == kept
+    assert all(found.parts[name] == 4 * selection.trained for name in kept)
+
+
+ADAPTERS_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]
+
+
+def estimate_and_rise(
+    path: Path, model: Path, preset: tuple[int, int, int], options: list[str]
+) -> tuple[estimate.Memory, estimate.Disk, int]:
+    """What is estimated for a pipeline of that size, and how far memory rises in a run of its own."""
+    import torch
+
+    from cosmos_rl.policy.model.tiny.sd3 import Preset, sd3_pipeline
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sd3_pipeline(Preset(*preset)).save_pretrained(model)
+    overrides = [f"--policy.model_name_or_path={model}", "--train.device=cpu", *options]
+    config, pipeline, selection = sizes(path, *overrides)
+    plan = planned(config, own_data=False)
+    expected = estimate.memory(config, pipeline, selection, on_cpu=True, saves=plan.saves)
+    command = [sys.executable, "-m", "tests.support.memory_job", str(path), *overrides]
+    # without it glibc keeps freed blocks of some sizes, how many differs from run to run
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return expected, estimate.disk(config, pipeline, selection), int(done.stdout.split("rise ")[1])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        pytest.param((4, 8, 48), ["--policy.lora=none"], id="20M-full-old-and-reference"),
+        pytest.param((3, 10, 64), ADAPTERS_OF_ALL, id="43M-lora"),
+    ],
+)
+def test_the_estimate_of_memory_and_disk_is_within_15_percent(
+    write_nft_toml: Toml, tmp_path: Path, preset: tuple[int, int, int], options: list[str]
+) -> None:
+    expected, on_disk, measured = estimate_and_rise(write_nft_toml(), tmp_path / "model", preset, options)
+    assert abs(expected.peak - measured) <= 0.15 * measured, (expected, measured)
+    assert folder_size(tmp_path / "out/checkpoints/step_2") == pytest.approx(on_disk.checkpoint, rel=0.15)
+    exported = folder_size(tmp_path / "out/safetensors/step_2")
+    assert exported == pytest.approx(on_disk.export + on_disk.shared_export, rel=0.15)
+
+
+@pytest.mark.process
+def test_the_estimate_holds_where_samples_outweigh_weights(write_nft_toml: Toml, tmp_path: Path) -> None:
+    options = ["--policy.diffusers.inference_size=[128, 128]", "--rollout.n_generation=48"]
+    options += [
+        "--train.train_batch_per_replica=96",
+        "--policy.diffusers.sample.num_steps=2",
+        "--train.max_num_steps=1",
+    ]
+    expected, _, measured = estimate_and_rise(write_nft_toml(), tmp_path / "model", (2, 2, 16), options)
+    assert expected.peak == expected.phases["rollout"]
+    assert abs(expected.peak - measured) <= 0.15 * measured, (expected, measured)
+
+
+def test_the_bundled_script_follows_the_kind_of_job(write_nft_toml: Toml, write_toml: Toml) -> None:
+    from cosmos_rl.launcher.arguments import PAIRS_MODULE, PROMPTS_MODULE, script_for
+
+    assert script_for(None, load_config(write_nft_toml())) == PROMPTS_MODULE
+    assert script_for(None, load_config(write_toml())) == PAIRS_MODULE
+    assert script_for("mine.py", load_config(write_toml())) == "mine.py"
+    assert main(["check", "--config", str(write_nft_toml()), PROMPTS_MODULE]) == 0

@@ -1,0 +1,152 @@
+"""`cosmos-rl doctor --config` for reinforcement learning: sound jobs pass, planted faults are found."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.policies import AdapterPolicies
+from tests.launcher.test_doctor import marks
+
+Toml = Callable[..., Path]
+ALWAYS = (
+    "model loads",
+    "base weights",
+    "prompts",
+    "rollout",
+    "rollout = training",
+    "old policy",
+    "reward sharpness",
+    "forward",
+    "backward",
+    "export",
+)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("solver", ["dpm2", "dance"])
+def test_a_sound_job_passes(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], lora: bool, solver: str) -> None:
+    options = [f"--policy.diffusers.sample.solver={solver}"]
+    options.append(f"--policy.diffusers.sample.deterministic_sampling={str(solver == 'dpm2').lower()}")
+    code, found, out = marks(capsys, "--config", write_nft_toml(lora=lora), *options)
+    assert code == 0, out
+    assert {subject: found.get(subject) for subject in ALWAYS} == dict.fromkeys(ALWAYS, "ok"), out
+    assert "warn" not in {mark for subject, mark in found.items() if not subject.startswith("disk")}, out
+    assert ("fresh adapter" in found) == lora
+
+
+def test_half_precision_and_guidance_pass_too(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--train.param_dtype=bfloat16", "--policy.diffusers.sample.guidance_scale=3.0"]
+    code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
+    assert (code, found.get("rollout = training"), found.get("export")) == (0, "ok", "ok"), out
+
+
+def test_an_adapter_that_targets_nothing_is_found(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ['--policy.lora.target_modules=["attn.to_q", "attn.nothing"]']
+    code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
+    assert (code, found["model and data"]) == (1, "FAIL")
+    assert "'attn.nothing' matches no layer of the transformer" in out
+
+
+@pytest.mark.parametrize(
+    ("function", "mark", "text"),
+    [
+        ("not_a_number", "FAIL", "no score for any of 6 samples: not_a_number: the function gave nan"),
+        ("never", "FAIL", "no score for any of 6 samples: never: the function gave None"),
+        ("constant", "FAIL", "always 0.25, also for plain and noisy pictures: it tells nothing"),
+        ("seldom", "warn", "0 for all samples; other pictures get other scores"),
+        ("lost_on_some_prompts", "warn", "missing for 3: lost_on_some_prompts: the function gave None"),
+    ],
+)
+def test_a_reward_that_teaches_nothing_is_found(
+    write_nft_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, mark: str, text: str
+) -> None:
+    path = write_nft_toml()
+    (tmp_path / "prompts.txt").write_text("a lost cat\na dog\n")
+    option = f'--train.train_policy.local_reward.reward_fns=[{{function = "tests.support.nft_rewards:{function}"}}]'
+    code, found, out = marks(capsys, "--config", path, option)
+    assert (code, found[f"reward {function}"[:20]]) == (int(mark == "FAIL"), mark), out
+    assert text in out
+    assert found["backward"] == "ok", out  # the rest is examined all the same
+
+
+def test_a_clip_that_takes_all_difference_away_is_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = '{function = "cosmos_rl.reward.examples:sharpness", clip_min = 2.0}'
+    option = f"--train.train_policy.local_reward.reward_fns=[{function}]"
+    code, found, out = marks(capsys, "--config", write_nft_toml(), option)
+    assert (code, found["reward sharpness"], found["reward in all"]) == (1, "ok", "FAIL"), out
+
+
+def test_a_missing_address_of_the_reward_service_is_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for generation in ("REMOTE", "WFM", "DIFFUSION"):
+        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
+    code, found, out = marks(capsys, "--config", write_nft_toml(), "--train.train_policy.use_remote_reward=true")
+    assert (code, found["rewards"]) == (1, "FAIL")
+    assert "REMOTE_REWARD_ENQUEUE_URL: missing in the environment" in out
+
+
+def test_rewards_of_a_script_are_not_tried(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    option = "--train.train_policy.local_reward.reward_fns=[]"
+    code, found, _ = marks(capsys, "--config", write_nft_toml(), option)
+    assert (code, found["rewards"]) == (0, "warn")
+
+
+@pytest.mark.parametrize("fault", ["timestep", "input", "levels"])
+def test_a_rollout_that_calls_the_model_otherwise_than_training_is_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A family with a sampler of its own, in which one part is not what training uses."""
+    sampler, timestep = SD3Model.pipeline_with_logprob, SD3Model.timestep_from_sigma
+    prepared, levels = SD3Model.nft_prepare_transformer_input, SD3Model.sampling_levels
+
+    def scaled(self: SD3Model, latents: torch.Tensor, *args: Any, **keywords: Any) -> dict[str, Any]:
+        return prepared(self, 1.05 * latents, *args, **keywords)
+
+    def own(self: SD3Model, **keywords: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if fault == "timestep":
+                patch.setattr(SD3Model, "timestep_from_sigma", lambda self, sigma: 0.5 * timestep(self, sigma))
+            elif fault == "input":
+                patch.setattr(SD3Model, "nft_prepare_transformer_input", scaled)
+            else:
+                patch.setattr(SD3Model, "sampling_levels", lambda self, *args: levels(self, *args) ** 1.2)
+            return sampler(self, **keywords)
+
+    monkeypatch.setattr(SD3Model, "pipeline_with_logprob", own)
+    code, found, out = marks(capsys, "--config", write_nft_toml())
+    assert (code, found["rollout = training"]) == (1, "FAIL"), out
+    assert "pipeline_with_logprob must call the transformer as training does" in out
+
+
+def test_an_old_policy_that_is_not_the_trained_one_is_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdapterPolicies, "update_old", lambda self, decay: None)
+    options = ["--policy.lora.init_lora_weights=false"]
+    code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
+    assert (code, found["old policy"]) == (1, "FAIL"), out
+
+
+def test_samples_that_are_all_alike_are_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.distributed.randomness.generator", lambda *key: torch.Generator().manual_seed(0))
+    code, found, out = marks(capsys, "--config", write_nft_toml())
+    assert (code, found["rollout"]) == (1, "FAIL"), out
+    assert "backward" not in found
+
+
+def test_prompts_that_are_not_there_are_found(
+    write_nft_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_nft_toml()
+    (tmp_path / "prompts.txt").unlink()
+    code, found, _ = marks(capsys, "--config", path)
+    assert (code, found["prompts"]) == (1, "FAIL")

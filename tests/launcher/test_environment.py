@@ -1,0 +1,248 @@
+"""Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
+from tests.support import patience
+
+
+def test_every_missing_thing_is_named_and_no_run_folder_is_made(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--policy.model_name_or_path=./no_model",
+        "--train.train_policy.dataset.local_dir=no_data",
+        "--validation.enable=true",
+        "--validation.dataset.local_dir=no_prompts.json",
+        f"--policy.lora.lora_path={tmp_path}/no_lora",
+    ]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    message = capsys.readouterr().err
+    assert message.count("does not exist") == 4
+    tables = ("policy.model_name_or_path", "train.train_policy.dataset", "validation.dataset", "policy.lora.lora_path")
+    for key in tables:
+        assert key in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_name_that_cannot_be_had_is_told_at_once(
+    write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--policy.model_name_or_path=stabilityai/none", "--train.train_policy.dataset.local_dir=no_data"]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    message = capsys.readouterr().err
+    assert "the local cache of the hub does not have it, and HF_HUB_OFFLINE is set" in message
+    assert message.count("does not exist") == 1  # the data, not the model
+
+
+def test_folders_of_another_kind_are_described(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "checkpoints" / "step_3" / "policy"
+    state.mkdir(parents=True)
+    data = tmp_path / "data"
+    (data / "videos").mkdir(parents=True)
+    (data / "a.jpg").write_bytes(b"")
+    options = [f"--policy.model_name_or_path={state}", f"--train.train_policy.dataset.local_dir={data}"]
+    assert main(["--config", str(write_toml()), *options]) == 2
+    message = capsys.readouterr().err
+    assert "exported pipelines are under safetensors/step_<N>" in message
+    assert "found .jpg, videos/" in message
+
+
+def pixels(file: Path) -> bytes:
+    with Image.open(file) as picture:
+        return picture.tobytes()
+
+
+def drawn_by_diffusers(adapter: Path, base: Path, text_length: int) -> bytes:
+    """What `cosmos-rl sample` should make of "a dog" with seed 1 and 2 steps."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(base)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(str(adapter), weight_name="model.safetensors")
+    size = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 4.5}
+    generator = torch.Generator().manual_seed(1)
+    return pipe("a dog", max_sequence_length=text_length, generator=generator, **size).images[0].tobytes()
+
+
+def test_the_verbs_export_and_sample_work_on_a_run(
+    tmp_path: Path, write_toml: Callable[..., Path], tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    from cosmos_rl.policy.config import dump_toml, load_config
+    from tests.support.trainer_runs import train
+
+    config = write_toml()
+    run = train(config, "--train.ema_enable=true")
+    (run / "config.toml").write_text(dump_toml(load_config(config, ["--train.ema_enable=true"])))
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
+    ours, again = (load_file(p / "lora/model.safetensors") for p in (run / "safetensors/step_6", tmp_path / "exported"))
+    assert ours.keys() == again.keys()
+    assert all(bool((value == again[key]).all()) for key, value in ours.items())
+
+    capsys.readouterr()
+    command = ["a cat", "a dog", "--num", "2", "--steps", "2", "--size", "32", "32", "--out", str(tmp_path / "made")]
+    assert main(["sample", str(tmp_path / "exported"), *command]) == 0
+    files = capsys.readouterr().out.split()
+    assert [Path(file).name for file in files] == ["000_a-cat.png", "001_a-cat.png", "002_a-dog.png", "003_a-dog.png"]
+    assert len(json.loads((tmp_path / "made" / "index.json").read_text())) == 4
+    assert pixels(tmp_path / "made/003_a-dog.png") == drawn_by_diffusers(tmp_path / "exported/lora", tiny_sd3, 16)
+    assert pixels(tmp_path / "made/003_a-dog.png") != drawn_by_diffusers(tmp_path / "exported/lora", tiny_sd3, 256)
+
+    assert main(["sample", str(tmp_path / "exported"), *command]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["sample", str(tmp_path), "a cat", "--out", str(tmp_path / "other")]) == 2
+    assert "neither a pipeline folder" in capsys.readouterr().err
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 2
+    assert main(["export", str(tmp_path / "made"), "--out", str(tmp_path / "new")]) == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
+    command = ["--config", str(write_toml()), '--logging.logger=["console", "wandb"]']
+    code = (
+        "import importlib.util, sys; real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'wandb' else real(name, package)\n"
+        "from cosmos_rl.launcher.cli import main\n"
+        f"codes = main({command}), main(['check', '--env', *{command}])\n"
+        "sys.exit(10 if 'torch' in sys.modules or codes != (2, 2) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
+
+
+def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
+    for generation in ("REMOTE", "WFM", "DIFFUSION"):
+        monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
+    (tmp_path / "model_index.json").write_text("{}")
+    job = {"type": "grpo", "use_remote_reward": True}
+    values = {"policy": {"model_name_or_path": str(tmp_path)}, "train": {"train_policy": job, "device": "cpu"}}
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", "http://localhost/pull")
+    with pytest.raises(UserError, match="^REMOTE_REWARD_ENQUEUE_URL: missing in the environment"):
+        check_environment(Config.from_dict(values), None)
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://localhost/enqueue")
+    check_environment(Config.from_dict(values), None)
+
+
+def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
+    tmp_path: Path, write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = '[{function = "my_reward.py:red"}, {function = "cosmos_rl.reward.examples:sharpness"}]'
+    path = write_nft_toml(f"[validation]\nlocal_reward.reward_fns = {functions}")
+    config = load_config(path, [f"--train.train_policy.local_reward.reward_fns={functions}"])
+    with pytest.raises(UserError) as told:
+        check_environment(config, None)
+    for key in ("train.train_policy", "validation"):
+        missing = f'{key}.local_reward.reward_fns: "my_reward.py:red": {tmp_path}/my_reward.py does not exist'
+        assert missing in str(told.value)
+    (tmp_path / "my_reward.py").write_text("def reed(picture): return 1.0\n")
+    with pytest.raises(UserError, match='my_reward.py has no function "red"; did you mean reed'):
+        check_environment(config, None)
+    (tmp_path / "my_reward.py").write_text("def red(picture) return 1.0\n")
+    with pytest.raises(UserError, match=r'"my_reward.py:red": my_reward.py, line 1: expected'):
+        check_environment(config, None)
+    (tmp_path / "my_reward.py").write_text("import functools\nred = functools.partial(max, 1.0)\n")
+    check_environment(config, None)
+    found = with_absolute_paths(config)
+    assert isinstance(found.train.train_policy, GrpoPolicyConfig)
+    for table in (found.train.train_policy.local_reward, found.validation.local_reward):
+        assert table is not None
+        names = [function.function for function in table.reward_fns]
+        assert names == [f"{tmp_path}/my_reward.py:red", "cosmos_rl.reward.examples:sharpness"]
+
+
+def test_an_empty_prompt_file_is_told_beside_all_else_before_torch(
+    tmp_path: Path, write_nft_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_nft_toml()
+    (tmp_path / "prompts.txt").write_text("\n")
+    lost = '--train.train_policy.local_reward.reward_fns=[{function = "nowhere.py:red"}]'
+    for command in ([], ["check", "--env"]):
+        assert main([*command, "--config", str(path), lost]) == 2
+        told = capsys.readouterr().err
+        assert f"{tmp_path / 'prompts.txt'}" in told
+        assert "nowhere.py does not exist" in told
+    check_environment(load_config(path), None)  # a script's own prompts: nobody reads the file
+
+
+def test_hints_lead_on(
+    tmp_path: Path,
+    tiny_sd3: Path,
+    write_toml: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_sd3").symlink_to(tiny_sd3)
+    path = str(write_toml())
+    mistakes = {
+        "did you mean ./tiny_sd3?": ["--config", path, "--policy.model_name_or_path=tiny_sdd3"],
+        "it is a part of a pipeline, which is tiny_sd3": [
+            "--config",
+            path,
+            "--policy.model_name_or_path=tiny_sd3/transformer",
+        ],
+        f"did you mean --config {path}?": [path],
+        "has no config.toml; give a TOML file or the folder of a run": ["--config", str(tmp_path / "run")],
+        'like [{function = "my_reward.py:red"}]': [
+            "--config",
+            path,
+            "--train.train_policy.type=grpo",
+            "--train.train_policy.local_reward.reward_fns=my_reward.py:red",
+        ],
+        "cosmos-rl export": ["sample", str(tmp_path / "run/checkpoints/step_1"), "a dog"],
+    }
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    for hint, command in mistakes.items():
+        assert main(command) == 2, command
+        assert hint in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(write_toml: Callable[..., Path]) -> None:
+    command = f"{sys.executable} -m cosmos_rl.launcher.cli check --config {write_toml()} | true"
+    done = patience.run(["bash", "-c", command])
+    assert done.stderr == ""
+
+
+def captioned(folder: Path, good: int, wrong: bytes, count: int) -> Path:
+    folder.mkdir()
+    for i in range(good + count):
+        Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
+        (folder / f"{i}.json").write_bytes(b'\xef\xbb\xbf{"prompt": "a cat"}' if i < good else wrong)
+    return folder
+
+
+def test_a_check_of_the_environment_reads_the_captions(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_toml())
+    wrong = captioned(tmp_path / "wrong", 0, b'{"caption": "a cat"}', 8)
+    some = captioned(tmp_path / "some", 6, b'{"text": "a cat"}', 2)
+    for command in (["check", "--env"], []):
+        assert main([*command, "--config", path, f"--train.train_policy.dataset.local_dir={wrong}"]) == 2
+        message = capsys.readouterr().err
+        assert "train.train_policy.dataset.local_dir" in message
+        assert "no usable pair" in message
+        assert "0.json: has no text under 'prompt'; it has 'caption'" in message
+    assert main(["check", "--env", "--config", path, f"--train.train_policy.dataset.local_dir={some}"]) == 0
+    report = capsys.readouterr().out
+    assert "2 files are left out (6 pairs are used)" in report
+    assert "7.json: has no text under 'prompt'; it has 'text'" in report

@@ -1,0 +1,196 @@
+"""How the `cosmos-rl` command ends: exit codes, stop signals, restarts, mistakes that a worker meets."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from cosmos_rl.launcher.cli import main
+from tests.support.launched import is_alive, newest_run, signal_myself_when, wait_for
+
+
+def test_a_worker_that_hangs_after_a_mistake_is_ended(place, capfd, monkeypatch):
+    from cosmos_rl.launcher import workers
+
+    _, script = place
+    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.3)
+    script(
+        "import threading\n"
+        "threading.Thread(target=time.sleep, args=(HANG_S,)).start()\n"
+        "def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "worker.py"]) == 2
+    assert capfd.readouterr().err == "error: no such pictures\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("return 0", 0, ""),
+        ("return 75", 75, ""),
+        ("return 130", 130, ""),
+        ("raise UserError('no pictures in x')", 2, "error: no pictures in x"),
+        ("raise ValueError('boom')", 1, "ValueError: boom\nerror: the worker of rank 0 ended with exit code 1"),
+        ("os._exit(3)", 1, "error: the worker of rank 0 ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 1, "ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_the_end_of_the_worker_is_the_end_of_the_command(place, capfd, body, code, told):
+    _, script = place
+    script(f"def body(stop):\n    {body}\nsupervised(body)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == code
+    printed = capfd.readouterr()
+    assert told in printed.err
+    assert "elastic" not in printed.err + printed.out
+    assert ("Traceback" in printed.err) == ("ValueError" in body)
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(place, capfd, name, code, restarts):
+    folder, script = place
+    script("supervised(steps)\n")
+    sender = signal_myself_when(folder / "ready", name)
+    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
+    sender.join()
+    assert (folder / "saved").read_text() == name
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_ctrl_c_ends_everything_now(place):
+    folder, script = place
+    script("def body(stop):\n    steps(stop)\n    time.sleep(HANG_S)\n    return 0\nsupervised(body)\n")
+    sender = signal_myself_when(folder / "ready", "SIGINT", "SIGINT")
+    assert main(["--config", "run.toml", "worker.py"]) == 130
+    sender.join()
+    assert not is_alive(int((folder / "pid").read_text()))
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, capfd, name, code, restarts):
+    folder, script = place
+    script("(here / 'ready').touch()\ntime.sleep(HANG_S)\n")
+    sender = signal_myself_when(folder / "ready", name)
+    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
+    sender.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_signal_handlers_are_as_before_after_a_launch(place):
+    _, script = place
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_restarted_worker_continues_its_own_run(place):
+    folder, script = place
+    script(
+        "from cosmos_rl.checkpoint.layout import COMMIT_MARKER, marker_text, policy_dir\n"
+        "from cosmos_rl.launcher.resume import resume_from\n"
+        "from cosmos_rl.policy.config import load_config\n"
+        "from cosmos_rl.storage.run_folder import RunFolder\n"
+        "def body(stop):\n"
+        "    run = RunFolder(Path(os.environ['COSMOS_RUN_DIR']))\n"
+        "    count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    start = resume_from(load_config(sys.argv[-1]), run, count)\n"
+        "    with (here / 'starts').open('a') as file:\n"
+        "        print(count, run.root, start, file=file)\n"
+        "    if count == 2:\n"
+        "        return 75\n"
+        "    policy = policy_dir(run.checkpoints, 10 * count + 10)\n"
+        "    policy.mkdir(parents=True, exist_ok=True)\n"
+        "    (policy / 'state').write_text('x')\n"
+        "    (policy / COMMIT_MARKER).write_text(marker_text(policy))\n"
+        "    os._exit(1)\n"
+        "supervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "--max-restarts", "5", "worker.py"]) == 75
+    run = newest_run(folder)
+    assert (folder / "starts").read_text().splitlines() == [
+        f"0 {run} None",
+        f"1 {run} {run}/checkpoints/step_10/policy",
+        f"2 {run} {run}/checkpoints/step_20/policy",
+    ]
+
+
+def test_the_restarts_are_counted_and_the_last_failure_is_told(place, capfd):
+    folder, script = place
+    script("with (here / 'starts').open('a') as file:\n    print(file=file)\nos._exit(4)\n")
+    assert main(["--config", "run.toml", "--max-restarts", "1", "worker.py"]) == 1
+    assert (folder / "starts").read_text() == "\n\n"
+    assert "ended with exit code 4" in capfd.readouterr().err
+
+
+def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatch):
+    from cosmos_rl.launcher import workers
+
+    folder, script = place
+    script("def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n")
+    command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
+    assert main(command) == 2
+    assert capfd.readouterr().err == "error: no such pictures\n"
+    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.5)
+    script(
+        "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"
+        "    time.sleep(HANG_S)\n    (here / 'late').touch()\nsupervised(body)\n"
+    )
+    assert main(command) == 2
+    assert not (folder / "late").exists()
+    assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
+
+
+def test_what_a_failed_worker_says_is_told_once_and_is_still_a_failure(place, capfd):
+    _, script = place
+    script(
+        "from cosmos_rl.launcher.supervised import tell\n"
+        "def body(stop):\n    tell('out of memory while x')\n    return 1\nsupervised(body)\n"
+    )
+    assert main(["--config", "run.toml", "--nproc-per-node", "2", "worker.py"]) == 1
+    assert capfd.readouterr().err == "error: out of memory while x; its output is above\n"
+
+
+def test_no_worker_outlives_a_killed_launcher(place):
+    folder, script = place
+    script("supervised(steps)\n")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml", "worker.py"],
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        wait_for((folder / "ready").exists)
+        pid = int((folder / "pid").read_text())
+        os.killpg(launcher.pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(pid))
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_a_script_that_never_calls_us_is_a_failure(place, capfd):
+    folder, _ = place
+    (folder / "forgot.py").write_text("print('hi')\n")
+    assert main(["--config", "run.toml", "forgot.py"]) == 1
+    assert "ended without calling cosmos_rl.launcher.worker_entry.main" in capfd.readouterr().err
+
+
+def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(place, capfd):
+    folder, script = place
+    script("supervised(lambda stop: 0)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == 0
+    run = newest_run(folder)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    (folder / "refused.py").write_text(
+        "from cosmos_rl.errors import UserError\nfrom cosmos_rl.launcher.supervised import supervised\n"
+        "def body(stop):\n    raise UserError('other weights')\nsupervised(body)\n"
+    )
+    for options in (["--train.resume=true"], []):
+        assert main(["--config", "run.toml", "--train.seed=7", *options, "refused.py"]) == 2
+        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+        assert newest_run(folder) == run
+        assert (folder / "outputs" / "checkpoints").resolve() == run / "checkpoints"

@@ -1,0 +1,106 @@
+"""Models in one file, in and out."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.environment import check_environment
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.single_file import base_of
+from tests.support.paths import ROOT
+from tests.support.trainer_runs import train
+
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def test_a_model_in_one_file_is_refused_with_the_command_that_makes_a_folder(
+    tmp_path: Path, tiny_sd3: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my model.safetensors"
+    file.write_bytes((tiny_sd3 / TRANSFORMER).read_bytes())
+    config = write_toml()
+    options = ["--config", str(config), f"--policy.model_name_or_path={file}"]
+    messages = []
+    for command in (["check"], ["check", "--env"], []):
+        assert main([*command, *options]) == 2
+        messages.append(capsys.readouterr().err)
+    assert all(message.count("is one file, and a pipeline is a folder") == 1 for message in messages)
+    with pytest.raises(UserError, match="is one file") as error:
+        ModelRegistry.build_diffusers_model(load_config(config, options[2:]))
+    (line,) = re.findall(r"python -c .*", str(error.value))
+    assert all(line in message for message in messages)
+    python, flag, code = shlex.split(line)
+    assert (python, flag) == ("python", "-c")
+    exec(code.replace("stabilityai/stable-diffusion-3-medium-diffusers", str(tiny_sd3)), {})
+    made = tmp_path / "my model"
+    check_environment(load_config(config, [f"--policy.model_name_or_path={made}"]), "pairs")
+    ours, theirs = load_file(made / TRANSFORMER), load_file(tiny_sd3 / TRANSFORMER)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["input_blocks.0.0.weight"], "does not hold the transformer of Stable Diffusion 3"),
+        (["transformer.x.lora_A.weight"], "it holds an adapter: name its base there"),
+        ([], "does not hold"),
+    ],
+)
+def test_files_of_other_kinds_are_named(
+    tmp_path: Path, write_toml: Callable[..., Path], keys: list[str], why: str
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({key: torch.zeros(1) for key in keys}, file)
+    with pytest.raises(UserError, match=why):
+        check_environment(load_config(write_toml(), [f"--policy.model_name_or_path={file}"]), "pairs")
+    file.write_bytes(b"no header")
+    with pytest.raises(UserError, match="no whole .safetensors file"):
+        check_environment(load_config(write_toml(), [f"--policy.model_name_or_path={file}"]), "pairs")
+    with pytest.raises(UserError, match="only of .safetensors files"):
+        check_environment(
+            load_config(write_toml(), [f"--policy.model_name_or_path={file.parent}/config.toml"]), "pairs"
+        )
+
+
+def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
+    large = [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(38)]
+    assert base_of(large) == "stabilityai/stable-diffusion-3.5-large"
+    prefixed = [f"model.diffusion_model.{key}" for key in large[:24]]
+    assert base_of(prefixed) == "stabilityai/stable-diffusion-3-medium-diffusers"
+    two = [*prefixed, "model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight"]
+    assert base_of(two) == "stabilityai/stable-diffusion-3.5-medium"
+
+
+def test_the_documented_merge_gives_the_adapters_picture(
+    write_toml: Callable[..., Path], tiny_sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(write_toml(), "--train.max_num_steps=3")
+    text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fuse_lora" in block]
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("stabilityai/stable-diffusion-3.5-medium", str(tiny_sd3)).replace(
+        "torch.bfloat16", "torch.float32"
+    )
+    exec(code.replace("path/to/safetensors/step_30/lora", str(run / "safetensors/step_3/lora")), {})
+
+    def picture(pipe: DiffusionPipeline) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        size = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 16}
+        return pipe("a cat", generator=torch.Generator().manual_seed(0), output_type="pt", **size).images
+
+    adapted = DiffusionPipeline.from_pretrained(tiny_sd3)
+    base = picture(adapted)
+    adapted.load_lora_weights(str(run / "safetensors/step_3/lora"), weight_name="model.safetensors")
+    merged = picture(DiffusionPipeline.from_pretrained(tmp_path / "merged"))
+    assert (merged - picture(adapted)).abs().max() <= 1e-5
+    assert (merged - base).abs().max() > 1e-3

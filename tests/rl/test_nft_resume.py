@@ -1,0 +1,148 @@
+"""A DiffusionNFT run that was stopped, killed or resumed anywhere is the undisturbed run, bit for bit."""
+
+import json
+import linecache
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.errors import UserError
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, saved_state
+from tests.support.nft_runs import Job, forked, nft_toml, nft_train, prompt_file, run_forked
+from tests.support.patience import wait_until
+
+WATCHED = (
+    "--train.ema_enable=true",
+    "--train.train_policy.watch.enable=true",
+    "--train.train_policy.watch.freq=2",
+    "--train.train_policy.watch.samples=4",
+    "--train.train_policy.watch.action=warn",
+    "--validation.enable=true",
+    "--validation.freq=3",
+    '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]',
+)
+SEVERAL = ("--train.train_policy.batch_size_per_optimize=8",)
+JOBS = {
+    "lora": (True, ("--policy.lora.lora_dropout=0.3", "--policy.diffusers.weight_copy_decay_type=2", *SEVERAL)),
+    "copies": (False, ("--policy.diffusers.weight_copy_decay_type=1", "--train.ema_enable=false")),
+    "hard copies, several steps": (False, ("--policy.diffusers.weight_copy_decay_type=0", *SEVERAL)),
+}
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what a clock says."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
+
+
+def kept(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((layout.policy_dir(run / "checkpoints", step) / layout.TRAINER_STATE).read_text())
+
+
+def options_of(folder: Path) -> tuple[str, ...]:
+    prompts = prompt_file(folder, ("a hat", "a lost hat"), "val.txt")
+    few = ("--policy.diffusers.sample.num_steps=3", "--policy.diffusers.timesteps_fraction=0.7")
+    return (*WATCHED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3: Path, name: str) -> None:
+    lora, given = JOBS[name]
+    config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
+    run = nft_train(config, *options)
+    state, lines, progress = saved_state(run, 3), told(run), kept(run, 3)
+    assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "guard"}
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for step in (2, 1):
+        drop_steps_after(run, step)
+        nft_train(config, *options, resume=(run, step))
+        assert_same_state(saved_state(run, 3), state)
+        assert kept(run, 3) == progress
+        assert told(run) == lines
+
+
+def test_another_reward_is_told_and_other_prompts_are_refused_on_resume(
+    tmp_path: Path, tiny_sd3: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.utils.logging.logger.propagate", True)
+    few = ("--policy.diffusers.sample.num_steps=2", "--train.max_num_steps=1", "--train.ckpt.save_freq=1")
+    file = tmp_path / "own_reward.py"
+    file.write_text("def bright(to_be_evaluated):\n    return float(to_be_evaluated.mean()) / 255\n")
+    ours = f'--train.train_policy.local_reward.reward_fns=[{{function = "{file}:bright"}}]'
+    config = nft_toml(tmp_path, tiny_sd3)
+    run = nft_train(config, *few, ours)
+    more = (*few, "--train.max_num_steps=2")
+    nft_train(config, *more, ours, resume=(run, 1))
+    assert "rewards are not those" not in caplog.text
+
+    for module in [name for name in sys.modules if name.startswith("cosmos_reward_file_")]:
+        del sys.modules[module]  # as in a process of its own
+    linecache.clearcache()
+    file.write_text("def bright(to_be_evaluated):\n    return 1 - float(to_be_evaluated.mean()) / 255\n")
+    drop_steps_after(run, 1)
+    nft_train(config, *more, ours, resume=(run, 1))
+    assert "not those of the run that is resumed (bright: other function or weight" in caplog.text
+
+    others = prompt_file(tmp_path, ("a boat", "a lost boat", "a tree", "a lost tree"), "others.txt")
+    drop_steps_after(run, 1)
+    with pytest.raises(UserError, match="was saved with prompts = '.* this run has '"):
+        nft_train(config, *more, ours, f"--train.train_policy.dataset.local_dir={others}", resume=(run, 1))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["lora", "hard copies, several steps"])
+def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
+    tmp_path: Path, tiny_sd3: Path, name: str
+) -> None:
+    ranks = 1 if name == "lora" else 2
+    lora, given = JOBS[name]
+    given = tuple(option.replace("optimize=8", f"optimize={8 // ranks}") for option in given)
+    total = 6
+    options = (*options_of(tmp_path), *given, f"--train.max_num_steps={total}", "--train.ckpt.save_freq=3")
+    config = nft_toml(tmp_path, tiny_sd3, lora=lora)
+    calm, killed = Job(config, tmp_path / "calm", options), tmp_path / "killed"
+    run_forked([calm], ranks, tmp_path)
+    chance = random.Random(len(name))
+    for wanted in (2, 4):  # off the cadence, and one before the first save
+        newest = max(layout.whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
+        processes = forked([Job(config, killed, options, newest)], ranks, tmp_path)
+        _wait_for_step(killed, wanted, processes)
+        time.sleep(chance.uniform(0.0, 0.3))
+        for process in processes:
+            process.kill()
+            process.join()
+    newest = max(layout.whole_steps(killed / "checkpoints"), default=0)
+    assert 0 < newest < total
+    run_forked([Job(config, killed, options, newest)], ranks, tmp_path)
+
+    assert_same_state(saved_state(killed, total), saved_state(calm.folder, total))
+    assert kept(killed, total) == kept(calm.folder, total)
+    assert told(killed) == told(calm.folder)
+    assert [line["step"] for line in told(killed)] == list(range(1, total + 1))
+
+
+def _wait_for_step(folder: Path, step: int, processes: list[Any]) -> None:
+    file = folder / "metrics.jsonl"
+
+    def is_there() -> bool:
+        assert all(process.is_alive() for process in processes), "the run ended before the moment of the kill"
+        return file.exists() and len(file.read_text().splitlines()) >= step
+
+    wait_until(is_there, "the moment of the kill", poll_s=0.002)
+
+
+def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, tiny_sd3: Path) -> None:
+    config = nft_toml(tmp_path, tiny_sd3)
+    run = nft_train(config, "--train.max_num_steps=1")
+    path = run / "checkpoints/step_1/policy/trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["task"]["guard"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"was saved by another version of cosmos-rl \(it has no 'guard'\)"):
+        nft_train(config, resume=(run, 1))

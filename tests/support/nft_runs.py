@@ -1,0 +1,296 @@
+"""DiffusionNFT jobs on a tiny pipeline: in this process, or in forked ones that cost no imports."""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_rl.checkpoint.layout import policy_dir
+from cosmos_rl.diffusion.sampling import Sampled
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
+from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.trainer import run
+from cosmos_rl.policy.trainer.rl import batch as batches
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Rows, Share
+from cosmos_rl.policy.trainer.rl.build import build_online
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
+from cosmos_rl.policy.trainer.task import StepReport
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, Sample
+from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+from tests.support.open_tasks import close_after_test
+from tests.support.patience import wait_until
+from tests.support.ranks import free_port
+from tests.support.trainer_runs import Stop, train
+
+PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
+PRELOADED = (  # what a job imports, much of it late
+    "tests.support.nft_runs",
+    "cosmos_rl.policy.trainer.loop",
+    "cosmos_rl.policy.model.diffusers.sd3_model",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "torch.distributed.checkpoint",
+)
+LORA = """
+[policy.lora]
+r = 4
+lora_alpha = 8
+lora_names = ["default", "old"]
+init_lora_weights = "gaussian"
+target_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
+"""
+
+
+def prompt_file(folder: Path, prompts: Sequence[str] = PROMPTS, name: str = "prompts.txt") -> Path:
+    """A file with one prompt a line."""
+    path = folder / name
+    path.write_text("\n".join(prompts))
+    return path
+
+
+def nft_toml(folder: Path, base: Path, *, lora: bool = True, reward: str = "smooth", extra: str = "") -> Path:
+    """A small job: 4 prompts x 4 samples per step, 4 sampling steps of which 2 are trained, 3 training steps."""
+    path = folder / f"{'lora' if lora else 'full'}.toml"
+    path.write_text(f"""
+mode = "colocated"
+[policy]
+model_name_or_path = "{base}"
+is_diffusers = true
+model_gradient_checkpointing = false
+[policy.diffusers]
+inference_size = [32, 32]
+max_prompt_length = 12
+timesteps_fraction = 0.5
+weight_copy_decay_type = 1
+[policy.diffusers.sample]
+num_steps = 4
+guidance_scale = 1.0
+solver = "dpm2"
+deterministic_sampling = true
+{LORA if lora else ""}
+[rollout]
+n_generation = 4
+[train]
+output_dir = "{folder / "out"}"
+epoch = 100
+max_num_steps = 3
+train_batch_per_replica = 16
+param_dtype = "float32"
+optm_lr = 1e-3
+optm_warmup_steps = 0
+ema_decay = 0.9
+[train.ckpt]
+save_freq = 1
+max_keep = -1
+export_safetensors = false
+[train.train_policy]
+type = "grpo"
+trainer_type = "diffusion_nft"
+uncentralized_training = true
+mini_batch = 4
+kl_beta = 1e-2
+dataset.local_dir = "{prompt_file(folder)}"
+local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:{reward}" }}]
+watch.enable = false
+{extra}
+""")
+    return path
+
+
+def nft_train(config: Path, *overrides: str, **kwargs: Any) -> Path:
+    """`train` with prompts."""
+    return train(config, *overrides, **{"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs})
+
+
+def nft_trainer(config: Path, *overrides: str, start: bool = True, **kwargs: Any) -> OnlineTask:
+    """A task of one rank at its first step."""
+    given = {"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs}
+    trainer = close_after_test(
+        build_online(load_config(config, list(overrides)), Context(torch.device("cpu")), **given)
+    )
+    if start:
+        trainer.start(0)
+    return trainer
+
+
+class RecordingAlgorithm:
+    """An algorithm that keeps the rows that it made."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self.seen: list[Rows] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+    def rows(self, share: Share, **options: Any) -> Rows:
+        self.seen.append(self._algorithm.rows(share, **options))
+        return self.seen[-1]
+
+
+def record_rows(task: OnlineTask) -> list[Rows]:
+    """Fills with the rows of each optimiser step."""
+    recording = RecordingAlgorithm(task.algorithm)
+    task.algorithm = recording  # type: ignore[assignment]
+    return recording.seen
+
+
+# ---- what a job did ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepRecord:
+    """One training step as one rank saw it."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Of all samples of the step."""
+    advantages: list[float] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
+    noise: dict[str, str] = field(default_factory=dict)
+    """Sample id -> digest of its start noise; of this rank's samples."""
+    calls: int = 0
+    """Forward passes of the transformer."""
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[StepRecord]]:
+    """What the training steps inside the block do."""
+    steps: list[StepRecord] = []
+    noises: list[str] = []
+    train_step, score, sample = OnlineTask.train_step, batches.score_batch, RolloutSampler.sample
+    integrate, predict = VelocityModel._integrate, DiffuserModel.predict
+
+    def our_step(self: OnlineTask, step: int) -> StepReport:
+        steps.append(StepRecord())
+        return train_step(self, step)
+
+    def our_score(samples: Sequence[Sample], *args: Any, **kwargs: Any) -> batches.ScoredBatch:
+        found = score(samples, *args, **kwargs)
+        steps[-1].prompts = [sample.prompt for sample in samples]
+        steps[-1].advantages, steps[-1].kept = found.advantage_N.tolist(), found.kept_N.tolist()
+        return found
+
+    def our_sample(
+        self: RolloutSampler, samples: Sequence[Sample], conditions: Any, purpose: str, step: int
+    ) -> Rollouts:
+        noises.clear()
+        made = sample(self, samples, conditions, purpose, step)
+        if steps and purpose.startswith("rollout"):
+            steps[-1].noise |= {str(sample.sample_id): noise for sample, noise in zip(samples, noises, strict=True)}
+        return made
+
+    def our_integrate(self: VelocityModel, cond: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
+        noises.extend(hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in noise)
+        return integrate(self, cond, noise, *args, **kwargs)
+
+    def our_predict(self: DiffuserModel, *args: Any) -> torch.Tensor:
+        if steps:
+            steps[-1].calls += 1
+        return predict(self, *args)
+
+    OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = our_step, our_score, our_sample
+    VelocityModel._integrate, DiffuserModel.predict = our_integrate, our_predict
+    try:
+        yield steps
+    finally:
+        OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = train_step, score, sample
+        VelocityModel._integrate, DiffuserModel.predict = integrate, predict
+
+
+# ---- jobs in processes of their own --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of some ranks into ``folder``."""
+
+    config: Path
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    resume_step: int = 0
+
+
+def settings(job: Job, ranks: int) -> Config:
+    """The job's configuration for so many ranks."""
+    return load_config(job.config, list(job.overrides), sized=lambda config: resized(config, ranks))
+
+
+def run_here(job: Job, ranks: int = 1, rank: int = 0) -> None:
+    """Run the job as one of its ranks and leave ``record_<rank>.json`` in its folder."""
+    folder = RunFolder(job.folder)
+    resume_from = policy_dir(folder.checkpoints, job.resume_step) if job.resume_step else None
+    with recorded() as steps:
+        run(
+            settings(job, ranks),
+            folder,
+            dataset=training_prompts,
+            val_dataset=validation_prompts,
+            resume_from=resume_from,
+            stop=Stop(),
+        )
+    (job.folder / f"record_{rank}.json").write_text(json.dumps([asdict(step) for step in steps]))
+
+
+def record_of(folder: Path, rank: int = 0) -> list[StepRecord]:
+    """What a rank left."""
+    return [StepRecord(**step) for step in json.loads((folder / f"record_{rank}.json").read_text())]
+
+
+def _as_rank(jobs: Sequence[Job], rank: int, ranks: int, port: int, log: Path) -> None:
+    """The life of a forked process: one rank of all ``jobs``, one after the other."""
+    os.setsid()
+    with log.open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in place.items()})
+        torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for job in jobs:
+        run_here(job, ranks, rank)
+    sys.stdout.flush()
+
+
+def forked(jobs: Sequence[Job], ranks: int, logs: Path) -> list[multiprocessing.process.BaseProcess]:
+    """Start the jobs; each rank is forked from a server that has imported everything, in a process group of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    port = free_port()
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for rank in range(ranks):
+        arguments = (jobs, rank, ranks, port, logs / f"{ranks}_{rank}.log")
+        processes.append(context.Process(target=_as_rank, args=arguments, daemon=True))
+        processes[-1].start()
+    return processes
+
+
+def run_forked(jobs: Sequence[Job], ranks: int, logs: Path) -> None:
+    """Run the jobs to their end; fails with the output of the ranks that failed."""
+    processes = forked(jobs, ranks, logs)
+    for process in processes:
+        wait_until(lambda process=process: process.exitcode is not None, "the end of a rank")
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    told = [
+        f"rank {rank}: {code}\n{(logs / f'{ranks}_{rank}.log').read_text()[-3000:]}"
+        for rank, code in enumerate(codes)
+        if code != 0
+    ]
+    assert not told, "\n".join(told)

@@ -1,0 +1,254 @@
+"""What a run shows and how it guards itself."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from safetensors.torch import load_file
+
+from cosmos_rl.checkpoint import layout
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.loop import HOOKS
+from cosmos_rl.tracking.console import duration
+from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
+from tests.support.trainer_runs import train
+
+VALIDATION = '[validation]\nenable = true\nfreq = 2\nval_before_train = true\ndataset.local_dir = "{}"'
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
+
+
+def test_training_lowers_the_held_out_loss(write_toml: Callable[..., Path], picture_folder: Path) -> None:
+    config = write_toml(VALIDATION.format(picture_folder), lora=False)
+    run = train(config, "--train.max_num_steps=20", "--validation.freq=10", "--train.optm_lr=3e-3")
+    lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
+    held_out = [lines[step]["val/avg_loss"] for step in (0, 10, 20)]
+    assert held_out[2] < held_out[1] < held_out[0]
+    wanted = {"train/iteration_time", "train/loss_avg", "train/loss_max", "train/learning_rate", "train/epoch"}
+    assert wanted | {"optimizer/grad_norm"} <= lines[1].keys()
+    assert lines[20]["train/epoch"] == 6  # 12 pictures, 4 per step
+
+
+def test_the_first_loss_is_the_mean_over_the_batch_whatever_the_micro_batch(write_toml: Callable[..., Path]) -> None:
+    runs = [train(write_toml(), "--train.max_num_steps=1", f"--train.train_policy.mini_batch={n}") for n in (1, 2, 4)]
+    values = [losses(run)[0] for run in runs]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # float32 summation order
+
+
+def test_validation_changes_no_weight_and_no_later_step(write_toml: Callable[..., Path], picture_folder: Path) -> None:
+    with_it = train(write_toml(VALIDATION.format(picture_folder)), "--train.ema_enable=true")
+    without = train(write_toml(), "--train.ema_enable=true")
+    assert losses(with_it) == losses(without)
+    weights = [load_file(run / "safetensors/step_6/lora/model.safetensors") for run in (with_it, without)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+def test_validation_pictures_have_fixed_noise_and_an_index(
+    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([{"prompt": "a/b: c?"}, {"prompt": "a/b: c?"}]))
+    config = write_toml(VALIDATION.format(prompts))
+    runs = [train(config, "--validation.n_generation=2", "--train.optm_lr=1e-9") for _ in range(2)]
+    folders = [run / "media/validation/step_6" for run in runs]
+    rows = json.loads((folders[0] / "index.json").read_text())
+    assert [row["prompt"] for row in rows] == ["a/b: c?"] * 4
+    pictures = [[np.asarray(Image.open(folder / row["file"])) for row in rows] for folder in folders]
+    assert all(np.array_equal(a, b) for a, b in zip(*pictures, strict=True))
+    assert not np.array_equal(pictures[0][0], pictures[0][1])  # pictures of one prompt differ
+    assert pictures[0][0].shape == (32, 32, 3)
+    assert (runs[0] / "media/validation/step_0").is_dir()
+    assert "val/avg_loss" not in read_metrics(runs[0] / "metrics.jsonl")[-1]
+
+
+def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = SD3Model.training_sft_step
+    calls = {"n": 0, "bad": range(2, 4)}
+
+    def sometimes_nan(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        calls["n"] += 1
+        step = (calls["n"] - 1) // 2  # two micro-batches a step
+        return (total * math.nan, weight) if step in calls["bad"] else (total, weight)
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", sometimes_nan)
+    run = train(write_toml(), "--train.max_nonfinite_steps=3")
+    assert [loss is not None for loss in losses(run)] == [True, True, False, False, True, True]
+    exported = run / "safetensors/step_6/lora/model.safetensors"
+    assert exported.is_file()
+
+    calls.update(n=0, bad=range(3, 100))
+    with pytest.raises(FloatingPointError, match="in 3 steps in a row .* the weights are finite"):
+        train(write_toml(name="other.toml"), "--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=3")
+    newest = max(p for p in run.parent.iterdir() if p.name.isdigit())
+    assert layout.whole_steps(newest / "checkpoints") == [3]
+
+
+def test_caption_dropout_replaces_the_prompt(write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    honest = SD3Model.encode_prompts
+
+    def spy(self: SD3Model, prompts: list[str], *args: object, **kwargs: object) -> object:
+        seen.extend(prompts)
+        return honest(self, prompts, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SD3Model, "encode_prompts", spy)
+    train(write_toml(), "--train.train_policy.caption_dropout=0.5", "--train.max_num_steps=12")
+    share = seen.count("") / len(seen)
+    assert len(seen) == 48
+    assert 0.2 < share < 0.8  # 48 draws at 0.5: four standard errors are 0.29
+
+
+def test_the_step_limit_and_epochs_bound_the_run(write_toml: Callable[..., Path]) -> None:
+    assert len(losses(train(write_toml(), "--train.max_num_steps=none", "--train.epoch=2"))) == 6
+    assert len(losses(train(write_toml(), "--train.max_num_steps=4", "--train.epoch=2"))) == 4
+
+
+def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
+    write_toml: Callable[..., Path], picture_folder: Path
+) -> None:
+    seen: list[tuple[int, float]] = []
+    hooks: list[tuple[str, str, dict[str, object]]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda owner, data: hooks.append((name, type(owner).__name__, data))
+
+    def failing(metrics: dict[str, float], step: int) -> None:
+        raise OSError("disk of the logger is full")
+
+    run = train(
+        write_toml(VALIDATION.format(picture_folder)),
+        "--validation.val_before_train=false",
+        "--validation.freq=6",
+        "--validation.batch_size=6",
+        "--train.ckpt.save_freq=6",
+        custom_logger_fns=[failing, lambda metrics, step: seen.append((step, metrics["train/loss_avg"]))],
+        hook_fns={name: note(name) for name in HOOKS},
+    )
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    names = [f"{when}_per_step_validation_hook" for _ in range(2) for when in ("pre", "post")]
+    names = ["pre_validation_hook", *names, "post_validation_hook", "save_checkpoint_hook"]
+    assert [name for name, _, _ in hooks] == names
+    by_name = {name: data for name, _, data in hooks}
+    assert by_name["pre_validation_hook"] == {"current_epoch": 2, "is_last_step": True}
+    assert by_name["pre_per_step_validation_hook"] == {"current_epoch": 2, "batch_index": 1}
+    average = read_metrics(run / "metrics.jsonl")[-1]["val/avg_loss"]
+    assert by_name["post_validation_hook"] == {"current_epoch": 2, "val_avg_loss": average}
+    scores = [data["val_score"] for name, _, data in hooks if name == "post_per_step_validation_hook"]
+    assert sum(scores) / 2 == pytest.approx(average)  # type: ignore[arg-type]
+    assert by_name["save_checkpoint_hook"]["checkpoint_path"] == str(run / "checkpoints/step_6/policy")
+    assert [owner for name, owner, _ in hooks if "checkpoint" in name] == ["CheckpointManager"]
+    with pytest.raises(UserError, match="unknown hooks pre_validation; known are"):
+        train(write_toml(), hook_fns={"pre_validation": print})
+
+
+def test_the_weight_that_a_loss_returns_is_what_its_sum_is_divided_by(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(write_toml(lora=False))
+    honest = SD3Model.training_sft_step
+
+    def scaled(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        return total * 0.1, weight * 0.1
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", scaled)
+    other = train(write_toml(lora=False))
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-5)  # float32 products
+
+
+def test_a_resumed_run_remembers_how_many_steps_were_not_finite(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, options = write_toml(), ("--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=2")
+    honest = SD3Model.training_sft_step
+
+    def broken(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        return total * math.nan, weight
+
+    monkeypatch.setattr(SD3Model, "training_sft_step", broken)
+    with pytest.raises(FloatingPointError, match="in 3 steps in a row"):
+        train(config, *options)
+    run = max(p for p in config.parent.joinpath("out").iterdir() if p.name.isdigit())
+    with pytest.raises(FloatingPointError, match="the last is step 3"):
+        train(config, *options, resume=(run, 2))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["train/loss_avg"] is None  # JSON has no NaN
+
+
+def test_users_data_sets_are_taken_as_objects_or_functions(write_toml: Callable[..., Path]) -> None:
+    class Random:
+        def setup(self, config: object) -> None:
+            self.ready = True
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, object]:
+            assert self.ready
+            generator = torch.Generator().manual_seed(index)
+            return {"visual": torch.rand(3, 32, 32, generator=generator) * 2 - 1, "prompt": f"number {index}"}
+
+    assert len(losses(train(write_toml(), dataset=Random()))) == 6
+    with pytest.raises(UserError, match="dataset: need an object with __len__"):
+        train(write_toml(), dataset=iter([1]))
+    with pytest.raises(UserError, match="dataset: give an object of the class Random"):
+        train(write_toml(), dataset=Random)
+    with pytest.raises(UserError, match="dataset: is empty"):
+        train(write_toml(), dataset=[])
+
+
+def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.rewind(3)
+    for step in range(1, 6):
+        metrics.log(step, {"x": step / 2})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "x"')
+    metrics.rewind(3)
+    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+    ]
+
+
+def test_durations_read_well() -> None:
+    assert [duration(s) for s in (0.04, 119.94, 125, 3720)] == ["0.0s", "119.9s", "2m05s", "1h02m"]
+
+
+def test_validation_pictures_that_are_partly_not_finite_are_counted_and_named(
+    write_toml: Callable[..., Path],
+    picture_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decode, values = AutoencoderKL.decode, itertools.cycle((math.nan, math.inf))
+
+    def spoilt(self: AutoencoderKL, z: torch.FloatTensor, **options: bool) -> tuple[torch.Tensor]:
+        (pictures,) = decode(self, z, **options)
+        pictures[0, 1, 5, 6] = next(values)  # of one in two
+        return (pictures,)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", spoilt)
+    with caplog.at_level("WARNING", logger="cosmos"):
+        run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=1")
+    (first, _) = read_metrics(run / "metrics.jsonl")
+    assert (first["val/nonfinite_pictures"], first["val/empty_pictures"]) == (2.0, 0.0)
+    told = "Step 0: 2 of 4 validation pictures have pixels that are not finite, as for 'a photo of the number 0', "
+    assert [message for message in caplog.messages if message.startswith(told)]
+    assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()

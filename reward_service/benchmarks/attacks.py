@@ -3,7 +3,7 @@
 Each attack runs against the same service while jobs come in one after the other and ``/healthz`` is asked all the
 time. Printed for each: the time of ``/healthz`` in ms, how far the front's memory grew at its peak in MiB, what the
 attacker got, and how many of the jobs accepted meanwhile were lost. Ends with 1 when memory grew by more than 64 MiB, a
-job was lost, or the 95th percentile of ``/healthz`` is above 50 ms and above twice what it is without any attack.
+job was lost, or one answer of ``/healthz`` took more than 50 ms and more than twice the longest without any attack.
 
 Latencies are those of a busy machine when it is one: run it on an idle one, or read them beside the row ``nothing``.
 """
@@ -268,7 +268,7 @@ async def _under(service: Service, name: str, seconds: float) -> dict[str, Any]:
 
 
 def _held(one: dict[str, Any], usual: float) -> bool:
-    quick = one["healthz_ms"]["p95"] <= max(50, 2 * usual)
+    quick = one["healthz_ms"]["p100"] <= max(50, 2 * usual)
     return quick and one["memory_mib"] <= 64 and not one["lost"] and not one["failed_requests"]
 
 
@@ -289,15 +289,8 @@ def main() -> None:
         for name in dict.fromkeys(["nothing", *options.only]):
             report[name] = asyncio.run(_under(service, name, options.seconds))
             print(json.dumps({name: report[name]}), flush=True)
-    usual = report["nothing"]["healthz_ms"]["p95"]
-    bad = [
-        name
-        for name, one in report.items()
-        if one["lost"]
-        or one["failed_requests"]
-        or one["memory_mib"] > 64
-        or one["healthz_ms"]["p95"] > max(50, 2 * usual)
-    ]
+    usual = report["nothing"]["healthz_ms"]["p100"]
+    bad = [name for name, one in report.items() if not _held(one, usual)]
     print(json.dumps({"bad": bad}))
     raise SystemExit(bool(bad))
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import resource
+import select
+import socket
 import time
 
 import httpx
@@ -174,6 +176,53 @@ def test_when_there_are_too_many_the_half_open_ones_make_room(tmp_path):
                 writer.close()
 
     run(tmp_path, test, max_connections=16)
+
+
+PING = b"POST /api/reward/ping HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
+
+
+def test_a_health_check_does_not_wait_for_what_400_connections_sent_before_it(tmp_path):
+    info = b"info_data=" + b"x" * 300
+
+    async def test(front, port):
+        clients = []
+        for _ in range(400):
+            client = socket.create_connection(("127.0.0.1", port))
+            clients.append(client)
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"  # all connections are accepted
+        for client in clients:
+            client.sendall(PING % (len(info), info))
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await answer(reader)
+        answered = select.poll()
+        for client in clients:
+            answered.register(client, select.POLLIN)
+        before = len(answered.poll(0))
+        for client in clients:
+            client.settimeout(20)
+        statuses = {(await asyncio.to_thread(client.recv, 100)).split()[1] for client in clients}
+        for client in clients:
+            client.close()
+        return before, statuses
+
+    answered, statuses = run(tmp_path, test)
+    assert answered < 200
+    assert statuses == {b"200"}  # those that waited are answered too
+
+
+def test_a_request_that_waits_for_its_turn_may_come_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "_PER_ROUND", 1)
+
+    async def test(front, port):
+        request = PING % (11, b"info_data=a") + PING.replace(b"Host", b"Connection: close\r\nHost") % (0, b"")
+        pieces = [request[at : at + 7] for at in range(0, len(request), 7)]
+        return await asyncio.gather(*(say(port, *pieces) for _ in range(20)))
+
+    for got in run(tmp_path, test):
+        assert got.count(b"200 OK") == 2
 
 
 @pytest.mark.process

@@ -2,11 +2,13 @@
 
 The parser of uvicorn's fast protocol has no limits of its own. Here the bytes that lead to nothing (a request line,
 headers, trailers, chunk extensions without end) are counted, every head and every rest of a body has its time, and when
-there are too many connections those without a whole request make room.
+there are too many connections those without a whole request make room. What thousands of connections send at once is
+handled a few at a time, so that the health check is answered in between.
 """
 
 import asyncio
 import resource
+from collections import deque
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -18,6 +20,34 @@ _REST_S = 10.0  # for the rest of a body whose answer is already given
 _READ_S = 60.0  # for a client to read something of an answer that waits for it
 _PIPELINED = 8  # requests of one connection that wait for an answer before them
 _OWN_FILES = 96  # open files and sockets that are not connections
+_HEALTH_CHECK = b"GET /healthz "
+_PER_ROUND = 32  # pieces of input that one round of the event loop parses: 1 to 3 ms with the requests that they begin
+
+
+class Turns:
+    """Which connections parse their input in this round of the event loop, and which wait for the next one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Guarded] = deque()
+        self._taken = 0
+
+    def take(self, connection: "Guarded") -> bool:
+        """True when the connection may parse now; else it is called in its turn."""
+        if self._taken == 0:
+            connection.loop.call_soon(self._next_round)
+        if self._taken < _PER_ROUND:
+            self._taken += 1
+            return True
+        self._waiting.append(connection)
+        return False
+
+    def _next_round(self) -> None:
+        self._taken = min(_PER_ROUND, len(self._waiting))
+        turn = [self._waiting.popleft() for _ in range(self._taken)]
+        if turn:
+            turn[0].loop.call_soon(self._next_round)
+        for connection in turn:
+            connection.parse_held_back()
 
 
 class Guarded(HttpToolsProtocol):
@@ -26,7 +56,9 @@ class Guarded(HttpToolsProtocol):
     most: ClassVar[int]
     strangers: ClassVar[dict["Guarded", None]]  # without a whole request so far, the oldest first
     resting: ClassVar[dict["Guarded", None]]  # between two requests
+    turns: ClassVar[Turns]
 
+    _held_back = b""  # input that waits for its turn
     _fruitless = 0  # bytes since something came of them
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -46,8 +78,27 @@ class Guarded(HttpToolsProtocol):
         """Forget it."""
         self._forget()
         super().connection_lost(exc)
+        self._held_back = b""
 
     def data_received(self, data: bytes) -> None:
+        """Parse it in its turn; a health check has priority."""
+        if self._held_back:
+            self._held_back += data
+            if len(self._held_back) > _BODY_BYTES:
+                self.flow.pause_reading()
+        elif data.startswith(_HEALTH_CHECK) or self.turns.take(self):
+            self._parse(data)
+        else:
+            self._held_back = data
+
+    def parse_held_back(self) -> None:
+        """Parse what waited for its turn."""
+        data, self._held_back = self._held_back, b""
+        if data and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         """Parse no more at a time than may lead to nothing; more of it where a body is under way."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing():
@@ -150,5 +201,5 @@ def guarded(max_connections: int) -> type[Guarded]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = hard if hard != resource.RLIM_INFINITY else soft
     most = min(max_connections, (files - _OWN_FILES) * 8 // 9)  # every eighth may have a file open as well
-    members: dict[str, Any] = {"most": max(1, most), "strangers": {}, "resting": {}}
+    members: dict[str, Any] = {"most": max(1, most), "strangers": {}, "resting": {}, "turns": Turns()}
     return type("GuardedConnection", (Guarded,), members)

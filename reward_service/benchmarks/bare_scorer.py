@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
-from cosmos_rl_reward.rewards.measured import JpegCompressibility
+from cosmos_rl_reward.rewards.jpeg import JpegCompressibility
 
 app = FastAPI()
 handler = JpegCompressibility(device="cpu")

@@ -26,7 +26,7 @@ from PIL import Image
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from cosmos_rl_reward.rewards.measured import JpegCompressibility
+from cosmos_rl_reward.rewards.jpeg import JpegCompressibility
 from tests.service import body
 
 handler = JpegCompressibility(device="cpu")

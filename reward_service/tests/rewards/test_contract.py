@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,13 @@ import pytest
 from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import MODULES
 
+ROOT = Path(__file__).parents[2]
+PLUG_IN = tomllib.loads((ROOT / "examples" / "rewards" / "pyproject.toml").read_text())
+EXAMPLES = PLUG_IN["project"]["entry-points"]["cosmos_rl_reward.rewards"]
+PLACES = {
+    **{name: f"cosmos_rl_reward.rewards.{module}" for name, module in MODULES.items()},
+    **{name: value.partition(":")[0] for name, value in EXAMPLES.items()},
+}
 HEAVY = ("torch", "transformers", "onnxruntime", "rapidocr", "huggingface_hub", "cv2")
 WEIGHTLESS = (
     "brightness_target",
@@ -25,7 +33,7 @@ WEIGHTLESS = (
 
 
 def handler(name):
-    importlib.import_module(f"cosmos_rl_reward.rewards.{MODULES[name]}")
+    importlib.import_module(PLACES[name])
     return RewardRegistry.get_reward_class(name)
 
 
@@ -40,7 +48,7 @@ def test_importing_the_modules_loads_nothing_heavy():
     assert json.loads(result.stdout) == []
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("name", sorted(PLACES))
 def test_every_reward_describes_itself(name):
     kind = handler(name)
     assert kind.reward_name == name
@@ -69,9 +77,9 @@ def test_probes_of_a_reward_without_weights_differ(name):
     json.dumps(reward.provenance())
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("name", sorted(PLACES))
 def test_the_page_of_rewards_names_its_keys(name):
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    page = (ROOT / "docs" / "rewards.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     for key in handler(name).score_keys:
         assert f"`{key}`" in row or (key == name and "**same name**" in row)

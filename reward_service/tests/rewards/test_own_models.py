@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
+from reward_examples.classifier import ClassifierReward, label_in_prompt
 
 from cosmos_rl_reward.handler import NotReady, RewardRegistry
-from cosmos_rl_reward.rewards.classifier import ClassifierReward, label_in_prompt
 from cosmos_rl_reward.rewards.function_reward import function_handler
 
 rng = np.random.default_rng(0)

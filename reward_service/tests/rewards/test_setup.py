@@ -19,7 +19,7 @@ def test_an_environment_for_it_has_what_it_imports(name):
     assert {"numpy", "pillow"} <= wanted
     if RewardRegistry.get_reward_class(name).array_type == "torch":
         assert {"torch", "transformers"} <= wanted
-    assert ("onnxruntime" in wanted) == (name in ("ocr", "classifier"))
+    assert ("onnxruntime" in wanted) == (name == "ocr")
     assert ("httpx" in wanted) == (name in ("unified_reward", "cosmos_reason1"))
 
 

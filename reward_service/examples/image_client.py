@@ -5,9 +5,8 @@ import os
 
 import httpx
 import numpy as np
+from client import enqueue, headers, make_body, pull
 from PIL import Image, ImageDraw, ImageFont
-
-from cosmos_rl_reward.example.client import enqueue, headers, make_body, pull
 
 HOST = os.environ.get("REWARD_HOST", "http://localhost:8080")
 TOKEN = os.environ.get("REWARD_TOKEN", "")

@@ -1,4 +1,4 @@
-"""Measure a reward service: ``python -m cosmos_rl_reward.example.latency_benchmark --host http://localhost:8080``.
+"""Measure a reward service: ``python -m benchmarks.latency --host http://localhost:8080``.
 
 Latency counts from the start of the enqueue to the last reward's result.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from cosmos_rl_reward.example.client import headers, make_body
+from examples.client import headers, make_body
 
 _DEFAULT_REWARD = {"image": "hpsv2", "video": "cosmos_reason1"}
 

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
-from cosmos_rl_reward.rewards import measures
 from cosmos_rl_reward.rewards.pictures import SampleError, as_frames, as_images, as_videos, per_sample, score_samples
+from reward_examples import measures
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -23,34 +23,6 @@ class _Measured(BaseRewardHandler):
     array_type = "numpy"
     mergeable = False
     max_batch = 4
-
-
-@RewardRegistry.register()
-class JpegIncompressibility(_Measured):
-    """Size of the picture as JPEG, quality 95, in kB: high for fine texture and noise; of a video the mean."""
-
-    reward_name = "jpeg_incompressibility"
-    score_keys = ("jpeg_incompressibility",)
-
-    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
-        frames = as_frames(images)
-        sizes = [float(np.mean([measures.jpeg_kilobytes(frame) for frame in sample])) for sample in frames]
-        return {"scores": {self.reward_name: [self._score(size) for size in sizes]}}
-
-    def _score(self, kilobytes: float) -> float:
-        return kilobytes
-
-
-@RewardRegistry.register()
-class JpegCompressibility(JpegIncompressibility):
-    """Minus the size as JPEG, quality 95, in units of 500 kB: 0 is the (unreachable) best."""
-
-    reward_name = "jpeg_compressibility"
-    score_keys = ("jpeg_compressibility",)
-
-    def _score(self, kilobytes: float) -> float:
-        return -kilobytes / 500
 
 
 @RewardRegistry.register()

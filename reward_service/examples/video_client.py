@@ -5,8 +5,7 @@ import os
 
 import httpx
 import numpy as np
-
-from cosmos_rl_reward.example.client import enqueue, headers, make_body, pull
+from client import enqueue, headers, make_body, pull
 
 HOST = os.environ.get("REWARD_HOST", "http://localhost:8080")
 TOKEN = os.environ.get("REWARD_TOKEN", "")

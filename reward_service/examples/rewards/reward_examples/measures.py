@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-from PIL import Image
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 
@@ -13,13 +10,6 @@ _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 def luma(pixels: np.ndarray) -> np.ndarray:
     """Brightness in [0, 1] of uint8 ``[..., 3]``: float64 ``[...]``."""
     return pixels @ _LUMA / 255.0
-
-
-def jpeg_kilobytes(picture: np.ndarray, quality: int = 95) -> float:
-    """Size of a uint8 ``[H, W, 3]`` picture as JPEG, in units of 1000 bytes."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, format="JPEG", quality=quality)
-    return buffer.tell() / 1000
 
 
 def laplacian_variance(picture: np.ndarray) -> float:

@@ -1,1 +1,0 @@
-"""Example clients and the latency benchmark. They need httpx and numpy."""

@@ -1,0 +1,1 @@
+"""Example rewards: a plug-in for ``cosmos_rl_reward``."""

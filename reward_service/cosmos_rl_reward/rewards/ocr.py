@@ -93,7 +93,8 @@ class OcrReward(BaseRewardHandler):
             if not target or not ocr_scoring.normalised(target):
                 raise SampleError(f"no quoted text in the prompt {prompts[index][:80]!r}")
             answer = engine(np.ascontiguousarray(pictures[index][:, :, ::-1]))  # RGB -> BGR
-            text = ocr_scoring.joined(ocr_scoring.recognised_lines(answer), float(self.options["min_confidence"]))
+            lines = zip(answer.txts or (), answer.scores or (), strict=True)
+            text = ocr_scoring.joined(lines, float(self.options["min_confidence"]))
             value = ocr_scoring.ocr_score(target, text, upstream=upstream)
             return {"ocr_reward": value, **ocr_scoring.diagnostics(target, text), "ocr_text": text}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from rapidfuzz.distance import Levenshtein
 
@@ -20,7 +19,6 @@ _QUOTES = (
     ("\u2018", "\u2019"),
     ("'", "'"),
 )
-_KNOWN = "known are those of RapidOCR 1 and 3, and of PaddleOCR 2 and 3 (rec_texts, rec_scores)"
 _INCHES = re.compile(r"\d'\s?\d+(?:\.\d+)?$")  # 5'10, before the mark of the inches
 
 
@@ -92,58 +90,6 @@ def first_quoted(prompt: str) -> str | None:
     """What stands between the first and the second ASCII double quote; None without two."""
     parts = prompt.split('"')
     return parts[1] if len(parts) > 2 and parts[1] else None
-
-
-def recognised_lines(result: Any) -> list[tuple[str, float]]:
-    """Lines and confidences of whatever shape an OCR engine answers in, in reading order.
-
-    Known: an object with ``txts`` and ``scores`` (RapidOCR 3), ``(lines, times)`` with ``[box, text, confidence]``
-    (RapidOCR 1), ``[[[box, (text, confidence)], ...]]`` (PaddleOCR 2), and a list of dictionaries with ``rec_texts``
-    and ``rec_scores`` (PaddleOCR 3). No text is None, [], [None] or [[]].
-
-    Raises:
-        TypeError: an answer of another shape (an unknown engine version must not look like an empty picture).
-    """
-    if hasattr(result, "txts"):
-        return [(str(t), float(s)) for t, s in zip(result.txts or (), result.scores or (), strict=True)]
-    if isinstance(result, tuple):
-        result = result[0] if result else None
-    if isinstance(result, Mapping):
-        result = [result]
-    lines: list[tuple[str, float]] = []
-    for entry in result or []:
-        if isinstance(entry, Mapping):
-            lines += _paddle_3(entry)
-        elif not entry:
-            continue
-        elif _is_line(entry):
-            lines.append(_line(entry))
-        elif all(_is_line(line) for line in entry if line):
-            lines += [_line(line) for line in entry if line]
-        else:
-            raise TypeError(f"OCR answer of unknown shape: {str(entry)[:80]}; {_KNOWN}")
-    return lines
-
-
-def _paddle_3(page: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Lines of one page; its ``json`` has them one level down, as ``res``."""
-    inner = page.get("res", page)
-    if not isinstance(inner, Mapping) or not {"rec_texts", "rec_scores"} <= inner.keys():
-        raise TypeError(f"OCR answer of unknown shape: a dictionary with {sorted(map(str, page))}; {_KNOWN}")
-    return [(str(t), float(s)) for t, s in zip(inner["rec_texts"], inner["rec_scores"], strict=True)]
-
-
-def _is_line(entry: Any) -> bool:
-    if not isinstance(entry, (list, tuple)) or len(entry) < 2:
-        return False
-    if isinstance(entry[1], str):
-        return len(entry) >= 3 and isinstance(entry[2], (int, float, str))
-    return isinstance(entry[1], (list, tuple)) and len(entry[1]) == 2 and isinstance(entry[1][0], str)
-
-
-def _line(entry: Any) -> tuple[str, float]:
-    text, confidence = (entry[1], entry[2]) if isinstance(entry[1], str) else entry[1]
-    return text, float(confidence)
 
 
 def joined(lines: Iterable[tuple[str, float]], min_confidence: float) -> str:

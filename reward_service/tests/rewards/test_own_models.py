@@ -30,7 +30,8 @@ def made(function, name="own"):
 def test_a_function_scores_each_sample_and_none_is_no_score():
     handler = function_handler(redness, "redness")
     assert (handler.reward_name, handler.score_keys) == ("redness", ("redness",))
-    assert "redness" not in RewardRegistry.list_registered_rewards()
+    with pytest.raises(ValueError, match="unknown reward"):
+        RewardRegistry.get_reward_class("redness")
     reward = made(redness, "redness")
     result = reward.calculate_reward(PICTURES[:2], {"prompts": ["red", "blue"]})
     assert result["scores"]["redness"] == [pytest.approx(PICTURES[0, ..., 0].mean() / 255), None]

@@ -274,7 +274,6 @@ class S3Spool(Spool):
         return None if older == job else older  # equal: it is ours, only the answer was lost and asked for again
 
     def job(self, job_id: str) -> Job | None:
-        """See ``Spool``."""
         found = self._header(job_id) if JOB_ID.fullmatch(job_id) else None
         return found[0] if found else None
 
@@ -303,21 +302,17 @@ class S3Spool(Spool):
     # results
 
     def result(self, job_id: str, reward: str) -> bytes | None:
-        """See ``Spool``."""
         return self._get(f"results/{job_id}/{reward}")
 
     def has_result(self, job_id: str, reward: str) -> bool:
-        """See ``Spool``."""
         return self._exists(f"results/{job_id}/{reward}")
 
     def without_result(self, job_ids: Iterable[str], reward: str) -> set[str]:
-        """See ``Spool``."""
         ids = list(job_ids)
         there = self._threads.map(lambda job_id: self.has_result(job_id, reward), ids)
         return {job_id for job_id, found in zip(ids, there, strict=True) if not found}
 
     def write_results(self, results: list[tuple[str, str, bytes]]) -> int:
-        """See ``Spool``."""
         return sum(self._threads.map(self._write, results))
 
     def _write(self, result: tuple[str, str, bytes]) -> bool:
@@ -326,7 +321,6 @@ class S3Spool(Spool):
         return self._put_new(f"results/{job_id}/{reward}", data)
 
     def missing_rewards(self, job: Job) -> list[str]:
-        """See ``Spool``."""
         there = {key.rpartition("/")[2] for page in self._pages(f"results/{job.id}/") for key, _ in page}
         return [reward for reward in job.rewards if reward not in there]
 
@@ -342,11 +336,9 @@ class S3Spool(Spool):
     # latents
 
     def has_decoded(self, job_id: str) -> bool:
-        """See ``Spool``."""
         return self._exists(f"open/{job_id}/decoded")
 
     def undecoded(self, jobs: Iterable[Job]) -> set[str]:
-        """See ``Spool``."""
         ids = {job.id for job in jobs if job.media == "latent"}
         if len(ids) <= _FEW:
             return {job_id for job_id in ids if not self.has_decoded(job_id)}
@@ -355,7 +347,6 @@ class S3Spool(Spool):
         return ids
 
     def share_decoded(self, job: Job) -> None:
-        """See ``Spool``."""
         self._send(f"open/{job.id}/decoded", self.decoded_path(job.id))
 
     # files of this process

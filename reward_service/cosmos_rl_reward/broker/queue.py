@@ -101,11 +101,9 @@ class StreamQueue:
         await self._client.aclose()
 
     async def put(self, queue: str, job_ids: Sequence[str]) -> None:
-        """See ``JobQueue``."""
         await self._put(_keys(queue), job_ids)
 
     async def unknown(self, queue: str, job_ids: Sequence[str]) -> list[str]:
-        """See ``JobQueue``."""
         known: Any = self._client.smismember(_keys(queue)[1], list(job_ids))
         return [job_id for job_id, found in zip(job_ids, await known, strict=True) if not found]
 

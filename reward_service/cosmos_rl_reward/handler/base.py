@@ -69,11 +69,13 @@ class BaseRewardHandler:
         score_keys: names in ``scores``, for the list of rewards that clients can ask for. ``set_up`` may narrow them
             where the configuration leaves some without a value.
         reward_version: changes whenever the same picture may get another number.
+        preprocessing: a name for how images are prepared for the model; shown in the provenance.
         OPTIONS: names and defaults of the reward's own options, ``[reward_args.options]`` in the configuration.
 
     Attributes:
         model_path, device, dtype, download_path, endpoint_url, endpoint_api_key: as configured (strings).
         options: ``OPTIONS`` with the configured values in place.
+        model_digest: set by ``set_up`` where there are weights (see ``digest``); shown in the provenance.
         warning: what a reader of every score has to know; ``set_up`` may set it. It is shown with the reward and put
             into each result.
     """
@@ -87,6 +89,7 @@ class BaseRewardHandler:
     required_metadata: ClassVar[tuple[str, ...]] = ()
     score_keys: tuple[str, ...] = ()
     reward_version: ClassVar[str] = "1"
+    preprocessing: ClassVar[str] = ""
     OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **kwargs: Any) -> None:
@@ -96,7 +99,7 @@ class BaseRewardHandler:
         self.download_path: str = kwargs.get("download_path", "")
         self.endpoint_url: str = kwargs.get("endpoint_url", "")
         self.endpoint_api_key: str = kwargs.get("endpoint_api_key", "")
-        self.warning = ""
+        self.warning = self.model_digest = ""
         self.options: dict[str, Any] = {**self.OPTIONS, **self._checked(kwargs.get("options") or {})}
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -155,12 +158,14 @@ class BaseRewardHandler:
         return [(p, {"prompts": ["a photo of a cat"], **extra}) for p in pictures]
 
     def provenance(self) -> dict[str, Any]:
-        """What a number depends on; stored with each result so that two runs can be compared.
-
-        Add ``model_digest`` (see ``digest``) and the names of pre-processing choices in an override.
-        """
+        """What a number depends on; stored with each result so that two runs can be compared."""
         about = {"reward_version": self.reward_version, "device": self.device, **self.options}
-        return about if self.array_type == "numpy" else {**about, "dtype": self.dtype}
+        if self.array_type == "torch":
+            about["dtype"] = self.dtype
+        for name in ("model_digest", "preprocessing"):
+            if value := getattr(self, name):
+                about[name] = value
+        return about
 
     def fetch(self, offline: bool) -> str | None:
         """Download the weights ``set_up`` needs; called by ``cosmos-rl-reward-prepare`` in the reward's environment.

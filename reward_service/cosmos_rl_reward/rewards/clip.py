@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from cosmos_rl_reward.handler import BaseRewardHandler
+from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
@@ -72,3 +75,31 @@ def _unit(features: Any) -> Any:
     features = getattr(features, "pooler_output", features)  # an output object since transformers 5, before a tensor
     features = features.float()
     return features / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+class ClipReward(BaseRewardHandler):
+    """A score from the cosine of an image and its prompt. ``set_up`` has to set ``_model`` and ``_tokenizer``."""
+
+    media_types = ("image",)
+    mergeable = True
+    _model: Any
+    _tokenizer: Any
+
+    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        batch = as_images(images)
+        prompts = prompts_of(metadata, len(batch))
+        size = self._model.config.vision_config.image_size
+        with torch.inference_mode():
+            image = image_features(self._model, normalised(self._pixels(batch, size)))
+            text = text_features(self._model, self._tokenizer, prompts)
+            scores = self._score((image * text).sum(-1))
+        return {"scores": {self.reward_name: scores.tolist()}}
+
+    def _pixels(self, images: np.ndarray, size: int) -> np.ndarray:
+        """uint8 ``[B, H, W, 3]`` -> uint8 ``[B, size, size, 3]``."""
+        raise NotImplementedError
+
+    def _score(self, cosine: Any) -> Any:
+        return cosine

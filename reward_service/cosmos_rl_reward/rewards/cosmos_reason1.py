@@ -11,7 +11,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import video_frames
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint
 from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_share
-from cosmos_rl_reward.rewards.pictures import SampleError, as_videos, frame_rates, prompts_of, score_samples
+from cosmos_rl_reward.rewards.pictures import as_videos, frame_rate, per_sample, prompts_of, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
 from cosmos_rl_reward.rewards.weights import MODEL_FILES, bfloat16_or_wider, fetch_text, folder_of, need
 
@@ -66,7 +66,6 @@ class CosmosReason1(BaseRewardHandler):
     }
 
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers", "torchvision")  # frames are sized with them too
         texts = Path(self.download_path, "cosmos_reason1", _PUBLISHED)
         if not offline and not self._configured() and not texts.is_file():
@@ -100,17 +99,14 @@ class CosmosReason1(BaseRewardHandler):
             self._critic = LocalCritic(self._folder, self.device, bfloat16_or_wider(self.dtype))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         videos = as_videos(images)
         count = len(videos)
         questions = prompts_of(metadata, count) if self.options["ask_prompts"] else [self._question] * count
-        rates = frame_rates(metadata, count)
+        infos = per_sample(metadata, "video_infos", count)
 
         def ask(index: int) -> Pair:
-            rate, video = rates[index], videos[index]
-            if rate is None:
-                raise SampleError(f"metadata.video_infos[{index}].video_fps is missing")
-            indices, fps = video_frames.every_nth(video.shape[1], rate)
+            video = videos[index]
+            indices, fps = video_frames.every_nth(video.shape[1], frame_rate(infos, index))
             most = _ALL_PIXELS // len(indices)
             frames = video_frames.resized(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, most)
             return self._critic.yes_and_no(frames, fps, self._system, questions[index])

@@ -11,7 +11,7 @@ import numpy as np
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens, video_frames
-from cosmos_rl_reward.rewards.pictures import SampleError, as_videos, frame_rates, prompts_of, score_samples
+from cosmos_rl_reward.rewards.pictures import as_videos, frame_rate, per_sample, prompts_of, score_samples
 from cosmos_rl_reward.rewards.weights import (
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -56,7 +56,6 @@ class DanceGRPO(BaseRewardHandler):
     OPTIONS: ClassVar[dict[str, Any]] = {"template": "", "base_model": ""}
 
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers", "torchvision")
         self._folder = folder_of(self.model_path or _MODEL, (*MODEL_FILES, "*.pth"), offline=offline, published=_MODEL)
         self._settings = _settings(self._folder)
@@ -91,6 +90,8 @@ class DanceGRPO(BaseRewardHandler):
     def set_up(self) -> None:
         """Load backbone, head and processor."""
         self.fetch(offline=True)  # a start never downloads
+        dtype = bfloat16_or_wider(self.dtype)
+        self.dtype = str(dtype).removeprefix("torch.")
         from transformers import AutoConfig, AutoProcessor
 
         self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
@@ -101,11 +102,9 @@ class DanceGRPO(BaseRewardHandler):
         files, state = self._state()
         config = AutoConfig.from_pretrained(str(self._base))
         weights = special_tokens.merged(state, scale)
-        backbone, head = special_tokens.build(
-            config, weights, "rm_head", bfloat16_or_wider(self.dtype), self._checkpoint
-        )
+        backbone, head = special_tokens.build(config, weights, "rm_head", dtype, self._checkpoint)
         self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
-        self._digest = digest(files)
+        self.model_digest = digest(files)
 
     def _state(self) -> tuple[list[Path], dict[str, Any]]:
         """Files of the checkpoint, and all weights they stand for."""
@@ -119,15 +118,11 @@ class DanceGRPO(BaseRewardHandler):
         return files, state
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         videos = as_videos(images)
-        prompts, rates = prompts_of(metadata, len(videos)), frame_rates(metadata, len(videos))
+        prompts, infos = prompts_of(metadata, len(videos)), per_sample(metadata, "video_infos", len(videos))
 
         def score(index: int) -> dict[str, float]:
-            fps = rates[index]
-            if fps is None:
-                raise SampleError(f"metadata.video_infos[{index}].video_fps is missing")
-            return self._one(videos[index], prompts[index], fps)
+            return self._one(videos[index], prompts[index], frame_rate(infos, index))
 
         return score_samples(self.score_keys, len(videos), score)
 
@@ -148,13 +143,9 @@ class DanceGRPO(BaseRewardHandler):
         return dict(zip(self.score_keys, [*values, sum(values)], strict=True))
 
     def provenance(self) -> dict[str, Any]:
-        """Adds digests of weights and template, and the constants of the checkpoint."""
-        about = {
-            "model_digest": self._digest,
-            "template_digest": self._template_digest,
-            "dtype": "float32" if self.dtype == "float32" else "bfloat16",
-        }
-        return {**super().provenance(), **about, "checkpoint_config": self._settings["inference_config"]}
+        """Adds the template's digest and the constants of the checkpoint."""
+        constants = self._settings["inference_config"]
+        return {**super().provenance(), "template_digest": self._template_digest, "checkpoint_config": constants}
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -56,7 +56,6 @@ class _FunctionReward(BaseRewardHandler):
 
 class _WholeRequest(_FunctionReward):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         values = self.function(images, metadata)
         return {"scores": values if isinstance(values, dict) else {self.reward_name: list(values)}}
 
@@ -69,7 +68,6 @@ class _EachSample(_FunctionReward):
         self._takes = None if takes_all else {p.name for p in parameters[1:]}
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         is_video = to_numpy(images).ndim == 5
         samples = as_videos(images).transpose(0, 2, 3, 4, 1) if is_video else as_images(images)
         prompts = prompts_of(metadata, len(samples))

@@ -42,7 +42,6 @@ class GenEval(BaseRewardHandler):
     OPTIONS: ClassVar[dict[str, Any]] = {"clip_model": _CLIP, "upstream_scoring": False}
 
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers", "torchvision", "scipy")
         self._folders = [
             folder_of(self.model_path or _DETECTOR, MODEL_FILES, offline=offline),
@@ -56,10 +55,9 @@ class GenEval(BaseRewardHandler):
         dtype = torch_dtype(self.dtype, self.device)
         self._detect = Detector(str(self._folders[0]), self.device, dtype)
         self._color = ColorClassifier(str(self._folders[1]), self.device, dtype)
-        self._digest = digest(sorted(p for f in self._folders for p in f.glob("*.safetensors")))
+        self.model_digest = digest(sorted(p for f in self._folders for p in f.glob("*.safetensors")))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         pictures = as_images(images)
         count = len(pictures)
         tags = per_sample(metadata, "geneval_tags", count)
@@ -118,6 +116,5 @@ class GenEval(BaseRewardHandler):
         return [(np.array(picture)[None], asked) for picture in (sign, empty)]
 
     def provenance(self) -> dict[str, Any]:
-        """Adds detector and digest."""
-        detector = self.model_path or _DETECTOR
-        return {**super().provenance(), "detector": detector, "model_digest": self._digest}
+        """Adds the detector."""
+        return {**super().provenance(), "detector": self.model_path or _DETECTOR}

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
+import numpy as np
+
+from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
 from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, fill, folder_of, hub_file, load_state, need, torch_dtype
 
 _REPOSITORY, _FILE = "xswu/HPSv2", "HPS_v2.1_compressed.pt"
@@ -123,7 +124,7 @@ def clip_from_open_clip(state: dict[str, Any], heads: tuple[int, int], eos_token
 
 
 @RewardRegistry.register()
-class HPSv2(BaseRewardHandler):
+class HPSv2(clip.ClipReward):
     """Cosine of image and text features; usually 0.05 to 0.40.
 
     The weights are ``model_path`` (a file), else ``<download_path>/hpsv2/ckpts/HPS_v2.1_compressed.pt``.
@@ -133,47 +134,27 @@ class HPSv2(BaseRewardHandler):
     """
 
     reward_name = "hpsv2"
-    media_types = ("image",)
-    mergeable = True
+    preprocessing = "pad-224-bicubic"
     score_keys = ("hpsv2",)
     OPTIONS: ClassVar[dict[str, Any]] = {"tokenizer": _TOKENIZER}
     _heads = (16, 16)
 
-    def _file(self) -> Path:
-        if Path(self.model_path).is_file():
-            return Path(self.model_path)
-        return Path(self.download_path, "hpsv2", "ckpts", _FILE)
-
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers", "huggingface_hub")
         self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
-        path = hub_file(self._file(), _REPOSITORY, offline=offline)
-        return f"hpsv2: {path}"
+        path = Path(self.download_path, "hpsv2", "ckpts", _FILE)
+        self._file = hub_file(self.model_path, path, _REPOSITORY, offline=offline)
+        return f"hpsv2: {self._file}"
 
     def set_up(self) -> None:
         """Load model and tokenizer."""
         self.fetch(offline=True)  # a start never downloads
         from transformers import AutoTokenizer
 
-        path = self._file()
         self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer_folder))
-        model = clip_from_open_clip(load_state(path), self._heads, self._tokenizer.eos_token_id, path)
+        model = clip_from_open_clip(load_state(self._file), self._heads, self._tokenizer.eos_token_id, self._file)
         self._model = model.to(self.device, torch_dtype(self.dtype, self.device))
-        self._digest = digest([path])
+        self.model_digest = digest([self._file])
 
-    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
-        import torch
-
-        pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
-        size = self._model.config.vision_config.image_size
-        with torch.inference_mode():
-            image = clip.image_features(self._model, clip.normalised(clip.padded(pictures, size)))
-            text = clip.text_features(self._model, self._tokenizer, prompts)
-        return {"scores": {"hpsv2": (image * text).sum(-1).tolist()}}
-
-    def provenance(self) -> dict[str, Any]:
-        """Adds the weights' digest."""
-        return {**super().provenance(), "model_digest": self._digest, "preprocessing": "pad-224-bicubic"}
+    def _pixels(self, images: np.ndarray, size: int) -> np.ndarray:
+        return clip.padded(images, size)

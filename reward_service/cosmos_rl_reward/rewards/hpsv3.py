@@ -44,28 +44,24 @@ class HPSv3(BaseRewardHandler):
     score_keys = ("hpsv3",)
     OPTIONS: ClassVar[dict[str, Any]] = {"engine": "transformers", "base_model": _BASE, "batch": 4}
 
-    def _file(self) -> Path:
-        if Path(self.model_path).is_file():
-            return Path(self.model_path)
-        return Path(self.download_path, "hpsv3", _FILE)
-
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         if self.options["engine"] not in ("transformers", "package"):
             raise NotReady(f"options.engine: {self.options['engine']!r} is not 'transformers' or 'package'")
         need("transformers", "huggingface_hub", "hpsv3")
-        path = hub_file(self._file(), _REPOSITORY, offline=offline)
+        path = Path(self.download_path, "hpsv3", _FILE)
+        self._file = hub_file(self.model_path, path, _REPOSITORY, offline=offline)
         if self.options["engine"] == "transformers":
             self._base = folder_of(self.options["base_model"], TOKENIZER_FILES, offline=offline)
-        return f"hpsv3: {path}"
+        return f"hpsv3: {self._file}"
 
     def set_up(self) -> None:
         """Load the model, by either engine."""
         self.fetch(offline=True)  # a start never downloads
-        path = self._file()
-        self._digest = digest([path])
+        self.model_digest = digest([self._file])
+        dtype = bfloat16_or_wider(self.dtype)
+        self.dtype = str(dtype).removeprefix("torch.")
         if self.options["engine"] == "package":
-            self._package = _package_inferencer(path, self.device)
+            self._package = _package_inferencer(self._file, self.device)
             return
         from transformers import AutoConfig, AutoProcessor
 
@@ -77,11 +73,10 @@ class HPSv3(BaseRewardHandler):
         self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
         tokens = special_tokens.add_tokens(self._processor.tokenizer, [_TOKEN])
         config = AutoConfig.from_pretrained(str(self._base))
-        backbone, head = special_tokens.build(config, load_state(path), "rm_head", bfloat16_or_wider(self.dtype), path)
+        backbone, head = special_tokens.build(config, load_state(self._file), "rm_head", dtype, self._file)
         self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         pictures = as_images(images)
         prompts = prompts_of(metadata, len(pictures))
         step = max(1, int(self.options["batch"]))
@@ -109,14 +104,6 @@ class HPSv3(BaseRewardHandler):
             text=texts, images=[sized(p) for p in pictures], do_resize=False, padding=True, return_tensors="pt"
         )
         return self._model(inputs)[:, 0, 0].tolist()
-
-    def provenance(self) -> dict[str, Any]:
-        """Adds the weights' digest."""
-        return {
-            **super().provenance(),
-            "model_digest": self._digest,
-            "dtype": "float32" if self.dtype == "float32" else "bfloat16",
-        }
 
 
 def sized(picture: np.ndarray) -> Image.Image:

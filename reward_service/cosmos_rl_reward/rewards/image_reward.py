@@ -121,6 +121,7 @@ class ImageReward(BaseRewardHandler):
     """
 
     reward_name = "image_reward"
+    preprocessing = "crop-224-bicubic"
     media_types = ("image",)
     mergeable = True
     score_keys = ("image_reward",)
@@ -128,7 +129,6 @@ class ImageReward(BaseRewardHandler):
     _image_heads = 16
 
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers")
         name = _MODEL if self.model_path in ("", _OLD_NAME) else self.model_path
         self._folder = folder_of(name, (*_FILES, "med_config.json"), offline=offline)
@@ -149,10 +149,9 @@ class ImageReward(BaseRewardHandler):
         self._vision, self._text = vision.to(self.device, dtype), text.to(self.device, dtype)
         self._head = head.to(self.device).float()
         self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer_folder))
-        self._digest = digest([path])
+        self.model_digest = digest([path])
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         import torch
 
         pictures = as_images(images)
@@ -173,7 +172,3 @@ class ImageReward(BaseRewardHandler):
             )
             raw = self._head(read.last_hidden_state[:, 0].float())[:, 0]
         return {"scores": {"image_reward": ((raw - _MEAN) / _STD).tolist()}}
-
-    def provenance(self) -> dict[str, Any]:
-        """Adds the weights' digest."""
-        return {**super().provenance(), "model_digest": self._digest, "preprocessing": "crop-224-bicubic"}

@@ -52,7 +52,7 @@ class OcrReward(BaseRewardHandler):
         self._engines: dict[bool, Any] = {}
         self._engine(self.device.startswith("cuda"))
         models = Path(str(find_spec("rapidocr").origin)).parent / "models"  # type: ignore[union-attr]
-        self._digest = digest(sorted(models.glob("*.onnx")))
+        self.model_digest = digest(sorted(models.glob("*.onnx")))
 
     def _engine(self, on_gpu: bool) -> Any:
         """The recogniser for one device setting, made at first use."""
@@ -109,6 +109,5 @@ class OcrReward(BaseRewardHandler):
         return [(np.array(picture)[None], {"prompts": ['a sign "HELLO"']}) for picture in (written, blank)]
 
     def provenance(self) -> dict[str, Any]:
-        """Adds the recogniser's version and weights."""
-        engine = f"rapidocr {distributions.version('rapidocr')}"
-        return {**super().provenance(), "engine": engine, "model_digest": self._digest}
+        """Adds the recogniser's version."""
+        return {**super().provenance(), "engine": f"rapidocr {distributions.version('rapidocr')}"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from cosmos_rl_reward.handler import BaseRewardHandler, RewardRegistry
+import numpy as np
+
+from cosmos_rl_reward.handler import RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
 from cosmos_rl_reward.rewards.weights import MODEL_FILES, TOKENIZER_FILES, folder_of, need, torch_dtype
 
 _MODEL = "yuvalkirstain/PickScore_v1"
@@ -15,7 +16,7 @@ _TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 @RewardRegistry.register()
-class PickScore(BaseRewardHandler):
+class PickScore(clip.ClipReward):
     """``exp(logit_scale) * <image, text> / 26`` of CLIP features of norm 1; usually 0.6 to 0.95.
 
     ``model_path`` is a folder with a transformers CLIP model, or its name on the hub.
@@ -25,13 +26,11 @@ class PickScore(BaseRewardHandler):
     """
 
     reward_name = "pickscore"
-    media_types = ("image",)
-    mergeable = True
+    preprocessing = "crop-224-bicubic"
     score_keys = ("pickscore",)
     OPTIONS: ClassVar[dict[str, Any]] = {"tokenizer": ""}
 
     def fetch(self, offline: bool) -> str | None:
-        """See ``BaseRewardHandler.fetch``."""
         need("transformers")
         self._folder = folder_of(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         tokenizer = self.options["tokenizer"]
@@ -48,21 +47,10 @@ class PickScore(BaseRewardHandler):
         model: Any = CLIPModel.from_pretrained(str(self._folder), dtype=torch_dtype(self.dtype, self.device))
         self._model = model.to(self.device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer_folder))
-        self._digest = digest(sorted(self._folder.glob("*.safetensors")))
+        self.model_digest = digest(sorted(self._folder.glob("*.safetensors")))
 
-    def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
-        import torch
+    def _pixels(self, images: np.ndarray, size: int) -> np.ndarray:
+        return clip.cropped(images, size)
 
-        pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
-        size = self._model.config.vision_config.image_size
-        with torch.inference_mode():
-            image = clip.image_features(self._model, clip.normalised(clip.cropped(pictures, size)))
-            text = clip.text_features(self._model, self._tokenizer, prompts)
-            scores = self._model.logit_scale.float().exp() * (image * text).sum(-1) / 26
-        return {"scores": {"pickscore": scores.tolist()}}
-
-    def provenance(self) -> dict[str, Any]:
-        """Adds the weights' digest."""
-        return {**super().provenance(), "model_digest": self._digest, "preprocessing": "crop-224-bicubic"}
+    def _score(self, cosine: Any) -> Any:
+        return self._model.logit_scale.float().exp() * cosine / 26

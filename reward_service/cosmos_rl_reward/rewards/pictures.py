@@ -17,10 +17,7 @@ class SampleError(Exception):
 def to_numpy(array: Any) -> np.ndarray:
     """A numpy view or copy of a numpy array or of a tensor on any device."""
     if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        if str(array.dtype) in ("torch.bfloat16", "torch.float16"):
-            array = array.float()
-        array = array.numpy()
+        array = array.detach().cpu().numpy()
     return np.asarray(array)
 
 
@@ -43,25 +40,18 @@ def whole_pixels(array: np.ndarray, low: float, high: float) -> np.ndarray:
     return np.clip(np.rint(array), 0, 255).astype(np.uint8)
 
 
-def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
-    """Pixels as uint8 0..255; floats in [0, 1] are scaled, so a float picture never turns black."""
-    if array.dtype == np.uint8:
-        return array
-    if array.dtype == np.bool_ or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
-        raise BadInput(f"{what}: dtype {array.dtype} is not a picture; send uint8 0..255 or floats in [0, 1]")
-    low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
-    scale = 255.0 if np.issubdtype(array.dtype, np.floating) and high <= 1.0 else 1.0
-    try:
-        return whole_pixels(array * scale if scale != 1.0 else array, low * scale, high * scale)
-    except ValueError:
-        raise BadInput(f"{what}: values {low:.3g}..{high:.3g}; send uint8 0..255 or floats in [0, 1]") from None
+def _check_pixels(array: np.ndarray, what: str) -> np.ndarray:
+    """The array, if it has what workers hand out: uint8."""
+    if array.dtype != np.uint8:
+        raise BadInput(f"{what}: dtype {array.dtype}; expected uint8 0..255")
+    return array
 
 
 def as_images(images: Any) -> np.ndarray:
     """Images as uint8 ``[B, H, W, 3]``, from ``[B, H, W, 3]`` or ``[B, 3, H, W]`` (the former when both fit).
 
     Raises:
-        BadInput: another rank, no axis of size 3, B = 0, or values that are no pixels.
+        BadInput: another rank, no axis of size 3, B = 0, or not uint8.
     """
     array = to_numpy(images)
     if array.ndim != 4 or 3 not in (array.shape[-1], array.shape[1]):
@@ -70,19 +60,19 @@ def as_images(images: Any) -> np.ndarray:
         array = array.transpose(0, 2, 3, 1)
     if 0 in array.shape:
         raise BadInput(f"images: shape {list(array.shape)} holds no picture")
-    return np.ascontiguousarray(_as_uint8(array, "images"))
+    return np.ascontiguousarray(_check_pixels(array, "images"))
 
 
 def as_videos(videos: Any) -> np.ndarray:
     """Videos as uint8 ``[B, 3, T, H, W]``.
 
     Raises:
-        BadInput: another rank, not 3 channels on axis 1, an empty axis, or values that are no pixels.
+        BadInput: another rank, not 3 channels on axis 1, an empty axis, or not uint8.
     """
     array = to_numpy(videos)
     if array.ndim != 5 or array.shape[1] != 3 or 0 in array.shape:
         raise BadInput(f"videos: shape {list(array.shape)}; expected [B, 3, T, H, W]")
-    return _as_uint8(array, "videos")
+    return _check_pixels(array, "videos")
 
 
 def as_frames(media: Any) -> np.ndarray:
@@ -123,13 +113,16 @@ def per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
     return list(values)
 
 
-def frame_rates(metadata: dict[str, Any], count: int) -> list[float | None]:
-    """Frames per second of each video from ``video_infos`` (``video_fps``, or ``fps``); None where it is not given."""
-    rates: list[float | None] = []
-    for info in per_sample(metadata, "video_infos", count):
-        fps = (info.get("video_fps", info.get("fps")) if isinstance(info, dict) else None) or 0
-        rates.append(float(fps) if isinstance(fps, (int, float)) and fps > 0 else None)
-    return rates
+def frame_rate(infos: list[Any], index: int) -> float:
+    """Frames per second of a video, from the request's ``video_infos``.
+
+    Raises:
+        SampleError: they do not say.
+    """
+    fps = infos[index].get("video_fps")
+    if fps is None:
+        raise SampleError(f"metadata.video_infos[{index}].video_fps is missing")
+    return float(fps)
 
 
 def score_samples(keys: tuple[str, ...], count: int, score: Callable[[int], dict[str, Any]]) -> dict[str, Any]:

@@ -102,7 +102,6 @@ class UnifiedReward(BaseRewardHandler):
         self._endpoint = ChatEndpoint.of(self)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         pictures = as_images(images)
         prompts = prompts_of(metadata, len(pictures))
         pairs = zip(pictures, prompts, strict=True)

@@ -60,12 +60,14 @@ def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, publ
         raise NotReady(f"weights {name!r}: not a local folder, and not available from the hub ({reason})") from error
 
 
-def hub_file(path: Path, repository: str, *, offline: bool) -> Path:
-    """A file of weights, fetched from a hub repository to where it belongs when it is missing.
+def hub_file(configured: str, path: Path, repository: str, *, offline: bool) -> Path:
+    """A file of weights: ``configured`` if that is one, else ``path``, fetched from a hub repository when missing.
 
     Raises:
         NotReady: it is missing and may not, or cannot, be fetched.
     """
+    if Path(configured).is_file():
+        return Path(configured)
     if path.is_file():
         return path
     if offline:

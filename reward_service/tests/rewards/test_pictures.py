@@ -10,7 +10,7 @@ from cosmos_rl_reward.rewards.pictures import (
     as_frames,
     as_images,
     as_videos,
-    frame_rates,
+    frame_rate,
     prompts_of,
     score_samples,
 )
@@ -25,13 +25,9 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint
         PICTURES.transpose(0, 3, 1, 2),
         torch.from_numpy(PICTURES),
         torch.from_numpy(PICTURES).permute(0, 3, 1, 2),
-        PICTURES / 255,
-        torch.from_numpy(PICTURES) / 255,
-        PICTURES.astype(np.float32),
-        PICTURES.astype(np.int64),
     ],
 )
-def test_one_picture_in_every_layout_and_range(given):
+def test_one_picture_in_every_layout(given):
     found = as_images(given)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, PICTURES)
@@ -48,9 +44,7 @@ def test_an_ambiguous_shape_is_read_as_documented():
         (PICTURES[0], "shape"),
         (PICTURES[..., :2], "shape"),
         (PICTURES[:0], "no picture"),
-        (PICTURES / 127.5 - 1, "values -1"),
-        (PICTURES.astype(np.int32) + 100, "values 1"),
-        (np.where(PICTURES > 128, np.nan, 0.5), "values nan"),
+        (PICTURES / 255, "dtype float64"),
         (PICTURES > 9, "dtype bool"),
     ],
 )
@@ -77,8 +71,9 @@ def test_prompts_and_frame_rates():
     ]:
         with pytest.raises(BadInput, match=reason):
             prompts_of(wrong, 2)
-    infos = [{"video_fps": 16}, {"fps": 8.0}, {}, {"video_fps": 0}, None]
-    assert frame_rates({"video_infos": infos}, 5) == [16.0, 8.0, None, None, None]
+    assert frame_rate([{"video_fps": 16}], 0) == 16.0
+    with pytest.raises(SampleError, match=r"video_infos\[1\].video_fps is missing"):
+        frame_rate([{"video_fps": 16}, {}], 1)
 
 
 def test_one_failing_sample_costs_one_score():

@@ -230,7 +230,7 @@ def test_dance_grpo_standardises_what_its_head_reads_at_the_tokens(trained, tmp_
     reward.set_up()
     videos = fitting(2, 16, 336, 308)
     prompts = ["a red {cat}", "two dogs on the moon"]
-    metadata = {"prompts": prompts, "video_infos": [{"video_fps": 8.0}, {"fps": 8}]}
+    metadata = {"prompts": prompts, "video_infos": [{"video_fps": 8.0}, {"video_fps": 8}]}
     result = reward.calculate_reward(torch.from_numpy(videos), metadata)
     assert not result["item_errors"]
     expected = expected_scores(trained, videos, prompts, [0, 5, 10, 15])

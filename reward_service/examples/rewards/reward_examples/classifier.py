@@ -84,7 +84,7 @@ class ClassifierReward(BaseRewardHandler):
         self._labels = [str(label) for label in self.options["labels"]]
         shape = self._load_onnx(path) if path.suffix == ".onnx" else self._load_npz(path)
         self._layout(shape)
-        self._digest = digest([path])
+        self.model_digest = digest([path])
 
     def _load_npz(self, path: Path) -> list[Any]:
         try:
@@ -147,7 +147,6 @@ class ClassifierReward(BaseRewardHandler):
         return np.ascontiguousarray(x.reshape(len(x), -1) if self._order == "ND" else x, dtype=np.float32)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         pictures = as_images(images)
         count = len(pictures)
         prompts = prompts_of(metadata, count) if "labels" not in metadata else [""] * count
@@ -182,7 +181,3 @@ class ClassifierReward(BaseRewardHandler):
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """The default pictures, asked for class 0."""
         return [(picture, {**metadata, "labels": [0]}) for picture, metadata in super().probes()]
-
-    def provenance(self) -> dict[str, Any]:
-        """Adds the file's digest."""
-        return {**super().provenance(), "model_digest": self._digest}

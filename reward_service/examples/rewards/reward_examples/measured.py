@@ -38,7 +38,6 @@ class Sharpness(_Measured):
         _check_number(self, "half", above=0.0, most=float("inf"))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         frames = as_frames(images)
         half = float(self.options["half"])
 
@@ -64,7 +63,6 @@ class BrightnessTarget(_Measured):
         _check_number(self, "target", above=-1e-9, most=1.0)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         values = [float(measures.luma(sample).mean()) for sample in as_frames(images)]
         close = [measures.closeness(value, float(self.options["target"])) for value in values]
         return {"scores": {"brightness_target": close, "brightness": values}}
@@ -93,7 +91,6 @@ class MotionSmoothness(_Measured):
         _check_number(self, "min_motion", above=0.0, most=1.0)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         videos = as_videos(images)
 
         def score(index: int) -> dict[str, float]:
@@ -133,7 +130,6 @@ class SsimToReference(_Measured):
             raise NotReady(f"reward_args.options.reference_dir: {folder} is not a folder")
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See ``BaseRewardHandler.calculate_reward``."""
         pictures = as_images(images)
         references = per_sample(metadata, "references", len(pictures))
 

@@ -39,17 +39,17 @@ def plane(seed: int, kl_beta: float) -> str:
     trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
     began = time.process_time()
     for step in range(trainer.total_steps):
-        evaluations = trainer.train_step(step).metrics["train/network_evaluations"]
+        nfe = trainer.train_step(step).metrics["train/nfe"]
     spent = time.process_time() - began
     base, tilt = base_and_tilt(2000)
     samples = plane_samples(model, 2000)
     reward = float(bump(samples.numpy()).mean())
-    told = f"E[r] {reward:.3f}, MMD2 to tilt {mmd2(samples, tilt):.4f}, to base {mmd2(samples, base):.3f}"
-    return f"{told}, NFE {evaluations / 512:.0f}, {spent:.1f} CPU-s"
+    text = f"E[r] {reward:.3f}, MMD2 to tilt {mmd2(samples, tilt):.4f}, to base {mmd2(samples, base):.3f}"
+    return f"{text}, NFE {nfe / 512:.0f}, {spent:.1f} CPU-s"
 
 
 def pictures(seed: int, steps: int, tables: TABLE) -> str:
-    """Up to ``steps`` steps through the loop, which the watch may end; counts are of 40 samples a prompt."""
+    """Up to ``steps`` steps through the loop, which the guard may end; counts are of 40 samples a prompt."""
     rarely = {"validation.freq": steps, "validation.n_generation": 40}
     config = toy_config({**shapes_tables(seed, steps, 0.4), **rarely, **tables})
     trainer = toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))
@@ -58,24 +58,25 @@ def pictures(seed: int, steps: int, tables: TABLE) -> str:
         try:
             run_loop(config, trainer, Path(name))
         except UserError as error:
-            ended = f"stopped by the watch ({'held-out' if 'held-out' in str(error) else 'diversity'})"
+            ended = f"stopped by the guard ({'held-out' if 'held-out' in str(error) else 'diversity'})"
         rows = metrics_of(Path(name))
     spent, last = time.process_time() - began, rows[-1]
-    if "val/reward_count" not in last:  # stopped between two validations
+    if "val/reward/count_mean" not in last:  # stopped between two validations
         last |= trainer.validate(last["step"], lambda *_: None).metrics
-    looks = [row for row in rows if "watch/loss_ratio" in row]
-    loss, spread = looks[-1]["watch/loss_ratio"], [row["watch/diversity_ratio"] for row in looks]
-    norm = max(value for key, value in looks[-1].items() if key.startswith("watch/velocity_norm_ratio/"))
-    told = f"counts right {rows[0]['val/reward_count']:.3f} -> {last['val/reward_count']:.3f}, loss ratio {loss:.2f}, "
-    told += f"diversity {spread[-1]:.2f} (least {min(spread):.2f}), velocity norm {norm:.2f}"
-    slots = last["train/network_evaluations"] / trainer.samples_per_step
-    return f"{told}, {ended} at step {last['step']}, NFE {slots:.0f}, {spent:.0f} CPU-s with validation"
+    looks = [row for row in rows if "guard/loss_ratio" in row]
+    loss, spread = looks[-1]["guard/loss_ratio"], [row["guard/diversity_ratio"] for row in looks]
+    norm = max(value for key, value in looks[-1].items() if key.startswith("guard/velocity_norm_ratio/"))
+    first_count, last_count = (row["val/reward/count_mean"] for row in (rows[0], last))
+    text = f"counts right {first_count:.3f} -> {last_count:.3f}, loss ratio {loss:.2f}, "
+    text += f"diversity {spread[-1]:.2f} (least {min(spread):.2f}), velocity norm {norm:.2f}"
+    nfe = last["train/nfe"] / trainer.samples_per_step
+    return f"{text}, {ended} at step {last['step']}, NFE {nfe:.0f}, {spent:.0f} CPU-s with validation"
 
 
 def measure() -> list[Row]:
     """Rows (what, result, target)."""
     no_kl = {"train.train_policy.kl_beta": 0.0, "train.optm_decay_type": "none"}
-    unwatched = {**no_kl, "train.train_policy.watch.action": "warn"}
+    only_warned = {**no_kl, "train.train_policy.reward_hacking_guard.action": "warn"}
     rows: list[Row] = []
     for seed in SEEDS:
         rows.append((f"plane, KL 0.3, seed {seed}", plane(seed, 0.3), "MMD2 to tilt <= 0.06, NFE <= 3000"))
@@ -86,8 +87,8 @@ def measure() -> list[Row]:
     for seed in SEEDS:
         rows.append((f"pictures, no KL, seed {seed}", pictures(seed, 60, no_kl), "stopped, counts not worse"))
     for seed in SEEDS:
-        what = f"pictures, no KL, watch only warns, seed {seed}"
-        rows.append((what, pictures(seed, 60, unwatched), "none: what the watch is for"))
+        what = f"pictures, no KL, the guard only warns, seed {seed}"
+        rows.append((what, pictures(seed, 60, only_warned), "none: what the guard is for"))
     return rows
 
 

@@ -54,7 +54,7 @@ def config_for(folder: Path) -> Config:
                     "trainer_type": "diffusion_nft",
                     "uncentralized_training": True,
                     "mini_batch": PROMPTS * GROUP,
-                    "watch": {"enable": False},
+                    "reward_hacking_guard": {"enable": False},
                 },
             },
         }

@@ -82,7 +82,7 @@ batch_size_per_optimize = 8
 kl_beta = 1e-2
 dataset.local_dir = "{folder}/prompts.txt"
 local_reward.reward_fns = [{{ function = "cosmos_rl.reward.examples:sharpness" }}]
-watch.samples = 4
+reward_hacking_guard.samples = 4
 """
 SAMPLER = """timesteps_fraction = 0.5
 weight_copy_decay_type = 1
@@ -106,15 +106,15 @@ class Run:
         diffusers = SAMPLER if self.rl else "sample = { num_steps = 3, guidance_scale = 3.0 }"
         batch = "train_batch_per_replica = 16" if self.rl else "global_batch_size = 4"
         fields = {"folder": folder, "name": self.name, "steps": STEPS, "diffusers": diffusers, "train": batch}
-        job += "" if self.extra == REWIND else "watch.freq = 2\n" if self.rl else ""
+        job += "" if self.extra == REWIND else "reward_hacking_guard.freq = 2\n" if self.rl else ""
         text = COMMON.format(lora=LORA if self.lora else "", **fields) + job.format(folder=folder) + self.extra
         return 'mode = "colocated"\n' + text if self.rl else text
 
 
-REWIND = """watch.action = "rewind"
-watch.max_loss_ratio = 1.0001
-watch.min_diversity_ratio = 1.0
-watch.freq = 1
+REWIND = """reward_hacking_guard.action = "rewind"
+reward_hacking_guard.max_loss_ratio = 1.0001
+reward_hacking_guard.min_diversity_ratio = 1.0
+reward_hacking_guard.freq = 1
 """
 """The second look or a later one finds something wrong; the run rewinds until it may not rewind again, and stops."""
 DATA_TERM = """data_term = {{ beta = 0.1, batch_size = 4, local_dir = "{folder}/data" }}

@@ -126,7 +126,7 @@ mini_batch = 4
 kl_beta = 1e-3
 dataset.local_dir = "{tmp_path / "prompts.txt"}"
 local_reward.reward_fns = [{{ function = "cosmos_rl.reward.examples:sharpness" }}]
-watch.samples = 4
+reward_hacking_guard.samples = 4
 {extra}
 """
         )

@@ -166,7 +166,7 @@ def nft(
     Raises:
         UserError: the configuration, a reward, the machine or its memory does not allow it; the message says what to
             change.
-        TrainingStoppedError: the watch stopped the run, which is saved.
+        TrainingStoppedError: the guard against reward hacking stopped the run, which is saved.
     """
     _check_nft(prompts, reward, lora, steps, prompts_per_step, samples_per_prompt)
     from_file = isinstance(prompts, str | Path)
@@ -183,7 +183,7 @@ def nft(
         "mini_batch": _divisor(samples),
         "kl_beta": 1e-4,
         "dataset": {"local_dir": str(prompts) if from_file else ""},
-        "watch": {"samples": 16},
+        "reward_hacking_guard": {"samples": 16},
     }
     if lora:
         names = {"lora_names": ["default", "old"], "init_lora_weights": "gaussian"}

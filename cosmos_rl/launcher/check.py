@@ -18,7 +18,7 @@ from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
 from cosmos_rl.launcher.plan import Plan, batch_lines, planned
 from cosmos_rl.launcher.prepare import unbuilt_parts
-from cosmos_rl.launcher.rl_plan import reward_lines, watch_lines
+from cosmos_rl.launcher.rl_plan import guard_lines, reward_lines
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.launcher.text_notes import text_notes
 from cosmos_rl.policy.config import Config, dump_toml, load_config, notes, world_size
@@ -118,7 +118,7 @@ class Report:
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.plan, transformer)),
             Section("Rewards", self._rewards()),
-            Section("Watch", watch_lines(config) if self.rl else []),
+            Section("Guard", guard_lines(config) if self.rl else []),
             Section(f"Memory per rank, estimated for {'a CPU' if self.on_cpu else 'a GPU'}", [*self.memory()]),
             Section("Disk", [*self._disk()]),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
@@ -371,7 +371,7 @@ def _time_per_step(output_dir: Path) -> str:
 def _seconds(metrics: Path) -> list[float]:
     try:
         rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        found = [row.get("train/iteration_time") for row in rows]
+        found = [row.get("time/iteration") for row in rows]
     except (OSError, ValueError, AttributeError):
         return []
     return [value for value in found if isinstance(value, int | float)]

@@ -73,7 +73,7 @@ def with_absolute_paths(config: Config) -> Config:
     output = str(Path(train.output_dir).expanduser().absolute())
     job = job.model_copy(update={"dataset": data})
     if isinstance(job, GrpoPolicyConfig):
-        tables = {name: getattr(job, name) for name in ("data_term", "watch")}
+        tables = {name: getattr(job, name) for name in ("data_term", "reward_hacking_guard")}
         folders = {name: t.model_copy(update={"local_dir": absolute(t.local_dir)}) for name, t in tables.items()}
         job = job.model_copy(update={**folders, "local_reward": _with_absolute_files(job.local_reward)})
     train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
@@ -120,8 +120,8 @@ def _rl(config: Config, notes: list[str]) -> list[str]:
     if job.data_term.beta > 0:
         problems += _pairs("train.train_policy.data_term", job.data_term.local_dir, notes)
     problems += missing
-    if job.watch.enable:
-        problems += _pairs("train.train_policy.watch", job.watch.local_dir, notes)
+    if job.reward_hacking_guard.enable:
+        problems += _pairs("train.train_policy.reward_hacking_guard", job.reward_hacking_guard.local_dir, notes)
     return problems
 
 

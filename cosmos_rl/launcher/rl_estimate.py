@@ -18,7 +18,7 @@ class RlMemory:
     copies: Mapping[str, int]
     """Copies of policies that stay for the whole run."""
     saved: int
-    """Of a checkpoint: the old policy, a reference that is an adapter, and the watch's samples."""
+    """Of a checkpoint: the old policy, a reference that is an adapter, and the guard's samples."""
     collected: int
     """In host memory: latents and media of a rank's samples, and their rows for the update."""
     conditions: int
@@ -42,14 +42,16 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     }
     height, width = config.policy.diffusers.inference_size
     latent = 4 * latent_numbers(config, pipeline)
-    watched = job.watch.samples * latent if job.watch.enable and not job.watch.local_dir else 0
+    guard, held_out = job.reward_hacking_guard, 0
+    if guard.enable and not guard.local_dir:
+        held_out = guard.samples * latent
     saved = (lora is not None or keeps_old(config)) + (lora is not None and copies["reference"] > 0)
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_TARGETS // micro, 1) * job.mini_batch)
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
-        saved=4 * trained * saved + watched,
-        collected=plan.samples * (3 * height * width + latent) + plan.pairs * latent + watched,
+        saved=4 * trained * saved + held_out,
+        collected=plan.samples * (3 * height * width + latent) + plan.pairs * latent + held_out,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows,
     )

@@ -10,7 +10,7 @@ from cosmos_rl.launcher.machine import counted
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, data_ranks, rollout_chunk
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 
-LEVELS_OF_THE_WATCH = 4
+GUARD_SIGMAS = 4
 """Noise levels at which a held-out sample is measured."""
 
 
@@ -178,23 +178,23 @@ def _of_functions(table: LocalRewardConfig) -> Iterator[str]:
         yield f"{entry.shown_name}: weight {entry.weight:g}, {clip}, here ({entry.function}){idle}"
 
 
-def watch_lines(config: Config) -> list[str]:
-    """What the watch measures, what it costs and what it does."""
+def guard_lines(config: Config) -> list[str]:
+    """What the guard against reward hacking measures, what it costs and what it does."""
     job, sample = _job(config), config.policy.diffusers.sample
-    watch = job.watch
-    if not watch.enable:
-        return ["off: nothing tells when the reward rises because the policy cheats"]
+    guard = job.reward_hacking_guard
+    if not guard.enable:
+        return ["off: nothing detects reward hacking"]
     steps = sample.eval_num_steps or sample.num_steps
-    spread = max(watch.samples // 2, 4)
-    source = f"pairs of {watch.local_dir}" if watch.local_dir else f"own samples, made at the start in {steps} steps"
-    action = watch.action
+    spread = max(guard.samples // 2, 4)
+    source = f"pairs of {guard.local_dir}" if guard.local_dir else f"own samples, made at the start in {steps} steps"
+    action = guard.action
     if action == "rewind":
-        action = f"rewind, at most {watch.max_rewinds} times, to the newest checkpoint before it"
+        action = f"rewind, at most {guard.max_rewinds} times, to the newest checkpoint before it"
     return [
-        f"every {counted(watch.freq, 'step')} {watch.samples} held-out samples ({source}) at {LEVELS_OF_THE_WATCH} "
+        f"every {counted(guard.freq, 'step')} {guard.samples} held-out samples ({source}) at {GUARD_SIGMAS} "
         f"noise levels, and the spread of {counted(spread, 'sample')} made in {counted(sample.num_steps, 'step')}",
-        f"alarm when their loss is more than {watch.max_loss_ratio:g} times, or the diversity less than "
-        f"{watch.min_diversity_ratio:g} times that of the start: {action}",
+        f"alarm when their loss is more than {guard.max_loss_ratio:g} times, or the diversity less than "
+        f"{guard.min_diversity_ratio:g} times that of the start: {action}",
     ]
 
 

@@ -110,7 +110,7 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """The loss scale, where there is one."""
-        return {} if self.loss_scale is None else {"optimizer/loss_scale": self.loss_scale.value}
+        return {} if self.loss_scale is None else {"optim/loss_scale": self.loss_scale.value}
 
     def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0, expects_gradient: bool = False) -> StepResult:
         """Scale the gradients, clip them by their global L2 norm (0 or less: only measure), step, and clear them.

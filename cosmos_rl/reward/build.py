@@ -15,9 +15,9 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig,
 from cosmos_rl.reward.combine import RewardSum, Scores, combined
 from cosmos_rl.reward.functions import LocalReward, RewardFns, configured_rewards, given_rewards
 from cosmos_rl.reward.local import LocalScorer
+from cosmos_rl.reward.monitor import ScoreMonitor
 from cosmos_rl.reward.remote import RemoteScorer
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.reward.watch import Watch
 from cosmos_rl.utils.logging import logger
 
 _TRAIN = "train.train_policy"
@@ -132,7 +132,7 @@ class _AllRewards:
         }
         self.origins: Mapping[str, str] = {reward.name: reward.origin for reward in rewards}
         alone = [replace(r, clip_min=self.bounds[r.name][0], clip_max=self.bounds[r.name][1]) for r in rewards]
-        self._watch = Watch(alone if each else rewards)
+        self._monitor = ScoreMonitor(alone if each else rewards)
 
     @property
     def names(self) -> Sequence[str]:
@@ -165,7 +165,7 @@ class _AllRewards:
     def _finish(self, table: "Future[RewardTable]", scores: list[Scores]) -> None:
         try:
             found = combined(self._sums, scores)
-            self._watch.see(found.scores)
+            self._monitor.check(found.scores)
             table.set_result(found)
         except BaseException as error:  # in a callback it would only be logged
             table.set_exception(error)

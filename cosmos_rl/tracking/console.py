@@ -7,16 +7,15 @@ from typing import Any
 from cosmos_rl.utils.logging import logger
 
 _SHOWN = {
-    "train/loss_avg": ("Loss", ".5f"),
-    "train/reward_mean": ("Reward", ".4f"),
-    "train/reward_std": ("Reward std", ".4f"),
-    "train/kl_loss_avg": ("KL", ".3g"),
-    "optimizer/grad_norm": ("Grad norm", ".5f"),
-    "train/grad_norm": ("Grad norm", ".5f"),
-    "train/learning_rate": ("LR", ".3g"),
-    "watch/loss_ratio": ("Held-out loss ratio", ".3g"),
-    "val/avg_loss": ("Val loss", ".5f"),
-    "val/reward_avg": ("Val reward", ".4f"),
+    "train/loss_mean": ("Loss", ".5f"),
+    "reward/mean": ("Reward", ".4f"),
+    "reward/std": ("Reward std", ".4f"),
+    "train/kl_loss_mean": ("KL", ".3g"),
+    "optim/grad_norm": ("Grad norm", ".5f"),
+    "optim/learning_rate": ("LR", ".3g"),
+    "guard/loss_ratio": ("Held-out loss ratio", ".3g"),
+    "val/loss_mean": ("Val loss", ".5f"),
+    "val/reward/mean": ("Val reward", ".4f"),
 }
 """Metric -> its name and format in the line; only what a job has is shown."""
 
@@ -44,5 +43,5 @@ class Console:
         left = spent / max(step - self._start, 1) * (self._total - step)
         parts = [f"Step: {step}/{self._total}"]
         parts += [f"{name}: {format(metrics[key], form)}" for key, (name, form) in _SHOWN.items() if key in metrics]
-        parts.append(f"Iteration time: {metrics['train/iteration_time']:.2f}s, ETA: {duration(left)}")
+        parts.append(f"Iteration time: {metrics['time/iteration']:.2f}s, ETA: {duration(left)}")
         logger.info(", ".join(parts))

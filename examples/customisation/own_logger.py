@@ -13,7 +13,7 @@ class CsvFile:
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{step},{metrics.get('train/loss_avg')},{metrics.get('val/avg_loss')}\n")
+            file.write(f"{step},{metrics.get('train/loss_mean')},{metrics.get('val/loss_mean')}\n")
 
 
 csv_file = CsvFile()

@@ -145,7 +145,7 @@ def reinforce(out: Path, base: Path, seed: int) -> Path:
             f"--train.output_dir={out / 'nft'}",
             f"--train.seed={seed}",
             f"--train.train_policy.dataset.local_dir={out / 'data' / 'prompts.txt'}",
-            f"--train.train_policy.watch.local_dir={out / 'data' / 'validation'}",
+            f"--train.train_policy.reward_hacking_guard.local_dir={out / 'data' / 'validation'}",
             f"--validation.dataset.local_dir={out / 'data' / 'prompts.txt'}",
             PROMPTS,
             environment={
@@ -282,9 +282,9 @@ def compare(out: Path, before: list[Image.Image], after: list[Image.Image], aske
         "cfg_free_before": second.accuracy(before, asked),
         "cfg_free_after": second.accuracy(after, asked),
         "judge2_accuracy_real": second.accuracy_real,
-        "loss_ratio": last["watch/loss_ratio"],
+        "loss_ratio": last["guard/loss_ratio"],
         "diversity_ratio": spread(features(after), asked) / spread(features(before), asked),
-        "network_evaluations": last["train/network_evaluations"],
+        "network_evaluations": last["train/nfe"],
     }
 
 

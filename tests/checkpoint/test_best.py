@@ -22,7 +22,7 @@ def held_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], Non
 
     def script(losses: Sequence[float]) -> None:
         def validate(self: SFTTrainer, step: int, notify: Any) -> ValidationReport:
-            return ValidationReport({"val/avg_loss": losses[step - 1]}, objective=losses[step - 1])
+            return ValidationReport({"val/loss_mean": losses[step - 1]}, objective=losses[step - 1])
 
         monkeypatch.setattr(SFTTrainer, "validate", validate)
 

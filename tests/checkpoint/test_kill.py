@@ -94,8 +94,8 @@ def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
     assert_same_state(saved_state(survivor, TOTAL), saved_state(calm, TOTAL))
     lines = read_metrics(survivor / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
-    expected = [line["train/loss_avg"] for line in read_metrics(calm / "metrics.jsonl")]
-    assert [line["train/loss_avg"] for line in lines] == expected
+    expected = [line["train/loss_mean"] for line in read_metrics(calm / "metrics.jsonl")]
+    assert [line["train/loss_mean"] for line in lines] == expected
     assert layout.broken_steps(survivor / "checkpoints") == {}
     assert not list((survivor / "checkpoints").glob(".*"))
     assert (output / "checkpoints").resolve() == survivor / "checkpoints"

@@ -62,13 +62,13 @@ def test_resume_equals_the_undisturbed_run(write_toml: Callable[..., Path], job:
     assert_same_state(saved_state(run, 6), before)
     resumed = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
-    assert [line["train/loss_avg"] for line in resumed] == [line["train/loss_avg"] for line in lines]
+    assert [line["train/loss_mean"] for line in resumed] == [line["train/loss_mean"] for line in lines]
 
 
 def test_micro_batches_and_checkpointing_do_not_change_the_result(write_toml: Callable[..., Path]) -> None:
     def losses(*options: str) -> list[float]:
         run = train(write_toml(), "--train.max_num_steps=4", *options)
-        return [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")]
+        return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")]
 
     reference = losses("--train.train_policy.mini_batch=4")
     for options in (

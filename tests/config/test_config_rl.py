@@ -47,6 +47,11 @@ def problems_of(path, *overrides):
     return [line.partition(" (from --")[0] for line in caught.value.problems]
 
 
+def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path):
+    [problem] = problems_of(path, "train.train_policy.watch.samples=4")
+    assert problem == "train.train_policy.watch: is now called train.train_policy.reward_hacking_guard"
+
+
 def test_a_diffusion_nft_job_is_valid_and_runnable(path):
     config = load_config(path)
     assert not_runnable_yet(config) == []
@@ -136,11 +141,14 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
             "nearest 16 or 24",
         ),
         (
-            ["train.train_policy.watch.action=rewind", "train.ckpt.enable_checkpoint=false"],
-            'train.train_policy.watch.action: found "rewind", going back to a checkpoint',
+            ["train.train_policy.reward_hacking_guard.action=rewind", "train.ckpt.enable_checkpoint=false"],
+            'train.train_policy.reward_hacking_guard.action: found "rewind", which needs checkpoints',
         ),
         (
-            ["train.train_policy.watch.action=rewind", "train.train_policy.watch.freq=101"],
+            [
+                "train.train_policy.reward_hacking_guard.action=rewind",
+                "train.train_policy.reward_hacking_guard.freq=101",
+            ],
             "train.ckpt.max_keep: found 5; allowed: at least 6 with train.ckpt.save_freq = 20",
         ),
         (

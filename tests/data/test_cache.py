@@ -21,7 +21,7 @@ CACHED = ("--train.train_policy.cache.latents=true", "--train.train_policy.cache
 
 
 def losses(run: Path) -> list[float]:
-    return [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")]
+    return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")]
 
 
 def test_training_with_caches_is_training_and_encodes_each_thing_once(

@@ -24,7 +24,7 @@ EXPORTED = "[lt]*/*model.safetensors"
 
 
 def trace(run: Path) -> np.ndarray:
-    keys = ("train/loss_avg", "optimizer/grad_norm")
+    keys = ("train/loss_mean", "optim/grad_norm")
     return np.array([[line[key] for key in keys] for line in read_metrics(run / "metrics.jsonl")])
 
 
@@ -33,7 +33,7 @@ def assert_same_results(run: Path, reference: Path, name: str) -> None:
     # float32 sums in another order: well below what a wrong noise, weight or scale would give
     np.testing.assert_allclose(trace(run), trace(reference), rtol=1e-6, atol=1e-6, err_msg=name)
     lines = [read_metrics(r / "metrics.jsonl") for r in (run, reference)]
-    held_out = [[line["val/avg_loss"] for line in found if "val/avg_loss" in line] for found in lines]
+    held_out = [[line["val/loss_mean"] for line in found if "val/loss_mean" in line] for found in lines]
     assert len(held_out[0]) == 2
     np.testing.assert_allclose(*held_out, rtol=1e-6, err_msg=name)
     (step,) = {max(int(p.name.split("_")[1]) for p in (r / "safetensors").iterdir()) for r in (run, reference)}

@@ -219,14 +219,14 @@ def test_an_own_logger_gets_every_step(run_example, tmp_path: Path) -> None:
     rows = run_example("own_logger.py", f"--custom.csv={tmp_path}/loss.csv")
     with (tmp_path / "loss.csv").open() as file:
         logged = [(int(step), float(loss)) for step, loss, _ in csv.reader(file)]
-    assert logged == [(row["step"], row["train/loss_avg"]) for row in rows]
+    assert logged == [(row["step"], row["train/loss_mean"]) for row in rows]
 
 
 def test_own_hooks_see_validation_save_and_load(run_example, picture_folder: Path, capfd) -> None:
     held_out = ("--validation.enable=true", f"--validation.dataset.local_dir={picture_folder}")
     rows = run_example("own_hooks.py", *held_out)
     printed = capfd.readouterr().out
-    assert f"epoch 0: held-out loss {rows[-1]['val/avg_loss']}" in printed
+    assert f"epoch 0: held-out loss {rows[-1]['val/loss_mean']}" in printed
     assert re.search(r"^step 2 of 2 goes to \S+/checkpoints/step_2/policy$", printed, re.MULTILINE)
     run_example("own_hooks.py", *held_out, "--train.resume=true", "--train.max_num_steps=3")
     assert re.search(r"^step 2 comes from \S+/checkpoints/step_2/policy$", capfd.readouterr().out, re.MULTILINE)
@@ -234,7 +234,7 @@ def test_own_hooks_see_validation_save_and_load(run_example, picture_folder: Pat
 
 def test_an_own_option_changes_the_data(run_example) -> None:
     plain, mirrored = run_example("own_options.py"), run_example("own_options.py", "--mirror")
-    assert plain[0]["train/loss_avg"] != mirrored[0]["train/loss_avg"]
+    assert plain[0]["train/loss_mean"] != mirrored[0]["train/loss_mean"]
 
 
 @pytest.mark.process

@@ -13,9 +13,8 @@ from tests.docs.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 LOGGED_BY = ("policy/trainer", "optim")
-NAMESPACES = "train|val|rollout|optimizer|watch|time|data"
-NO_METRICS = {"val/pictures"}  # images
-KEYS_OF_DRAWS = ("watch/sample", "watch/noise", "watch/spread")
+NAMESPACES = "train|val|reward|adv|rollout|optim|guard|time|data"
+NO_METRICS = {"val/images"}  # images
 
 
 def documented() -> set[str]:
@@ -46,7 +45,7 @@ def names_in_the_code() -> Iterator[str]:
 
 def test_every_metric_in_the_code_is_on_the_page() -> None:
     found = {name for name in names_in_the_code() if re.fullmatch(rf"({NAMESPACES})/[\w/*]+", name)}
-    found = {name for name in found - NO_METRICS if not name.startswith(KEYS_OF_DRAWS)}
+    found -= NO_METRICS
     assert len(found) > 30
     known = "\n".join(documented())
     missing = [name for name in found if not re.search("^" + re.escape(name).replace(r"\*", ".+"), known, re.MULTILINE)]
@@ -76,8 +75,8 @@ def test_the_page_has_the_metrics_of_two_runs_and_no_others(
         untrained,
         "--train.max_num_steps=2",
         "--train.param_dtype=float16",
-        f"{job}watch.freq=1",
-        f"{job}watch.action=warn",
+        f"{job}reward_hacking_guard.freq=1",
+        f"{job}reward_hacking_guard.action=warn",
         f"{job}data_term.beta=0.1",
         f"{job}data_term.batch_size=4",
         f"{job}data_term.local_dir={picture_folder}",

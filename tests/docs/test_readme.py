@@ -56,5 +56,5 @@ def test_the_laptop_command_of_the_page_on_rl_learns_from_the_reward_of_the_read
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = tmp_path.glob("outputs/*/2*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows if "train/reward/red_mean" in row] == list(range(1, 11))
-    assert all(row["train/grad_norm"] > 0 for row in rows if "train/grad_norm" in row)
+    assert [row["step"] for row in rows if "reward/red_mean" in row] == list(range(1, 11))
+    assert all(row["optim/grad_norm"] > 0 for row in rows if "optim/grad_norm" in row)

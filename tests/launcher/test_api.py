@@ -59,7 +59,7 @@ def test_the_example_of_the_readme_trains_and_samples(folder: Path) -> None:
 def test_the_first_example_learns(folder: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[0], found)
-    rewards = [row["train/reward_mean"] for row in found["run"].metrics]
+    rewards = [row["reward/mean"] for row in found["run"].metrics]
     print(rewards)
     assert len(rewards) == 10
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + np.std(rewards[:3]), rewards
@@ -80,7 +80,7 @@ def test_the_second_example_goes_on_from_a_tuned_pipeline(folder: Path, tiny_sd3
         old, new = load_file(one), load_file(other)
         assert old.keys() == new.keys()
         assert any(not torch.equal(old[name], new[name]) for name in old)
-    assert run.metrics[-1]["train/reward/bright_mean"] > 0
+    assert run.metrics[-1]["reward/bright_mean"] > 0
 
 
 def test_the_third_example_resumes(folder: Path) -> None:
@@ -158,7 +158,10 @@ def test_what_the_command_refuses_before_training_python_refuses(folder: Path) -
 
 
 def test_a_watch_that_stops_the_run_says_so(folder: Path) -> None:
-    overrides = {"train.train_policy.watch.max_loss_ratio": 1.001, "train.train_policy.watch.freq": 1}
+    overrides = {
+        "train.train_policy.reward_hacking_guard.max_loss_ratio": 1.001,
+        "train.train_policy.reward_hacking_guard.freq": 1,
+    }
     with pytest.raises(TrainingStoppedError, match="loss_ratio"):
         cosmos_rl.nft(
             "tiny_sd3",

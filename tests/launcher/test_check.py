@@ -198,7 +198,7 @@ def test_the_time_of_a_step_is_read_from_an_earlier_run(
 ) -> None:
     run = tmp_path / "out" / "20250102030405"
     (run / "checkpoints").mkdir(parents=True)
-    rows = [{"step": step, "train/iteration_time": seconds} for step, seconds in enumerate([9.0, 2.0, 2.0, 2.5])]
+    rows = [{"step": step, "time/iteration": seconds} for step, seconds in enumerate([9.0, 2.0, 2.0, 2.5])]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert f"2.25 s, the median of the last 4 steps of {run}" in check(capsys, "--config", write_toml())[1]
 

@@ -60,11 +60,11 @@ def test_forward_and_backward_passes_are_those_of_a_run(
     from cosmos_rl.tools.dataset.diffusion_nft import training_prompts
     from tests.support.trainer_runs import train
 
-    path = write_nft_toml("watch.enable = false")
+    path = write_nft_toml("reward_hacking_guard.enable = false")
     plan = rl_plan(load_config(path, options))
     assert (plan.old_forwards, plan.reference_forwards) == (old, reference)
     run = train(path, *options, dataset=training_prompts)
-    first, second = (row["train/network_evaluations"] for row in read_metrics(run / "metrics.jsonl"))
+    first, second = (row["train/nfe"] for row in read_metrics(run / "metrics.jsonl"))
     twins = 2 if any("guidance" in option for option in options) else 1
     rollouts = twins * plan.rollout_forwards * plan.chunk
     # a backward pass counts as two forward passes
@@ -140,7 +140,9 @@ def test_a_named_set_is_counted_where_it_was_fetched(
 def test_rewards_and_watch_are_told_and_no_reward_is_refused(
     write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_nft_toml('watch.action = "rewind"\ndata_term = { beta = 0.1, local_dir = "pairs", batch_size = 3 }')
+    path = write_nft_toml(
+        'reward_hacking_guard.action = "rewind"\ndata_term = { beta = 0.1, local_dir = "pairs", batch_size = 3 }'
+    )
     _, report, _ = check(capsys, "--config", path)
     for text in (
         "sharpness: weight 1, clipped to -5 ... 5, here (cosmos_rl.reward.examples:sharpness)",
@@ -163,12 +165,14 @@ def test_folders_and_the_reward_service_belong_to_the_environment(
     write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REMOTE_REWARD_ENQUEUE_URL", raising=False)
-    path = write_nft_toml('watch.local_dir = "nowhere"\ndata_term = { beta = 0.1, local_dir = "neither" }')
+    path = write_nft_toml(
+        'reward_hacking_guard.local_dir = "nowhere"\ndata_term = { beta = 0.1, local_dir = "neither" }'
+    )
     options = ["--train.train_policy.use_remote_reward=true"]
     assert check(capsys, "--config", path, *options)[0] == 0
     code, _, errors = check(capsys, "--config", path, *options, "--env")
     assert code == 2
-    for text in ("watch.local_dir", "data_term.local_dir", "REMOTE_REWARD_ENQUEUE_URL"):
+    for text in ("reward_hacking_guard.local_dir", "data_term.local_dir", "REMOTE_REWARD_ENQUEUE_URL"):
         assert text in errors, text
 
 

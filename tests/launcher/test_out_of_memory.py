@@ -64,7 +64,7 @@ def test_memory_that_runs_out_while_samples_are_made_is_told_as_such(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     monkeypatch.setattr(DiffuserModel, "pipeline_with_logprob", run_out)
-    options = ["--train.device=cpu", "--train.train_policy.watch.enable=false"]
+    options = ["--train.device=cpu", "--train.train_policy.reward_hacking_guard.enable=false"]
     monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(write_nft_toml()), *options])
     with pytest.raises(SystemExit):
         worker_entry.main(dataset=["a cat", "a dog"])

@@ -45,7 +45,7 @@ def eager() -> Iterator[None]:
 
 
 def losses(run: Path) -> np.ndarray:
-    return np.array([line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")])
+    return np.array([line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")])
 
 
 @pytest.mark.usefixtures("eager")

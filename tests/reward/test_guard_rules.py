@@ -1,4 +1,4 @@
-"""The rules of the watch on made-up numbers: how often they alarm at nothing, and that they see what is wrong."""
+"""The rules of the guard on made-up numbers: how often they alarm at nothing, and that they see what is wrong."""
 
 import json
 import math
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.paired import PairedChange, normal_deviation, paired_change
-from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement, UntrainedRewards, compare, norm_metrics
 
 Drawn = Callable[[np.random.Generator, int], np.ndarray]
 STEPS = 200
-CONFIG = WatchConfig()
+CONFIG = RewardHackingGuardConfig()
 LOOKS = STEPS // CONFIG.freq
 WANDER = 0.1
 """Standard deviation of the logarithms of loss and spread from look to look; of an adapter that learns from rewards of
@@ -181,7 +181,7 @@ def test_a_fall_in_units_of_the_spread_is_seen(samples: int, fall: float, seen: 
     later = first + 2.0 * (rng.normal(-fall, 0.1, samples))
     assert rule.note(5, {"side": torch.from_numpy(later)}, "one") == (0 if seen else 5)
     metrics, wrong = rule.check()
-    assert metrics["watch/untrained_drop/side"] == pytest.approx(fall, abs=0.1)
+    assert metrics["guard/untrained_drop/side"] == pytest.approx(fall, abs=0.1)
     assert bool(wrong) == seen
     assert all("the reward side, which is not trained on, fell from -" in text for text in wrong)
 
@@ -204,7 +204,7 @@ def test_a_reward_that_is_missing_is_neither_good_nor_an_alarm() -> None:
     assert rule.note(5, {"side": scores}, "one") == 5
     assert rule.note(10, {"side": scores * math.nan}, "one") == 5
     assert rule.check()[1] == []
-    assert math.isnan(rule.check()[0]["watch/untrained_reward/side"])
+    assert math.isnan(rule.check()[0]["guard/untrained_reward/side"])
     assert rule.note(15, {"side": scores}, "one") == 15
     late = UntrainedRewards(CONFIG)  # what was missing at first is compared from when it is there
     assert late.note(5, {"side": scores * math.nan, "other": scores}, "one") == 0
@@ -215,7 +215,7 @@ def test_a_reward_that_is_missing_is_neither_good_nor_an_alarm() -> None:
 def test_one_validation_sample_is_not_judged() -> None:
     rule = UntrainedRewards(CONFIG)
     assert [rule.note(step, {"side": tensor(value)}, "one") for step, value in ((0, 1.0), (5, -9.0))] == [0, 5]
-    assert rule.check() == ({"watch/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size
+    assert rule.check() == ({"guard/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size
 
 
 def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +237,12 @@ def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest
 @pytest.mark.parametrize(
     ("now", "text"),
     [
-        (look(loss=3.1), "loss is 3.1 times that of the start (watch.max_loss_ratio = 3)"),
+        (look(loss=3.1), "loss is 3.1 times that of the start (reward_hacking_guard.max_loss_ratio = 3)"),
         (look(loss=math.nan), "loss is nan times that of the start"),
-        (look(spread=0.14), "differ only 0.467 times as much as at the start (watch.min_diversity_ratio = 0.5)"),
+        (
+            look(spread=0.14),
+            "differ only 0.467 times as much as at the start (reward_hacking_guard.min_diversity_ratio = 0.5)",
+        ),
         (look(spread=math.nan), "differ only nan times"),
     ],
 )

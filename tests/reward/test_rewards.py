@@ -13,7 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.reward import examples
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores, combined, total
-from cosmos_rl.reward.watch import Watch
+from cosmos_rl.reward.monitor import ScoreMonitor
 from tests.support.scored import config, score
 
 # ---- the sum ---------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_no_reward_at_all_and_nothing_to_train_on_are_refused(rewards_of) -> Non
         rewards_of([(examples.ink, 0.0)])
     with pytest.raises(UserError, match=r"all have weight 0 or scale 0 \(ink\)"):
         rewards_of([examples.ink], {"scale": 0.0})
-    with pytest.raises(UserError, match="the name ink is there twice"):
+    with pytest.raises(UserError, match="the name ink appears twice"):
         rewards_of([examples.ink, examples.ink])
 
 
@@ -179,22 +179,22 @@ def test_a_clip_that_cuts_most_scores_is_told_once(rewards_of, capsys) -> None:
 
 
 def test_half_of_the_scores_at_a_bound_is_nothing_to_tell(capsys) -> None:
-    Watch([Reward("a", 1.0, 0.0, 1.0)]).see({"a": torch.tensor([0.0, 0.5, 0.7, 1.0])})
+    ScoreMonitor([Reward("a", 1.0, 0.0, 1.0)]).check({"a": torch.tensor([0.0, 0.5, 0.7, 1.0])})
     assert capsys.readouterr().out == ""
 
 
 def test_a_reward_that_is_always_equal_is_named_after_five_batches(capsys) -> None:
-    watch = Watch([Reward("zero", 1.0, -5, 5), Reward("varied", 1.0, -5, 5)])
+    monitor = ScoreMonitor([Reward("zero", 1.0, -5, 5), Reward("varied", 1.0, -5, 5)])
     equal, varied, single = torch.zeros(4), torch.tensor([0.0, 1.0, torch.nan, 2.0]), torch.ones(1)
     for _ in range(4):
-        watch.see({"zero": equal, "varied": varied})
-        watch.see({"zero": single, "varied": single})  # one sample says nothing
-    watch.see({"zero": varied, "varied": varied})
+        monitor.check({"zero": equal, "varied": varied})
+        monitor.check({"zero": single, "varied": single})  # one sample says nothing
+    monitor.check({"zero": varied, "varied": varied})
     for _ in range(4):
-        watch.see({"zero": equal, "varied": varied})
+        monitor.check({"zero": equal, "varied": varied})
     assert capsys.readouterr().out == ""
-    watch.see({"zero": equal, "varied": varied})
-    watch.see({"zero": equal, "varied": varied})
+    monitor.check({"zero": equal, "varied": varied})
+    monitor.check({"zero": equal, "varied": varied})
     printed = capsys.readouterr().out
     assert printed.count("reward zero: all samples of 5 batches in a row had equal scores (now 0)") == 1
     assert "varied" not in printed

@@ -96,7 +96,7 @@ def test_an_infinite_loss_leaves_its_step_out(
     states = saved_state(run, 3)
     assert all(value.isfinite().all() for value in states.values())
     assert not all(torch.equal(value, saved_state(run, 2)[key]) for key, value in states.items())
-    assert [line["train/optimizer_steps"] for line in read_metrics(run / "metrics.jsonl")] == [1, 1, 2]
+    assert [line["optim/steps"] for line in read_metrics(run / "metrics.jsonl")] == [1, 1, 2]
 
 
 def test_infinite_losses_in_a_row_end_the_run_with_the_last_good_weights(
@@ -114,7 +114,7 @@ def test_a_stopped_training_is_a_failure_that_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body(stop: object) -> int:
-        raise TrainingStoppedError("stopped by the watch")
+        raise TrainingStoppedError("stopped by the guard")
 
     monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -125,8 +125,8 @@ def test_a_stopped_training_is_a_failure_that_is_not_repeated(
         supervised(body)
     assert ended.value.code == 0
     assert (tmp_path / "exit.0").read_text() == "1"
-    assert (tmp_path / "exit.0.message").read_text() == "stopped by the watch"  # the launcher prints it
-    assert capsys.readouterr().err == "error: stopped by the watch\n"
+    assert (tmp_path / "exit.0.message").read_text() == "stopped by the guard"  # the launcher prints it
+    assert capsys.readouterr().err == "error: stopped by the guard\n"
 
 
 # ---- the documented command ----------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_exact_tilt_is_reached() -> None:
     trainer.start(0)
     reports = [trainer.train_step(step) for step in range(steps)]
     assert all(report.applied for report in reports)
-    assert reports[-1].metrics["train/network_evaluations"] == model.units <= 3000 * 512
+    assert reports[-1].metrics["train/nfe"] == model.units <= 3000 * 512
     base, tilt = base_and_tilt(2000)
     samples = plane_samples(model, 2000)
     assert mmd2(samples, tilt) <= 0.06
@@ -87,11 +87,14 @@ def stopped_run(tables: dict[str, Any], folder: Path, error: type[Exception], ma
 
 
 def test_the_watch_stops_an_unbounded_reward(tmp_path: Path) -> None:
-    tables = {"train.train_policy.watch.enable": True, "train.train_policy.watch.action": "stop"}
+    tables = {
+        "train.train_policy.reward_hacking_guard.enable": True,
+        "train.train_policy.reward_hacking_guard.action": "stop",
+    }
     run = stopped_run(tables, tmp_path, UserError, "the held-out flow-matching loss is .* times that of the start")
     rows = metrics_of(tmp_path)
-    assert rows[-1]["watch/alarms"] >= 1
-    assert [row["watch/alarms"] for row in rows if "watch/alarms" in row][:-1] == [0.0] * (len(rows) // 5 - 1)
+    assert rows[-1]["guard/alarms"] >= 1
+    assert [row["guard/alarms"] for row in rows if "guard/alarms" in row][:-1] == [0.0] * (len(rows) // 5 - 1)
     assert whole_steps(run.checkpoints)[-1] == rows[-1]["step"] <= 30  # what there is, is saved
 
 

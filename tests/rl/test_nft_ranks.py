@@ -41,9 +41,9 @@ def of_recipe(folder: Path, base: Path) -> tuple[str, ...]:
         "--train.train_policy.use_remote_reward=false",
         '--train.train_policy.local_reward.reward_fns=[{function = "tests.support.nft_rewards:smooth"}]',
         f"--train.train_policy.dataset.local_dir={prompt_file(folder)}",
-        "--train.train_policy.watch.freq=1",
-        "--train.train_policy.watch.samples=6",
-        "--train.train_policy.watch.action=warn",
+        "--train.train_policy.reward_hacking_guard.freq=1",
+        "--train.train_policy.reward_hacking_guard.samples=6",
+        "--train.train_policy.reward_hacking_guard.action=warn",
         "--validation.enable=true",
         "--validation.freq=2",
         "--validation.n_generation=1",
@@ -142,7 +142,7 @@ def test_any_number_of_ranks_sees_the_same_samples(runs: Runs, name: str, ranks:
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_any_number_of_ranks_tells_the_same_numbers(runs: Runs, name: str, ranks: int) -> None:
     one, other = (read_metrics(runs[name, count] / "metrics.jsonl") for count in (1, ranks))
-    apart = {"train/network_evaluations"}  # rows that fill up are run too
+    apart = {"train/nfe"}  # rows that fill up are run too
     for ours, theirs in zip(other, one, strict=True):
         assert ours.keys() == theirs.keys()
         for key in theirs.keys() - apart:
@@ -150,9 +150,9 @@ def test_any_number_of_ranks_tells_the_same_numbers(runs: Runs, name: str, ranks
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
     if name == "recipe":
         assert [line["step"] for line in one] == [0, 1, 2, 3]
-        assert all(line["val/rollout_count"] == 3 for line in one if line["step"] != 1)
+        assert all(line["val/samples"] == 3 for line in one if line["step"] != 1)
         assert len(list((runs[name, ranks] / "media/validation/step_2").glob("*.png"))) == 3
-        assert one[1]["watch/loss_ratio"] != 1.0
+        assert one[1]["guard/loss_ratio"] != 1.0
 
 
 @pytest.mark.process

@@ -47,7 +47,7 @@ def test_the_distance_is_exactly_zero_at_the_start(tmp_path: Path, tiny_sd3: Pat
         base = model.velocity(noise, sigma, cond)
     model.transformer.enable_adapters()
     assert not torch.allclose(base, first)
-    distances = [trainer.train_step(step).metrics["train/kl_loss_avg"] for step in range(3)]
+    distances = [trainer.train_step(step).metrics["train/kl_loss_mean"] for step in range(3)]
     assert distances[0] == 0.0
     assert 0.0 < distances[1] < distances[2]
     assert torch.equal(velocity("reference"), first)

@@ -17,12 +17,12 @@ from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, sa
 from tests.support.nft_runs import Job, forked, nft_toml, nft_train, prompt_file, run_forked
 from tests.support.patience import wait_until
 
-WATCHED = (
+GUARDED = (
     "--train.ema_enable=true",
-    "--train.train_policy.watch.enable=true",
-    "--train.train_policy.watch.freq=2",
-    "--train.train_policy.watch.samples=4",
-    "--train.train_policy.watch.action=warn",
+    "--train.train_policy.reward_hacking_guard.enable=true",
+    "--train.train_policy.reward_hacking_guard.freq=2",
+    "--train.train_policy.reward_hacking_guard.samples=4",
+    "--train.train_policy.reward_hacking_guard.action=warn",
     "--validation.enable=true",
     "--validation.freq=3",
     '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]',
@@ -48,7 +48,7 @@ def kept(run: Path, step: int) -> dict[str, Any]:
 def options_of(folder: Path) -> tuple[str, ...]:
     prompts = prompt_file(folder, ("a hat", "a lost hat"), "val.txt")
     few = ("--policy.diffusers.sample.num_steps=3", "--policy.diffusers.timesteps_fraction=0.7")
-    return (*WATCHED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
+    return (*GUARDED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -74,7 +74,7 @@ def test_a_missing_score_is_in_no_statistic_and_not_trained_on(one_step: Callabl
         assert [a for a, kept in zip(record.advantages, record.kept, strict=True) if kept] == pytest.approx(expected)
         assert metrics["rollout/missing"] == 1
         assert metrics["train/samples_used"] == 7
-        assert metrics["train/reward_mean"] == pytest.approx(np.mean([0.2, 0.4, 0.6, *B]))
+        assert metrics["reward/mean"] == pytest.approx(np.mean([0.2, 0.4, 0.6, *B]))
         assert all(param.isfinite().all() for param in trainer.params.values())
 
 
@@ -106,7 +106,7 @@ def test_a_step_without_any_score_changes_nothing_where_that_is_allowed(
     record, metrics, trainer = one_step([None] * 8, options=("--train.train_policy.max_missing_frac=1.0",))
     fresh = nft_trainer(nft_toml(tmp_path, tiny_sd3), start=False)
     assert record.kept == [False] * 8
-    assert metrics["train/samples_used"] == metrics["train/optimizer_steps"] == metrics["train/loss_avg"] == 0
+    assert metrics["train/samples_used"] == metrics["optim/steps"] == metrics["train/loss_mean"] == 0
     assert_same_state(
         {n: p.detach() for n, p in trainer.params.items()}, {n: p.detach() for n, p in fresh.params.items()}
     )
@@ -133,7 +133,7 @@ def test_a22_groups_are_prompt_entries_not_texts(one_step: Callable[..., Any], t
 def test_groups_of_equal_rewards_teach_nothing(one_step: Callable[..., Any]) -> None:
     equal = [0.7] * 4
     record, metrics, trainer = one_step([*equal, *B])
-    assert metrics["rollout/zero_std_ratio"] == 0.5
+    assert metrics["adv/zero_std_ratio"] == 0.5
     assert record.advantages[:4] == [0.0] * 4
     assert record.kept == [True] * 8
     assert [learnt_values(trainer)[i] for i in (0, 1, 2, 3, 8, 9, 10, 11)] == [0.5] * 8
@@ -186,8 +186,8 @@ def test_rewards_of_different_size_can_count_alike(one_step: Callable[..., Any])
     record, metrics, _ = one_step(small, big, options=options, weights=(1.0, 2.0))
     parts = [np.array(normalised([values[:4], values[4:]])) for values in (small, big)]
     assert record.advantages == pytest.approx(list(parts[0] + 2.0 * parts[1]))
-    assert metrics["train/reward/reward0_mean"] == pytest.approx(0.025)
-    assert metrics["train/reward/reward1_mean"] == pytest.approx(np.mean(big))
+    assert metrics["reward/reward0_mean"] == pytest.approx(0.025)
+    assert metrics["reward/reward1_mean"] == pytest.approx(np.mean(big))
 
 
 @pytest.mark.parametrize("each", [True, False])
@@ -221,11 +221,11 @@ def test_equality_is_that_of_the_advantages_that_are_used(
     record, metrics, _ = one_step(rising, [value / 2 for value in falling], options=(EACH, drop), weights=(1.0, 2.0))
     assert record.kept == [True] * 8
     assert record.advantages == pytest.approx([-a for a in normalised([rising[:4]] * 2)], rel=1e-3)  # eps over 0.5
-    assert metrics["rollout/zero_std_ratio"] == 0.0
+    assert metrics["adv/zero_std_ratio"] == 0.0
     assert "all have the same reward" not in capsys.readouterr().out
     record, metrics, _ = one_step(rising, falling, options=(EACH, drop))  # here the advantages cancel
     assert record.kept == [False] * 8
-    assert metrics["rollout/zero_std_ratio"] == 1.0
+    assert metrics["adv/zero_std_ratio"] == 1.0
     assert "all have the same reward" in capsys.readouterr().out
 
 
@@ -233,7 +233,7 @@ def test_equality_is_that_of_the_advantages_that_are_used(
 def test_d17_rewards_that_differ_by_rounding_are_equal(one_step: Callable[..., Any], mode: str) -> None:
     options = (f"--train.train_policy.advantage_mode={mode}",)
     _, metrics, trainer = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=options)
-    assert metrics["rollout/zero_std_ratio"] == 0.5
+    assert metrics["adv/zero_std_ratio"] == 0.5
     assert [learnt_values(trainer)[i] for i in (0, 1, 2, 3, 8, 9, 10, 11)] == [0.5] * 8
     dropped = (*options, "--train.train_policy.drop_equal_groups=true")
     record, _, _ = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=dropped)

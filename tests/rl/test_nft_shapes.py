@@ -1,4 +1,4 @@
-"""DiffusionNFT on a small picture generator that miscounts: it learns to count, and the watch stops its cheating."""
+"""DiffusionNFT on a small image generator that miscounts: it learns to count, or the guard stops it."""
 
 from pathlib import Path
 
@@ -45,21 +45,21 @@ def test_it_learns_to_count(tmp_path: Path) -> None:
     config = toy_config({**shapes_tables(0, 40, kl_beta=0.4), "validation.freq": 40})
     run_loop(config, shapes_trainer(config), tmp_path)
     rows = metrics_of(tmp_path)
-    right = {row["step"]: row["val/reward_count"] for row in rows if "val/reward_count" in row}
+    right = {row["step"]: row["val/reward/count_mean"] for row in rows if "val/reward/count_mean" in row}
     assert right[0] < 0.72
     assert right[40] >= 0.8
-    assert rows[-1]["val/reward_colour"] >= 0.98
-    ratios = [row["watch/loss_ratio"] for row in rows if "watch/loss_ratio" in row]
+    assert rows[-1]["val/reward/colour_mean"] >= 0.98
+    ratios = [row["guard/loss_ratio"] for row in rows if "guard/loss_ratio" in row]
     assert len(ratios) == 8
     assert ratios[-1] <= 2.0
-    assert all(row["watch/alarms"] == 0 for row in rows if "watch/alarms" in row)
+    assert all(row["guard/alarms"] == 0 for row in rows if "guard/alarms" in row)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.zoo) for seed in (1, 2))])
 def test_the_watch_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) -> None:
     """Without KL and at a constant rate right counts collapse by step 60 (`benchmarks/nft_tasks.py` lets them); the
     alarm comes before they fall."""
-    rarely = {"train.train_policy.watch.freq": 1, "validation.freq": 60, "validation.n_generation": 40}
+    rarely = {"train.train_policy.reward_hacking_guard.freq": 1, "validation.freq": 60, "validation.n_generation": 40}
     config = toy_config({**shapes_tables(seed, 60, kl_beta=0.0), "train.optm_decay_type": "none", **rarely})
     trainer = shapes_trainer(config)
     with pytest.raises(UserError, match="the held-out flow-matching loss is .* times that of the start"):
@@ -67,10 +67,10 @@ def test_the_watch_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) ->
     rows = metrics_of(tmp_path)
     last = rows[-1]
     assert last["step"] <= 10
-    assert last["watch/loss_ratio"] > 3.0
-    right = trainer.validate(last["step"], lambda *_: None).metrics["val/reward_count"]
+    assert last["guard/loss_ratio"] > 3.0
+    right = trainer.validate(last["step"], lambda *_: None).metrics["val/reward/count_mean"]
     # 960 samples each: the difference of two shares of 0.67 has a standard deviation of 0.02
-    assert right >= rows[0]["val/reward_count"] - 0.02
+    assert right >= rows[0]["val/reward/count_mean"] - 0.02
     run = run_folder.newest(tmp_path)
     assert run is not None
     assert whole_steps(run.checkpoints)[-1] == last["step"]

@@ -162,7 +162,7 @@ def test_network_evaluations(case: str, guidance: float, lora: dict[str, Any] | 
     run = Recorder(tables)
     total = 0
     for step, per_pair in enumerate(units):
-        told = run.trainer.train_step(step).metrics["train/network_evaluations"]
+        told = run.trainer.train_step(step).metrics["train/nfe"]
         total += 8 * 10 * (2 if guidance > 1 else 1) + 8 * 3 * per_pair
         assert told == run.model.units == total
 
@@ -180,7 +180,7 @@ def test_network_evaluations_of_several_optimiser_steps() -> None:
     run = Recorder(tables)
     per_step = 8 * 10 + 10 * (4 * 4 + 3 * 4 * 5)
     for step in range(2):
-        told = run.trainer.train_step(step).metrics["train/network_evaluations"]
+        told = run.trainer.train_step(step).metrics["train/nfe"]
         assert told == run.model.units == (step + 1) * per_step
 
 
@@ -189,16 +189,16 @@ def test_the_watch_is_counted_too() -> None:
         "train.train_batch_per_replica": 8,
         "rollout.n_generation": 8,
         "train.train_policy.mini_batch": 8,
-        "train.train_policy.watch.enable": True,
-        "train.train_policy.watch.freq": 2,
-        "train.train_policy.watch.samples": 6,
+        "train.train_policy.reward_hacking_guard.enable": True,
+        "train.train_policy.reward_hacking_guard.freq": 2,
+        "train.train_policy.reward_hacking_guard.samples": 6,
         "policy.diffusers.sample.eval_num_steps": 20,
     }
     run = Recorder(tables)
     run.trainer.start(0)
     look = 6 * 4 + 4 * 10  # held-out samples at 4 levels, and 4 samples whose spread is measured
     start, step = 6 * 20 + look, 8 * 10 + 8 * 10 * 3
-    told = [run.trainer.train_step(i).metrics["train/network_evaluations"] for i in range(2)]
+    told = [run.trainer.train_step(i).metrics["train/nfe"] for i in range(2)]
     assert told == [start + step, start + 2 * step + look]
     assert told[-1] == run.model.units
 
@@ -213,7 +213,7 @@ def test_norms_relative_to_the_reference_cost_no_pass() -> None:
     assert {key for key in first if "norm_ratio" in key} == norms
     assert {first[key] for key in norms} == {1.0}
     assert all(second[f"train/velocity_norm_ratio_p90/{level}"] != 1.0 for level in quarters)
-    assert first["train/network_evaluations"] == 8 * 10 + 8 * 10 * (3 + 1)  # rollout, both ways, reference
+    assert first["train/nfe"] == 8 * 10 + 8 * 10 * (3 + 1)  # rollout, both ways, reference
 
 
 def test_a_loss_that_is_not_finite_is_named_with_prompt_and_level(capsys: pytest.CaptureFixture[str]) -> None:

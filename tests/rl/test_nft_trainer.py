@@ -108,9 +108,9 @@ def test_the_gradient_is_that_of_the_formulas(tmp_path: Path, tiny_sd3: Path, lo
     policy, kl = loss_by_hand(trainer, rows)
     (policy + 1e-2 * kl).backward()
     assert apart(found, {n: p.grad for n, p in trainer.params.items() if p.grad is not None}) < 1e-5
-    assert metrics["train/policy_loss_avg"] == pytest.approx(policy.item(), rel=1e-5)
-    assert metrics["train/kl_loss_avg"] == pytest.approx(kl.item(), rel=1e-5)
-    assert metrics["train/loss_avg"] == pytest.approx((policy + 1e-2 * kl).item(), rel=1e-5)
+    assert metrics["train/policy_loss_mean"] == pytest.approx(policy.item(), rel=1e-5)
+    assert metrics["train/kl_loss_mean"] == pytest.approx(kl.item(), rel=1e-5)
+    assert metrics["train/loss_mean"] == pytest.approx((policy + 1e-2 * kl).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -147,7 +147,7 @@ def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path,
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options)
     seen = record_rows(trainer)
     metrics = trainer.train_step(0).metrics
-    assert metrics["train/optimizer_steps"] == 4
+    assert metrics["optim/steps"] == 4
     assert [len(rows.prompts) for rows in seen] == [8 * 9] * 4
     levels = {float(level) for rows in seen for level in rows.sigma}
     assert levels == {float(level) for level in trainer.model.sampling_levels(10)[:-1]}
@@ -239,7 +239,7 @@ def test_what_equals_something_else_is_not_run(tmp_path: Path, tiny_sd3: Path, l
     names = used_policies(trainer)
     metrics = trainer.train_step(0).metrics
     assert names == ["old"]
-    assert "train/kl_loss_avg" not in metrics
+    assert "train/kl_loss_mean" not in metrics
     assert (trainer.policies.old_state() == {}) == (not lora)
     if not lora:
         with pytest.raises(ValueError, match="keeps no reference"), trainer.policies.using("reference"):
@@ -252,7 +252,7 @@ def test_dropout_makes_the_old_policy_run(tmp_path: Path, tiny_sd3: Path) -> Non
     names = used_policies(trainer)
     metrics = trainer.train_step(0).metrics
     assert names == ["old", "old", "reference"]
-    assert metrics["train/old_kl_avg"] == 0.0  # without dropout in the frozen policies: B is 0
+    assert metrics["train/old_kl_mean"] == 0.0  # without dropout in the frozen policies: B is 0
     trainer.train_step(1)
     assert names[3:] == ["old", "old", "reference"]
 
@@ -284,8 +284,8 @@ def test_a_validation_leaves_training_as_it_was(tmp_path: Path, tiny_sd3: Path, 
     assert_same_state(saved_state(with_it, 3), saved_state(without, 3))
     lines = read_metrics(with_it / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert all(0 < line["val/reward_brightness"] == line["val/reward_avg"] < 1 for line in lines)
-    assert all("val/reward_smooth" not in line for line in lines)
+    assert all(0 < line["val/reward/brightness_mean"] == line["val/reward/mean"] < 1 for line in lines)
+    assert all("val/reward/smooth_mean" not in line for line in lines)
 
 
 def test_a_validation_that_fails_changes_no_weight(tmp_path: Path, tiny_sd3: Path) -> None:
@@ -318,9 +318,11 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
         report = trainer.validate(step, lambda name, data: told.append(name))
         assert [shown.prompt for shown in report.pictures] == [p for p in prompts for _ in range(2)]
         pictures = torch.stack([shown.picture_HW3 for shown in report.pictures])
-        assert report.metrics["val/reward_bright"] == pytest.approx(float(pictures.double().mean()) / 255.0, rel=1e-6)
-        assert report.metrics["val/reward_avg"] == report.metrics["val/reward_bright"] == -report.objective
-        assert report.metrics["val/rollout_count"] == 6
+        assert report.metrics["val/reward/bright_mean"] == pytest.approx(
+            float(pictures.double().mean()) / 255.0, rel=1e-6
+        )
+        assert report.metrics["val/reward/mean"] == report.metrics["val/reward/bright_mean"] == -report.objective
+        assert report.metrics["val/samples"] == 6
         return pictures
 
     start = media(0)

@@ -71,8 +71,8 @@ def test_a_run_on_a_bare_disk_trains_saves_and_resumes(write_toml: Toml, lora: b
     again = train(config, *options, "--train.max_num_steps=6", resume=(run, 4))
     assert again == run
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    validated = [line for line in read_metrics(run / "metrics.jsonl") if "val/avg_loss" in line]
-    best = min(validated, key=lambda line: line["val/avg_loss"])["step"]
+    validated = [line for line in read_metrics(run / "metrics.jsonl") if "val/loss_mean" in line]
+    best = min(validated, key=lambda line: line["val/loss_mean"])["step"]
     assert whole_steps(run / "checkpoints") == sorted({best, 6})  # known without a link
     assert not [path for path in run.rglob("*") if path.is_symlink()]
 

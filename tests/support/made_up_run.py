@@ -77,11 +77,12 @@ def write_nft_run(
         good = progress(step, wanted)
         row = _nft_row(step, good, rng) if step else {}
         if step in (120, 121) and steps > 200:
-            row |= {"train/loss_avg": math.nan, "train/grad_norm": math.nan}
+            row |= {"train/loss_mean": math.nan, "optim/grad_norm": math.nan}
         if step % every == 0 or step == steps:
-            row |= {"val/reward_avg": good * 0.9, "val/reward_std": 0.1, "val/reward_legible": good, "val/time": 2.5}
-            row |= {"val/reward_ink": 0.4 + 0.2 * good, "watch/loss_ratio": 1 + 0.12 * step / wanted}
-            row |= {"watch/diversity_ratio": 1 - 0.45 * step / wanted, "watch/diversity_ratio_limit": 0.5}
+            row |= {"val/reward/mean": good * 0.9, "val/reward/std": 0.1, "val/reward/legible_mean": good}
+            row |= {"time/validation": 2.5}
+            row |= {"val/reward/ink_mean": 0.4 + 0.2 * good, "guard/loss_ratio": 1 + 0.12 * step / wanted}
+            row |= {"guard/diversity_ratio": 1 - 0.45 * step / wanted, "guard/diversity_ratio_limit": 0.5}
             _gallery(root / "media" / "validation" / f"step_{step}", prompts, good, side, "fixed")
         if step % every == 0 and step:
             _extremes(root / "media" / "rollout" / f"step_{step}", prompts, good, side, step)
@@ -96,10 +97,10 @@ def write_sft_run(root: Path, steps: int = 200) -> Path:
     metrics = MetricsFile(root / "metrics.jsonl")
     for step in range(1, steps + 1):
         loss = 0.3 + 0.7 * math.exp(-step / (steps / 4))
-        row = {"train/iteration_time": 0.21 + rng.uniform(0, 0.04), "train/loss_avg": loss + rng.normal() * 0.05}
-        row |= {"optimizer/grad_norm": loss * rng.uniform(0.8, 1.2), "train/learning_rate": 1e-3 * min(1, step / 20)}
+        row = {"time/iteration": 0.21 + rng.uniform(0, 0.04), "train/loss_mean": loss + rng.normal() * 0.05}
+        row |= {"optim/grad_norm": loss * rng.uniform(0.8, 1.2), "optim/learning_rate": 1e-3 * min(1, step / 20)}
         if step % (steps // 5) == 0:
-            row |= {"val/avg_loss": loss * 1.05, "val/time": 1.5}
+            row |= {"val/loss_mean": loss * 1.05, "time/validation": 1.5}
             shown = [Shown(digit(i, progress(step, steps), i), p, i, "fixed") for i, p in enumerate(PROMPTS)]
             save_gallery(root / "media" / "validation" / f"step_{step}", shown)
         metrics.log(step, row)
@@ -130,21 +131,21 @@ def _describe(root: Path, toml: str) -> None:
 def _nft_row(step: int, good: float, rng: np.random.Generator) -> dict[str, float]:
     mean = good * 0.9 + rng.normal() * 0.02
     return {
-        "train/iteration_time": 3.1 + rng.uniform(0, 0.5),
-        "train/time_rollout": 1.9 + rng.uniform(0, 0.2),
-        "train/time_reward": 0.3 + rng.uniform(0, 0.2),
-        "train/loss_avg": 0.3 - 0.05 * good + rng.normal() * 0.01,
-        "train/policy_loss_avg": 0.29 - 0.05 * good + rng.normal() * 0.01,
-        "train/kl_loss_avg": 0.02 * good**2 + abs(rng.normal()) * 1e-3,
-        "train/grad_norm": 0.2 + abs(rng.normal()) * 0.05,
-        "train/learning_rate": 3e-4 * min(1, step / 20),
-        "train/reward_mean": mean,
-        "train/reward_std": 0.16 - 0.08 * good,
-        "train/reward_max": mean + 0.3,
-        "train/reward_min": mean - 0.3,
-        "train/reward/legible_mean": good + rng.normal() * 0.02,
-        "train/reward/ink_mean": 0.4 + 0.2 * good + rng.normal() * 0.02,
-        "train/network_evaluations": step * 1920,
+        "time/iteration": 3.1 + rng.uniform(0, 0.5),
+        "time/rollout": 1.9 + rng.uniform(0, 0.2),
+        "time/reward_wait": 0.3 + rng.uniform(0, 0.2),
+        "train/loss_mean": 0.3 - 0.05 * good + rng.normal() * 0.01,
+        "train/policy_loss_mean": 0.29 - 0.05 * good + rng.normal() * 0.01,
+        "train/kl_loss_mean": 0.02 * good**2 + abs(rng.normal()) * 1e-3,
+        "optim/grad_norm": 0.2 + abs(rng.normal()) * 0.05,
+        "optim/learning_rate": 3e-4 * min(1, step / 20),
+        "reward/mean": mean,
+        "reward/std": 0.16 - 0.08 * good,
+        "reward/max": mean + 0.3,
+        "reward/min": mean - 0.3,
+        "reward/legible_mean": good + rng.normal() * 0.02,
+        "reward/ink_mean": 0.4 + 0.2 * good + rng.normal() * 0.02,
+        "train/nfe": step * 1920,
     }
 
 

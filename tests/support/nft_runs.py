@@ -104,7 +104,7 @@ mini_batch = 4
 kl_beta = 1e-2
 dataset.local_dir = "{prompt_file(folder)}"
 local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:{reward}" }}]
-watch.enable = false
+reward_hacking_guard.enable = false
 {extra}
 """)
     return path

@@ -42,7 +42,7 @@ def draw_shapes(prompts: list[str], generator: torch.Generator) -> Tensor:
 
 
 def held_out_shapes(count: int, seed: int = 0) -> HeldOut:
-    """Real pictures for the watch."""
+    """Real images for the guard."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return HeldOut(draw_shapes(prompts, torch.Generator().manual_seed(seed)), tuple(prompts))
 
@@ -103,8 +103,8 @@ def shapes_tables(seed: int, steps: int, kl_beta: float) -> dict[str, Any]:
         "train.ckpt.save_freq": 10,
         "train.train_policy.mini_batch": 192,
         "train.train_policy.kl_beta": kl_beta,
-        "train.train_policy.watch.enable": True,
-        "train.train_policy.watch.action": "stop",
+        "train.train_policy.reward_hacking_guard.enable": True,
+        "train.train_policy.reward_hacking_guard.action": "stop",
         "rollout.n_generation": 12,
         "rollout.batch_size": 16,
         "policy.diffusers.timesteps_fraction": 0.2,

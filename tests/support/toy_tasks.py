@@ -48,7 +48,7 @@ def toy_config(tables: Mapping[str, Any] | None = None) -> Config:
         "train.train_policy.type": "grpo",
         "train.train_policy.trainer_type": "diffusion_nft",
         "train.train_policy.uncentralized_training": True,
-        "train.train_policy.watch.enable": False,
+        "train.train_policy.reward_hacking_guard.enable": False,
         "train.train_policy.local_reward.batch_size": 1024,
     }
     for key, value in {**defaults, **(tables or {})}.items():

@@ -70,25 +70,25 @@ def test_it_begins_with_what_was_trained_and_how_it_ended(nft_run: Path, page: E
         "digits.txt, rewarded by legible and ink.",
     ]
     rows = read_metrics(nft_run / "metrics.jsonl")
-    minutes, seconds = divmod(round(sum(r.get("train/iteration_time", 0) + r.get("val/time", 0) for r in rows)), 60)
+    minutes, seconds = divmod(round(sum(r.get("time/iteration", 0) + r.get("time/validation", 0) for r in rows)), 60)
     assert header.of_class("state")[0].text == f"Finished: 300 steps in {minutes}m{seconds:02d}s."
 
 
 def test_the_key_numbers_are_the_first_and_the_last_of_the_metrics(nft_run: Path, page: Element) -> None:
     rows = read_metrics(nft_run / "metrics.jsonl")
     table = {row.attributes["data-key"]: row for row in page.by_id("numbers").all("tr") if "data-key" in row.attributes}
-    assert {"val/reward_avg", "val/reward_ink", "train/reward/ink_mean", "watch/loss_ratio"} <= set(table)
-    assert {"train/loss_avg", "train/kl_loss_avg", "train/grad_norm", "train/network_evaluations"} <= set(table)
+    assert {"val/reward/mean", "val/reward/ink_mean", "reward/ink_mean", "guard/loss_ratio"} <= set(table)
+    assert {"train/loss_mean", "train/kl_loss_mean", "optim/grad_norm", "train/nfe"} <= set(table)
     for key, row in table.items():
         known = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
         first, last, change = row.all("td")
-        unit = " s" if key.endswith("iteration_time") else ""
+        unit = " s" if key.startswith("time/") else ""
         assert first.text == f"{number(known[0][1])}{unit} step {known[0][0]}"
         assert last.text == f"{number(known[-1][1])}{unit} step {known[-1][0]}"
         difference = known[-1][1] - known[0][1]
         assert change.text == f"{'+' if difference >= 0 else ''}{number(difference)}"
-    assert table["val/reward_avg"].all("td")[2].attributes["class"] == "good"
-    assert table["train/loss_avg"].all("td")[2].attributes["class"] == ""
+    assert table["val/reward/mean"].all("td")[2].attributes["class"] == "good"
+    assert table["train/loss_mean"].all("td")[2].attributes["class"] == ""
 
 
 def test_before_and_after_are_the_first_and_the_last_validation_pixel_by_pixel(nft_run: Path, page: Element) -> None:
@@ -140,7 +140,7 @@ def test_best_and_worst_are_of_the_newest_rollouts_with_every_score(nft_run: Pat
 def test_a_curve_has_a_gap_where_a_value_is_null_and_ends_at_the_last_value(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, loss in enumerate([0.0, 2.0, math.nan, 4.0, math.inf, 6.0, 10.0], start=1):
-        metrics.log(step, {"train/loss_avg": loss})
+        metrics.log(step, {"train/loss_mean": loss})
     page = report(tmp_path)
     (figure,) = page.of_class("chart")
     assert figure.of_class("gaps")[0].text == "2 values missing"
@@ -160,7 +160,7 @@ def test_a_curve_has_a_gap_where_a_value_is_null_and_ends_at_the_last_value(tmp_
 def test_the_reward_has_a_band_of_one_standard_deviation(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2):
-        metrics.log(step, {"train/reward_mean": 0.5, "train/reward_std": 0.5})
+        metrics.log(step, {"reward/mean": 0.5, "reward/std": 0.5})
     (band,) = report(tmp_path).all("polygon")
     heights = [float(point.split(",")[1]) for point in band.attributes["points"].split()]
     (line,) = report(tmp_path).all("polyline")
@@ -171,7 +171,7 @@ def test_the_reward_has_a_band_of_one_standard_deviation(tmp_path: Path) -> None
 
 def test_every_metric_is_drawn_somewhere(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    keys = ["train/loss_avg", "rollout/advantage_max", "watch/untrained_reward", "somebody's <own>"]
+    keys = ["train/loss_mean", "adv/max", "guard/untrained_reward", "somebody's <own>"]
     for step in (1, 2):
         metrics.log(step, dict.fromkeys(keys, step) | {"note": "no number"})
     page = report(tmp_path)
@@ -183,11 +183,11 @@ def test_every_metric_is_drawn_somewhere(tmp_path: Path) -> None:
 def test_limits_that_were_crossed_and_alarms_stand_at_the_top(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, diversity in enumerate([1.0, 0.7, 0.45, 0.4], start=1):
-        row = {"watch/diversity_ratio": diversity, "watch/diversity_ratio_limit": 0.5, "watch/alarm": int(step == 4)}
-        metrics.log(step, row | {"watch/loss_ratio": 1 + step, "watch/loss_ratio_limit": 9.0})
+        row = {"guard/diversity_ratio": diversity, "guard/diversity_ratio_limit": 0.5, "guard/alarm": int(step == 4)}
+        metrics.log(step, row | {"guard/loss_ratio": 1 + step, "guard/loss_ratio_limit": 9.0})
     page = report(tmp_path)
     assert [item.text for item in page.by_id("warnings").all("li")] == [
-        "Alarm watch/alarm at step 4.",
+        "Alarm guard/alarm at step 4.",
         "Diversity of the samples, relative to the start: below its limit 0.5 at steps 3, 4; the last value is 0.4.",
     ]
     assert len(page.all("text", lambda e: e.attributes.get("class") == "limit")) == 2
@@ -196,7 +196,7 @@ def test_limits_that_were_crossed_and_alarms_stand_at_the_top(tmp_path: Path) ->
 def test_rewards_that_taught_nothing_stand_at_the_top(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, share in enumerate([1.0, 0.5, 1.0], start=1):
-        metrics.log(step, {"rollout/zero_std_ratio": share, "train/reward_mean": 1.0})
+        metrics.log(step, {"adv/zero_std_ratio": share, "reward/mean": 1.0})
     (told,) = [item.text for item in report(tmp_path).by_id("warnings").all("li")]
     assert told.startswith("At steps 1, 3 the samples of each prompt all had the same reward: nothing was learnt")
 
@@ -235,7 +235,7 @@ def test_runs_with_nothing_or_little_to_show_give_a_page(tmp_path: Path) -> None
     empty = report(tmp_path)
     assert "this run has not begun" in empty.text
     assert "No step is done yet" in empty.text
-    MetricsFile(tmp_path / "metrics.jsonl").log(1, {"train/loss_avg": 0.5})
+    MetricsFile(tmp_path / "metrics.jsonl").log(1, {"train/loss_mean": 0.5})
     assert report(tmp_path).all("img") == []
     save_gallery(tmp_path / "media/validation/step_1", [Shown(digit(3, 1.0, 0), "a three", 0, "fixed")])
     one = report(tmp_path)
@@ -362,7 +362,7 @@ def test_a_page_of_many_large_pictures_and_long_curves_stays_below_its_size(tmp_
         shown = [Shown(noise[i % 3], f"prompt {i} " + "x" * 300, i, "fixed", {"total": 0.5}) for i in range(6)]
         save_gallery(tmp_path / f"media/validation/step_{step}", shown)
     save_gallery(tmp_path / "media/rollout/step_80", [Shown(noise[0], "p", i, "best") for i in range(6)])
-    keys = ["train/loss_avg", "train/reward_mean", *(f"rollout/x{i}" for i in range(8))]
+    keys = ["train/loss_mean", "reward/mean", *(f"rollout/x{i}" for i in range(8))]
     lines = (json.dumps({"step": s, **{key: math.sin(s * 0.37) for key in keys}}) for s in range(1, 5001))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     target = write_report(tmp_path)
@@ -388,7 +388,7 @@ def test_an_interrupted_write_leaves_the_older_report(tmp_path: Path, monkeypatc
     root = write_sft_run(tmp_path / "run", steps=10)
     before = write_report(root).read_bytes()
     names = sorted(p.name for p in root.iterdir())
-    MetricsFile(root / "metrics.jsonl").log(11, {"train/loss_avg": 0.125})
+    MetricsFile(root / "metrics.jsonl").log(11, {"train/loss_mean": 0.125})
 
     def cut(*paths: object) -> None:
         raise KeyboardInterrupt

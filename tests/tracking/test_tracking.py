@@ -102,11 +102,11 @@ def test_tensorboard_holds_numbers_and_pictures_and_hides_what_an_interrupted_at
     run = train(config, *options, "--train.max_num_steps=4")
     train(config, *options, "--train.max_num_steps=6", resume=(run, 2))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0}).Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("train/loss_avg")]
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss_mean")]
     lines = read_metrics(run / "metrics.jsonl")
-    assert shown == [(line["step"], pytest.approx(line["train/loss_avg"])) for line in lines]
-    assert [event.step for event in events.Scalars("val/avg_loss")] == [2, 4, 6]
-    pictures = [tag for tag in events.Tags()["images"] if tag.startswith("val/pictures/000_a-photo")]
+    assert shown == [(line["step"], pytest.approx(line["train/loss_mean"])) for line in lines]
+    assert [event.step for event in events.Scalars("val/loss_mean")] == [2, 4, 6]
+    pictures = [tag for tag in events.Tags()["images"] if tag.startswith("val/images/000_a-photo")]
     assert [event.step for event in events.Images(pictures[0])] == [2, 4, 6]
 
 
@@ -136,8 +136,8 @@ def test_trackio_writes_into_the_run_folder_and_asks_no_server(
     found = in_a_process(look, **{**environment, "TRACKIO_DIR": str(run / "trackio")})
     name, logs = json.loads(next(x for x in found.splitlines() if x.startswith("LOGS "))[5:])
     assert name == run.name
-    losses = [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")]
-    assert [line["train/loss_avg"] for line in logs if "train/loss_avg" in line] == losses
+    losses = [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")]
+    assert [line["train/loss_mean"] for line in logs if "train/loss_mean" in line] == losses
     assert len(list((run / "trackio/media").rglob("*.png"))) == 8  # four prompts, two validations
     others = {"onnxruntime.db"}  # of a library that diffusers imports where it is installed
     assert [path for path in (tmp_path / "home").rglob("*.db") if path.name not in others] == []
@@ -201,7 +201,7 @@ def test_a_tracker_that_fails_warns_once_and_is_still_called(
         "cosmos_rl.policy.trainer.loop.start_loggers", lambda *args: [Guarded("remote", failing), healthy]
     )
     run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=3")
-    pictures = [(step, "val/pictures", 4, 4) for step in (2, 3)]
+    pictures = [(step, "val/images", 4, 4) for step in (2, 3)]
     assert healthy.seen == failing.seen == [1, pictures[0], 2, pictures[1], 3, "finish"]
     printed = capsys.readouterr().out
     assert printed.count("WARNING") == 1

@@ -23,7 +23,7 @@ from tests.support.trainer_runs import train
 
 
 def trace(run: Path) -> np.ndarray:
-    keys = ("train/loss_avg", "optimizer/grad_norm")
+    keys = ("train/loss_mean", "optim/grad_norm")
     return np.array([[line[key] for key in keys] for line in read_metrics(run / "metrics.jsonl")])
 
 

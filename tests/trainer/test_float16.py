@@ -195,8 +195,8 @@ def test_overflows_at_the_start_end_no_run_and_a_resume_has_the_same_scale(
     config = write_toml()
     run = train(config, *options)
     lines, state, progress = compared(run), saved_state(run, 12), kept(run, 12)
-    scales = [line["optimizer/loss_scale"] for line in lines]
-    skipped = sum(line["optimizer/grad_norm"] is None for line in lines)
+    scales = [line["optim/loss_scale"] for line in lines]
+    skipped = sum(line["optim/grad_norm"] is None for line in lines)
     assert skipped > 2  # more than may be not finite
     assert 0 < progress["optimizer_steps"] == 12 - skipped
     assert progress["loss_scale"][0] == scales[-1] < 2.0**27
@@ -223,7 +223,7 @@ def test_steps_whose_gradient_is_zero_are_named_and_end_the_run(
     assert "Step 1: the gradient is zero everywhere although the losses differ" in caplog.text
     run = max(p for p in (config.parent / "out").iterdir() if p.name.isdigit())
     lines = read_metrics(run / "metrics.jsonl")
-    assert [line["optimizer/zero_gradients"] for line in lines] == [1.0, 1.0]
+    assert [line["optim/zero_gradients"] for line in lines] == [1.0, 1.0]
 
 
 class Deaf(ToyModel):
@@ -248,8 +248,8 @@ def test_nft_reports_a_gradient_of_zeros_unless_all_rewards_are_equal() -> None:
         trainer = toy_trainer(toy_config(tables), Deaf(), [POINT], reward_fns={"reward": reward})
         report = trainer.train_step(0)
         assert report.refusal is wanted
-        assert report.metrics["optimizer/zero_gradients"] == float(wanted is not None)
-        assert report.metrics["train/optimizer_steps"] == float(wanted is None)
+        assert report.metrics["optim/zero_gradients"] == float(wanted is not None)
+        assert report.metrics["optim/steps"] == float(wanted is None)
 
 
 @pytest.mark.slow
@@ -263,6 +263,6 @@ def test_nft_with_real_samples_trains_in_float16_as_in_float32(
         start = {name: p.detach().clone() for name, p in trainer.params.items()}
         report = trainer.train_step(0)
         assert report.applied
-        found[dtype] = report.metrics["train/grad_norm"]
+        found[dtype] = report.metrics["optim/grad_norm"]
         assert any(not torch.equal(p.detach(), start[name]) for name, p in trainer.params.items())
     assert found["float16"] == pytest.approx(found["float32"], rel=0.05)

@@ -114,7 +114,7 @@ def test_loss_weights_are_those_of_diffusers() -> None:
 @pytest.mark.parametrize("scheme", ["mode", "sigma_sqrt", "cosmap", "none"])
 def test_every_weighting_scheme_trains(write_toml: Callable[..., Path], scheme: str) -> None:
     run = train(write_toml(), f'--policy.diffusers.weighting_scheme="{scheme}"', "--train.max_num_steps=2")
-    values = [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl")]
+    values = [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")]
     assert all(math.isfinite(value) and value > 0 for value in values)
 
 
@@ -122,7 +122,7 @@ def test_test_size_holds_out_the_first_samples(write_toml: Callable[..., Path]) 
     config = write_toml("[validation]\nenable = true\nfreq = 1\n")
     run = train(config, "--train.train_policy.dataset.test_size=4", "--train.max_num_steps=3")
     lines = read_metrics(run / "metrics.jsonl")
-    assert all(math.isfinite(line["val/avg_loss"]) for line in lines)
+    assert all(math.isfinite(line["val/loss_mean"]) for line in lines)
     assert [line["train/epoch"] for line in lines] == [0, 0, 1]  # eight samples are left, four per step
     with pytest.raises(UserError, match="takes 12 of 12 samples"):
         train(config, "--train.train_policy.dataset.test_size=12")
@@ -148,10 +148,10 @@ def test_an_unreadable_validation_picture_is_left_out_named_and_counted(
 
     # the last ones: noise is keyed by the position, so that the others keep theirs when these are not there at all
     found, reference = validated({"010", "011"}, set(), "broken"), validated(set(), {"010", "011"}, "whole")
-    assert found["val/avg_loss"] == pytest.approx(reference["val/avg_loss"], rel=1e-6)
+    assert found["val/loss_mean"] == pytest.approx(reference["val/loss_mean"], rel=1e-6)
     assert (found["val/skipped"], reference["val/skipped"]) == (2, 0)
     assert capsys.readouterr().out.count("left out, validation goes on without: ") == 2
-    assert math.isfinite(validated({"000"}, set(), "the first")["val/avg_loss"])
+    assert math.isfinite(validated({"000"}, set(), "the first")["val/loss_mean"])
     with pytest.raises(UserError, match=r"3 of 12 samples cannot be read, more than"):
         validated({"000", "001", "002"}, set(), "too many")
 

@@ -110,7 +110,7 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         return norm
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", note_clipped)
-    told = [trainer.train_step(step).metrics["train/learning_rate"] for step in range(3)]
+    told = [trainer.train_step(step).metrics["optim/learning_rate"] for step in range(3)]
     assert trainer.ema is not None
     found = torch.cat([value.flatten() for value in trainer.ema.shadow.values()]).double()
     torch.testing.assert_close(found, average_by_hand(weights, 0.9999), rtol=0, atol=1e-7)
@@ -132,7 +132,7 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         with trainer.ema.swapped_in():
             averaged = trainer.held_out_loss(silent)
     monkeypatch.setattr(trainer, "_pictures", lambda prompts: [])
-    assert trainer.validate(3, silent).metrics["val/avg_loss"] == averaged != live
+    assert trainer.validate(3, silent).metrics["val/loss_mean"] == averaged != live
 
 
 def adamw_by_hand(
@@ -189,7 +189,7 @@ def test_dropout_acts_in_fine_tuning_and_is_seeded(write_toml: Callable[..., Pat
     for state, dropout in ((1, 0.5), (2, 0.5), (1, 0.0)):
         trainer = sft_trainer(config, f"--policy.lora.lora_dropout={dropout}")
         torch.manual_seed(state)
-        second.append([trainer.train_step(step).metrics["train/loss_avg"] for step in range(2)][1])
+        second.append([trainer.train_step(step).metrics["train/loss_mean"] for step in range(2)][1])
     assert second[0] == second[1]  # whatever was drawn before
     assert second[2] != second[0]
 
@@ -323,9 +323,9 @@ def test_the_data_term_adds_its_share_to_gradient_and_loss() -> None:
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(trainer.params.values()))])
     both, told = gradient_of_step(trainer)
     torch.testing.assert_close(both - alone, 0.7 * wanted, rtol=1e-3, atol=1e-5)
-    assert told["train/data_loss_avg"] == pytest.approx(value.item(), rel=1e-6)
-    assert told["train/policy_loss_avg"] == metrics["train/policy_loss_avg"]
-    assert told["train/loss_avg"] == pytest.approx(metrics["train/loss_avg"] + 0.7 * value.item(), rel=1e-6)
+    assert told["train/data_loss_mean"] == pytest.approx(value.item(), rel=1e-6)
+    assert told["train/policy_loss_mean"] == metrics["train/policy_loss_mean"]
+    assert told["train/loss_mean"] == pytest.approx(metrics["train/loss_mean"] + 0.7 * value.item(), rel=1e-6)
 
 
 def test_a_data_loss_that_is_not_finite_is_not_applied() -> None:
@@ -359,7 +359,7 @@ def test_real_samples_change_with_every_optimiser_step_and_are_counted(
     assert sorted(i for _, _, ids, _ in seen for i in ids) == list(range(16))  # global places: no sample twice
     noise = {row.numpy().tobytes() for _, _, _, made in seen for row in made.noise}
     assert len(noise) == 16
-    assert metrics[-1]["train/network_evaluations"] == rows["forward"] + 2 * rows["backward"]
+    assert metrics[-1]["train/nfe"] == rows["forward"] + 2 * rows["backward"]
     assert rows["backward"] == 2 * (16 * 1 + 2 * 4)
 
 
@@ -379,13 +379,14 @@ def rows_through(transformer: nn.Module) -> Iterator[dict[str, int]]:
         handle.remove()
 
 
-# ---- the watch -----------------------------------------------------------------------------------------------------
+# ---- the guard -----------------------------------------------------------------------------------------------------
 
 
 def test_the_held_out_loss_is_that_of_the_mixture() -> None:
     """The network knows the velocity of its data, so the loss is the variance of the target given the noised sample."""
-    watch = {"train.train_policy.watch.enable": True, "train.train_policy.watch.samples": 32}
-    config = toy_config({**EIGHT, **watch})
+    key = "train.train_policy.reward_hacking_guard"
+    guard = {f"{key}.enable": True, f"{key}.samples": 32}
+    config = toy_config({**EIGHT, **guard})
     model = PlaneModel()
     trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
     trainer.start(0)
@@ -402,11 +403,15 @@ def test_the_held_out_loss_is_that_of_the_mixture() -> None:
 def test_after_going_back_the_weights_move_at_the_lower_rate() -> None:
     moves = []
     for rewinds in (0, 2):
-        tables = {"train.train_policy.watch.rewind_lr_factor": 0.5, "train.optm_name": "Adam", "train.epsilon": 1e-12}
+        tables = {
+            "train.train_policy.reward_hacking_guard.rewind_lr_factor": 0.5,
+            "train.optm_name": "Adam",
+            "train.epsilon": 1e-12,
+        }
         trainer = plane_trainer(tables)
         trainer.on_rewind(0, rewinds)
         before = weights_of(trainer)
         report = trainer.train_step(0)
-        assert report.metrics["train/learning_rate"] == pytest.approx(1e-2 * 0.5**rewinds)
+        assert report.metrics["optim/learning_rate"] == pytest.approx(1e-2 * 0.5**rewinds)
         moves.append(float((weights_of(trainer) - before).abs().max()))
     assert moves == pytest.approx([1e-2, 1e-2 / 4], rel=1e-3)  # Adam's first step is the rate

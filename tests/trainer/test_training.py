@@ -25,17 +25,17 @@ VALIDATION = '[validation]\nenable = true\nfreq = 2\nval_before_train = true\nda
 
 
 def losses(run: Path) -> list[float]:
-    return [line["train/loss_avg"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
+    return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
 
 
 def test_training_lowers_the_held_out_loss(write_toml: Callable[..., Path], picture_folder: Path) -> None:
     config = write_toml(VALIDATION.format(picture_folder), lora=False)
     run = train(config, "--train.max_num_steps=20", "--validation.freq=10", "--train.optm_lr=3e-3")
     lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
-    held_out = [lines[step]["val/avg_loss"] for step in (0, 10, 20)]
+    held_out = [lines[step]["val/loss_mean"] for step in (0, 10, 20)]
     assert held_out[2] < held_out[1] < held_out[0]
-    wanted = {"train/iteration_time", "train/loss_avg", "train/loss_max", "train/learning_rate", "train/epoch"}
-    assert wanted | {"optimizer/grad_norm"} <= lines[1].keys()
+    wanted = {"time/iteration", "train/loss_mean", "train/loss_max", "optim/learning_rate", "train/epoch"}
+    assert wanted | {"optim/grad_norm"} <= lines[1].keys()
     assert lines[20]["train/epoch"] == 6  # 12 pictures, 4 per step
 
 
@@ -69,7 +69,7 @@ def test_validation_pictures_have_fixed_noise_and_an_index(
     assert not np.array_equal(pictures[0][0], pictures[0][1])  # pictures of one prompt differ
     assert pictures[0][0].shape == (32, 32, 3)
     assert (runs[0] / "media/validation/step_0").is_dir()
-    assert "val/avg_loss" not in read_metrics(runs[0] / "metrics.jsonl")[-1]
+    assert "val/loss_mean" not in read_metrics(runs[0] / "metrics.jsonl")[-1]
 
 
 def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
@@ -135,7 +135,7 @@ def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
         "--validation.freq=6",
         "--validation.batch_size=6",
         "--train.ckpt.save_freq=6",
-        custom_logger_fns=[failing, lambda metrics, step: seen.append((step, metrics["train/loss_avg"]))],
+        custom_logger_fns=[failing, lambda metrics, step: seen.append((step, metrics["train/loss_mean"]))],
         hook_fns={name: note(name) for name in HOOKS},
     )
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
@@ -145,7 +145,7 @@ def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
     by_name = {name: data for name, _, data in hooks}
     assert by_name["pre_validation_hook"] == {"current_epoch": 2, "is_last_step": True}
     assert by_name["pre_per_step_validation_hook"] == {"current_epoch": 2, "batch_index": 1}
-    average = read_metrics(run / "metrics.jsonl")[-1]["val/avg_loss"]
+    average = read_metrics(run / "metrics.jsonl")[-1]["val/loss_mean"]
     assert by_name["post_validation_hook"] == {"current_epoch": 2, "val_avg_loss": average}
     scores = [data["val_score"] for name, _, data in hooks if name == "post_per_step_validation_hook"]
     assert sum(scores) / 2 == pytest.approx(average)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def test_a_resumed_run_remembers_how_many_steps_were_not_finite(
     with pytest.raises(FloatingPointError, match="the last is step 3"):
         train(config, *options, resume=(run, 2))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["train/loss_avg"] is None  # JSON has no NaN
+    assert lines[0]["train/loss_mean"] is None  # JSON has no NaN
 
 
 def test_users_data_sets_are_taken_as_objects_or_functions(write_toml: Callable[..., Path]) -> None:
@@ -248,7 +248,7 @@ def test_validation_pictures_that_are_partly_not_finite_are_counted_and_named(
     with caplog.at_level("WARNING", logger="cosmos"):
         run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=1")
     (first, _) = read_metrics(run / "metrics.jsonl")
-    assert (first["val/nonfinite_pictures"], first["val/empty_pictures"]) == (2.0, 0.0)
+    assert (first["val/nonfinite_images"], first["val/empty_images"]) == (2.0, 0.0)
     told = "Step 0: 2 of 4 validation pictures have pixels that are not finite, as for 'a photo of the number 0', "
     assert [message for message in caplog.messages if message.startswith(told)]
     assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()

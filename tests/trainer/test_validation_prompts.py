@@ -94,7 +94,7 @@ def test_rows_act_in_validation_of_fine_tuning(tmp_path: Path, write_toml: Calla
 def test_rows_act_in_validation_of_reinforcement_learning(
     tmp_path: Path, write_nft_toml: Callable[..., Path], tiny_sd3: Path
 ) -> None:
-    config = write_nft_toml("watch.enable = false")
+    config = write_nft_toml("reward_hacking_guard.enable = false")
     data = {"dataset": training_prompts, "val_dataset": validation_prompts}
     run = train(config, "--train.max_num_steps=1", *options(written(tmp_path, ".json")), **data)
     assert_rows_act(run, tiny_sd3)

@@ -12,7 +12,7 @@ from cosmos_rl.policy.config.policy import (
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
 from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
-from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
+from cosmos_rl.policy.config.rl import DataTermConfig, RewardHackingGuardConfig
 from cosmos_rl.policy.config.rollout import RolloutConfig
 from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
@@ -45,6 +45,7 @@ __all__ = [
     "ProfilerConfig",
     "RemoteRewardConfig",
     "RewardFnConfig",
+    "RewardHackingGuardConfig",
     "RolloutConfig",
     "SampleConfig",
     "SftPolicyConfig",
@@ -52,7 +53,6 @@ __all__ = [
     "TrainPolicyConfig",
     "ValidationConfig",
     "ValidationDatasetConfig",
-    "WatchConfig",
     "checked_config",
     "cross_check",
     "data_ranks",

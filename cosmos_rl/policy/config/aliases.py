@@ -1,4 +1,4 @@
-"""Old names of configuration keys: still read, with one warning each."""
+"""Old names of configuration keys: most are still read, with one warning each."""
 
 from collections.abc import MutableMapping
 
@@ -14,6 +14,8 @@ PRESENT_NAMES = {
     "train.train_policy.load_balanced_max_steps": "train.max_num_steps",
     "train.train_policy.fully_on_policy": "train.train_policy.on_policy",
 }
+RENAMED = {"train.train_policy.watch": "train.train_policy.reward_hacking_guard"}
+"""Old names that are errors."""
 _warned: set[str] = set()
 
 

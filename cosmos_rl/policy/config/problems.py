@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config.aliases import with_present_names
+from cosmos_rl.policy.config.aliases import RENAMED, with_present_names
 from cosmos_rl.policy.config.keys import allowed, field_of, find_field, suggestion, tables_of
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -101,6 +101,8 @@ def _unknown(model: type[BaseModel], tables: list[type[BaseModel]], holder: obje
         chosen = holder.get("type", "sft") if isinstance(holder, Mapping) else None
         right = " or ".join(shown(table.model_fields["type"].default) for table in elsewhere)
         return f"belongs to type = {right}; here is type = {shown(chosen)}"
+    if ".".join(path) in RENAMED:
+        return f"is now called {RENAMED['.'.join(path)]}"
     near = suggestion(model, ".".join(path))
     if near:
         return f"unknown key; did you mean {near}?"

@@ -23,7 +23,7 @@ def rl_rules(config: Config) -> list[str]:
         *_advantages(config, job),
         *_batches(config, job),
         *_real_samples(config, job),
-        *_watch(config, job),
+        *_guard(config, job),
         *_rewards(config, job),
     ]
 
@@ -140,18 +140,18 @@ def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
 
 
-def _watch(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    """Going back needs a checkpoint from before the last look."""
-    watch, ckpt, key = job.watch, config.train.ckpt, "train.train_policy.watch.action"
-    if not watch.enable or watch.action != "rewind":
+def _guard(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """A rewind needs a checkpoint from before the last check."""
+    guard, ckpt, key = job.reward_hacking_guard, config.train.ckpt, "train.train_policy.reward_hacking_guard.action"
+    if not guard.enable or guard.action != "rewind":
         return
     if not ckpt.enable_checkpoint:
-        yield f'{key}: found "rewind", going back to a checkpoint; allowed with train.ckpt.enable_checkpoint = true'
-    elif not ckpt.save_freq_in_epoch and ckpt.max_keep > 0 and ckpt.max_keep * ckpt.save_freq < watch.freq:
+        yield f'{key}: found "rewind", which needs checkpoints; allowed with train.ckpt.enable_checkpoint = true'
+    elif not ckpt.save_freq_in_epoch and ckpt.max_keep > 0 and ckpt.max_keep * ckpt.save_freq < guard.freq:
         yield (
-            f"train.ckpt.max_keep: found {ckpt.max_keep}; allowed: at least {-(-watch.freq // ckpt.save_freq)} with "
-            f"train.ckpt.save_freq = {ckpt.save_freq} and train.train_policy.watch.freq = {watch.freq}, as going back "
-            "needs a checkpoint from before the last look"
+            f"train.ckpt.max_keep: found {ckpt.max_keep}; allowed: at least {-(-guard.freq // ckpt.save_freq)} with "
+            f"train.ckpt.save_freq = {ckpt.save_freq} and train.train_policy.reward_hacking_guard.freq = {guard.freq}, "
+            "as a rewind needs a checkpoint from before the last check"
         )
 
 

@@ -20,7 +20,7 @@ from cosmos_rl.policy.config.base import (
     Table,
 )
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
-from cosmos_rl.policy.config.rl import DataTermConfig, WatchConfig
+from cosmos_rl.policy.config.rl import DataTermConfig, RewardHackingGuardConfig
 from cosmos_rl.policy.config.rollout import RewardFunction
 
 
@@ -180,9 +180,9 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     batch_size_per_optimize: PositiveInt | None = None
     """Samples per rank and optimiser step; unset: all of the step."""
     data_term: DataTermConfig = DataTermConfig()
-    """Real samples that are fine-tuned on beside the reward."""
-    watch: WatchConfig = WatchConfig()
-    """Tells when the policy cheats."""
+    """Real samples that are fine-tuned on in addition to the reward."""
+    reward_hacking_guard: RewardHackingGuardConfig = RewardHackingGuardConfig()
+    """Detects that the policy exploits the reward."""
     epsilon_low: NoEffect[NonNegativeFloat] = 0.2
     """How far the likelihood ratio may fall below 1."""
     epsilon_high: NoEffect[NonNegativeFloat] = 0.2

@@ -111,7 +111,7 @@ class TrainLoop:
                 report = task.train_step(step)
             done = step + 1
             self._guard(done, report.refusal)
-            metrics = {"train/iteration_time": time.perf_counter() - began, **report.metrics}
+            metrics = {"time/iteration": time.perf_counter() - began, **report.metrics}
             if self._validation_due(done):
                 metrics |= self._validate(done)
             self._log(done, metrics)
@@ -152,9 +152,10 @@ class TrainLoop:
             there = f"The newest checkpoint up to it is step {good}." if good else ""
             kept = there or "There is no checkpoint up to it."
             raise TrainingStoppedError(
-                f"stopped by the watch (train.train_policy.watch) at {alarm.text}\n  Nothing was wrong up to step "
-                f"{alarm.good_step}. {kept} Step {done} is saved as it is. More train.train_policy.kl_beta or a lower "
-                'train.optm_lr make this rarer; watch.action = "rewind" tries that by itself, "warn" goes on'
+                f"stopped by the guard against reward hacking at {alarm.text}\n  No alarm up to step "
+                f"{alarm.good_step}. {kept} Step {done} is saved as it is. A larger train.train_policy.kl_beta or a "
+                "lower train.optm_lr make this rarer; train.train_policy.reward_hacking_guard.action = "
+                '"rewind" tries that by itself, "warn" continues'
             )
         logger.warning(f"{alarm.text}\n  Going back to step {good}")
         self._manager.discard_after(good)
@@ -347,12 +348,12 @@ class TrainLoop:
             folder = self._run.media / "validation" / f"step_{done}"
             files = save_gallery(folder, report.pictures)
             for tracker in self._trackers:
-                tracker.log_pictures(done, "val/pictures", files, list(map(caption, report.pictures)))
+                tracker.log_pictures(done, "val/images", files, list(map(caption, report.pictures)))
         metrics = {**report.metrics, **self._wrong_pictures(done, report.pictures)}
         if report.objective is not None:
             self._judged = (done, report.objective)
-        self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/avg_loss")})
-        return {**metrics, "val/time": time.perf_counter() - began}
+        self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/loss_mean")})
+        return {**metrics, "time/validation": time.perf_counter() - began}
 
     def _wrong_pictures(self, done: int, pictures: Sequence[Shown]) -> dict[str, float]:
         """How many validation pictures show nothing or are not finite; they are named once, on the main rank."""
@@ -366,7 +367,7 @@ class TrainLoop:
                 logger.warning(
                     f"Step {done}: {len(wrong)} of {len(pictures)} validation pictures {what}, as for {first}"
                 )
-        return {"val/empty_pictures": float(len(empty)), "val/nonfinite_pictures": float(len(broken))}
+        return {"val/empty_images": float(len(empty)), "val/nonfinite_images": float(len(broken))}
 
     def _show(self, done: int, gallery: Sequence[Shown]) -> None:
         """Write a gallery of training samples."""

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from cosmos_rl.tracking.report.inlined import escaped
-from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_watched, limit_of, measure, reward_names
+from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_guarded, limit_of, measure, reward_names
 from cosmos_rl.tracking.report.record import Record
 from cosmos_rl.tracking.report.svg import Curve, Limit, chart
 
 MAX_OTHERS = 60
-_MEASURED_RARELY = ("val/", "watch/")
+_MEASURED_RARELY = ("val/", "guard/", "time/validation")
 
 
 class Charts:
@@ -19,23 +19,23 @@ class Charts:
         self._shown: set[str] = set()
 
     def sections(self) -> str:
-        """All curves: rewards, losses, what is watched, times, and the rest folded away."""
+        """All curves: rewards, the guard's measures, losses, times, and the rest folded away."""
         names = reward_names(self._record)
         rewards = [self._reward()]
         rewards += [
-            self._figure(f"Reward “{name}”", [f"train/reward/{name}_mean", f"val/reward_{name}"]) for name in names
+            self._figure(f"Reward “{name}”", [f"reward/{name}_mean", f"val/reward/{name}_mean"]) for name in names
         ]
         losses = [
-            self._figure("Loss", ["train/loss_avg", "val/avg_loss"]),
-            self._figure("Policy loss", ["train/policy_loss_avg"]),
-            self._figure("Distance to the reference (KL)", ["train/kl_loss_avg"]),
-            self._figure("Distance to the old policy (KL)", ["train/old_kl_avg"]),
-            self._figure("Gradient norm", ["train/grad_norm", "optimizer/grad_norm"]),
-            self._figure("Learning rate", ["train/learning_rate"]),
+            self._figure("Loss", ["train/loss_mean", "val/loss_mean"]),
+            self._figure("Policy loss", ["train/policy_loss_mean"]),
+            self._figure("Distance to the reference (KL)", ["train/kl_loss_mean"]),
+            self._figure("Distance to the old policy (KL)", ["train/old_kl_mean"]),
+            self._figure("Gradient norm", ["optim/grad_norm"]),
+            self._figure("Learning rate", ["optim/learning_rate"]),
         ]
-        watched = [self._watched(key) for key in self._record.keys if is_watched(key)]
+        guarded = [self._guarded(key) for key in self._record.keys if is_guarded(key)]
         for start, title in NORMS.items():
-            watched.append(self._figure(title, [key for key in self._record.keys if key.startswith(start)]))
+            guarded.append(self._figure(title, [key for key in self._record.keys if key.startswith(start)]))
         times = [self._figure(measure(k).title, [k]) for k in self._record.keys if measure(k).unit == "s"]
         # these are other views of what is shown above
         self._shown |= {key for key in self._record.keys if key.endswith(LIMIT)}
@@ -47,7 +47,9 @@ class Charts:
                 "Band: standard deviation of a step's samples. Noisy curves: faint as measured, smoothed on top.",
             ),
             _grid(
-                "Watched for trouble", watched, "Dashed: the level that should not be crossed, or that of the start."
+                "Guard against reward hacking",
+                guarded,
+                "Dashed: the limit that should not be crossed, or the value at the start.",
             ),
             _grid("Loss and optimiser", losses),
             _grid("Time", times, "Seconds."),
@@ -60,12 +62,13 @@ class Charts:
     def _reward(self) -> str:
         return self._figure(
             "Reward",
-            ["train/reward_mean", "val/reward_avg"],
-            spreads={"train/reward_mean": "train/reward_std"},
-            also=["train/reward_max", "train/reward_min", "val/reward_std", "val/reward_max", "val/reward_min"],
+            ["reward/mean", "val/reward/mean"],
+            spreads={"reward/mean": "reward/std"},
+            also=["reward/max", "reward/min", "val/reward/std", "val/reward/max", "val/reward/min"],
         )
 
-    def _watched(self, key: str) -> str:
+    def _guarded(self, key: str) -> str:
+
         limit = limit_of(self._record, key)
         if limit is not None:
             return self._figure(measure(key).title, [key], [Limit("limit", limit)])
@@ -110,7 +113,7 @@ class Charts:
 
 def _from_zero(key: str) -> bool:
     """Sizes that are read against nothing: without the zero, noise looks like a trend."""
-    return measure(key).unit == "s" or key.endswith(("grad_norm", "learning_rate", "kl_loss_avg", "old_kl_avg"))
+    return measure(key).unit == "s" or key.endswith(("grad_norm", "learning_rate", "kl_loss_mean", "old_kl_mean"))
 
 
 def _grid(title: str, figures: Sequence[str], about: str = "") -> str:

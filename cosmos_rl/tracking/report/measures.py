@@ -8,15 +8,14 @@ from cosmos_rl.tracking.report.record import Record
 from cosmos_rl.tracking.report.svg import number
 
 LIMIT = "_limit"
-"""``watch/<name>_limit`` is the level that ``watch/<name>`` should not cross."""
+"""``guard/<name>_limit`` is the value that ``guard/<name>`` should not cross."""
 NORMS = {
-    "watch/velocity_norm_ratio/": "Velocity norm at held-out samples, relative to the start: median by noise level",
-    "watch/velocity_norm_ratio_p90/": "The same: 90 % quantile by noise level",
+    "guard/velocity_norm_ratio/": "Velocity norm at held-out samples, relative to the start: median by noise level",
+    "guard/velocity_norm_ratio_p90/": "The same: 90 % quantile by noise level",
     "train/velocity_norm_ratio/": "Velocity norm in training, relative to the reference: median by noise level",
     "train/velocity_norm_ratio_p90/": "The same in training: 90 % quantile by noise level",
 }
-"""Beginnings of metrics that are one figure each."""
-_STATISTICS = ("avg", "std", "max", "min")
+"""Prefixes of metrics that are drawn in one figure each."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +29,29 @@ class Measure:
 
 
 _NAMED: Sequence[tuple[str, Measure]] = (
-    (r"train/reward_mean", Measure("Reward of the training samples", 1)),
-    (r"val/reward_avg", Measure("Reward on the validation prompts", 1)),
-    (r"train/reward/(.+)_mean", Measure("Reward “{}”, training samples", 1)),
-    (r"val/reward_(?!(?:avg|std|max|min)$)(.+)", Measure("Reward “{}”, validation prompts", 1)),
-    (r"val/avg_loss", Measure("Loss on held-out data", -1)),
-    (r"train/loss_avg", Measure("Training loss")),
-    (r"watch/loss_ratio", Measure("Held-out loss, relative to the start")),
-    (r"watch/diversity_ratio", Measure("Diversity of the samples, relative to the start")),
-    (r"watch/untrained_reward", Measure("Reward that is not trained on", 1)),
-    (r"watch/untrained_reward/(.+)", Measure("Reward “{}”, not trained on", 1)),
-    (r"watch/untrained_drop/(.+)", Measure("Fall of reward “{}”, in deviations of its first scores", -1)),
-    (r"watch/(.+)", Measure("Watched: {}")),
-    (r"train/policy_loss_avg", Measure("Policy loss")),
-    (r"train/kl_loss_avg", Measure("Distance to the reference (KL)")),
-    (r"train/old_kl_avg", Measure("Distance to the old policy (KL)")),
-    (r"(?:train|optimizer)/grad_norm", Measure("Gradient norm")),
-    (r"train/learning_rate", Measure("Learning rate")),
-    (r"train/network_evaluations", Measure("Network evaluations so far")),
-    (r"train/iteration_time", Measure("Time per step", unit="s")),
-    (r"val/empty_pictures", Measure("Validation pictures of one colour", -1)),
-    (r"val/nonfinite_pictures", Measure("Validation pictures with pixels that are not finite", -1)),
-    (r"val/time", Measure("Time per validation", unit="s")),
-    (r"(.*)/(?:time_(.+)|(.+)_time)", Measure("Time: {}", unit="s")),
+    (r"reward/mean", Measure("Reward of the training samples", 1)),
+    (r"val/reward/mean", Measure("Reward on the validation prompts", 1)),
+    (r"reward/(.+)_mean", Measure("Reward “{}”, training samples", 1)),
+    (r"val/reward/(.+)_mean", Measure("Reward “{}”, validation prompts", 1)),
+    (r"val/loss_mean", Measure("Loss on held-out data", -1)),
+    (r"train/loss_mean", Measure("Training loss")),
+    (r"guard/loss_ratio", Measure("Held-out loss, relative to the start")),
+    (r"guard/diversity_ratio", Measure("Diversity of the samples, relative to the start")),
+    (r"guard/untrained_reward", Measure("Reward that is not trained on", 1)),
+    (r"guard/untrained_reward/(.+)", Measure("Reward “{}”, not trained on", 1)),
+    (r"guard/untrained_drop/(.+)", Measure("Drop of reward “{}”, in standard deviations of its first scores", -1)),
+    (r"guard/(.+)", Measure("Guard: {}")),
+    (r"train/policy_loss_mean", Measure("Policy loss")),
+    (r"train/kl_loss_mean", Measure("Distance to the reference (KL)")),
+    (r"train/old_kl_mean", Measure("Distance to the old policy (KL)")),
+    (r"optim/grad_norm", Measure("Gradient norm")),
+    (r"optim/learning_rate", Measure("Learning rate")),
+    (r"train/nfe", Measure("Network evaluations so far")),
+    (r"time/iteration", Measure("Time per step", unit="s")),
+    (r"val/empty_images", Measure("Validation pictures of one colour", -1)),
+    (r"val/nonfinite_images", Measure("Validation pictures with pixels that are not finite", -1)),
+    (r"time/validation", Measure("Time per validation", unit="s")),
+    (r"time/(.+)", Measure("Time: {}", unit="s")),
 )
 
 
@@ -61,7 +60,7 @@ def measure(key: str) -> Measure:
     for pattern, found in _NAMED:
         match = re.fullmatch(pattern, key)
         if match:
-            name = next((part for part in reversed(match.groups()) if part), "").replace("_", " ")
+            name = (match[1] if match.groups() else "").replace("_", " ")
             return Measure(found.title.format(name), found.better, found.unit)
     return Measure(key)
 
@@ -70,34 +69,33 @@ def reward_names(record: Record) -> list[str]:
     """Names of the single rewards that the metrics have, else those of the configuration."""
     found: dict[str, None] = {}
     for key in record.keys:
-        match = re.fullmatch(r"train/reward/(.+)_mean|val/reward_(.+)", key)
-        name = match and (match[1] or match[2])
-        if name and name not in _STATISTICS:
-            found[name] = None
+        match = re.fullmatch(r"(?:val/)?reward/(.+)_mean", key)
+        if match:
+            found[match[1]] = None
     listed = record.setting("train.train_policy.remote_reward.reward_fns") or []
     remote = record.setting("train.train_policy.use_remote_reward")
     return list(found) or ([fn["name"] for fn in listed] if remote else [])
 
 
 def main_keys(record: Record) -> list[str]:
-    """Metrics of the table of key numbers, most telling first."""
+    """Metrics of the table of key numbers, the most important first."""
     names = reward_names(record)
-    wanted = ["val/reward_avg", *(f"val/reward_{name}" for name in names), "train/reward_mean"]
-    wanted += [*(f"train/reward/{name}_mean" for name in names), "val/avg_loss", "train/loss_avg"]
-    wanted += [key for key in record.keys if is_watched(key)]
-    wanted += ["train/kl_loss_avg", "train/old_kl_avg", "train/grad_norm", "optimizer/grad_norm"]
-    wanted += ["train/learning_rate", "train/iteration_time", "train/network_evaluations"]
-    return [key for key in wanted if key in record.keys]
+    keys = ["val/reward/mean", *(f"val/reward/{name}_mean" for name in names), "reward/mean"]
+    keys += [*(f"reward/{name}_mean" for name in names), "val/loss_mean", "train/loss_mean"]
+    keys += [key for key in record.keys if is_guarded(key)]
+    keys += ["train/kl_loss_mean", "train/old_kl_mean", "optim/grad_norm"]
+    keys += ["optim/learning_rate", "time/iteration", "train/nfe"]
+    return [key for key in keys if key in record.keys]
 
 
-def is_watched(key: str) -> bool:
-    """Whether ``key`` is a measure with a figure of its own that is watched, not its limit and not an alarm."""
+def is_guarded(key: str) -> bool:
+    """Whether ``key`` is a measure of the guard with a figure of its own, not its limit and not an alarm."""
     alone = not key.startswith(tuple(NORMS))
-    return key.startswith("watch/") and alone and not key.endswith(LIMIT) and "alarm" not in key
+    return key.startswith("guard/") and alone and not key.endswith(LIMIT) and "alarm" not in key
 
 
 def limit_of(record: Record, key: str) -> float | None:
-    """The level that ``key`` should not cross, as it was recorded last."""
+    """The value that ``key`` should not cross, as it was recorded last."""
     ends = record.series(key + LIMIT).ends
     return ends[1][1] if ends else None
 
@@ -105,16 +103,16 @@ def limit_of(record: Record, key: str) -> float | None:
 def warnings(record: Record) -> list[str]:
     """What a reader should know before believing the numbers: alarms, crossed limits, steps that were left out."""
     found = []
-    for key in (key for key in record.keys if key.startswith("watch/") and "alarm" in key):
+    for key in (key for key in record.keys if key.startswith("guard/") and "alarm" in key):
         steps = [step for step, value in record.series(key).known if value]
         if steps:
             found.append(f"Alarm {key} at {_listed(steps)}.")
-    found += [text for key in record.keys if is_watched(key) for text in _crossing(record, key)]
-    loss, spread = record.series("train/loss_avg"), record.series("rollout/zero_std_ratio")
+    found += [text for key in record.keys if is_guarded(key) for text in _crossing(record, key)]
+    loss, spread = record.series("train/loss_mean"), record.series("adv/zero_std_ratio")
     lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
     if lost:
         found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
-    pictures = {"val/empty_pictures": "one colour only", "val/nonfinite_pictures": "pixels that are not finite"}
+    pictures = {"val/empty_images": "one colour only", "val/nonfinite_images": "pixels that are not finite"}
     for key, what in pictures.items():
         steps = [step for step, value in record.series(key).known if value]
         if steps:
@@ -129,7 +127,8 @@ def warnings(record: Record) -> list[str]:
 
 
 def _crossing(record: Record, key: str) -> list[str]:
-    """A sentence when a watched value left the side of its limit on which it began."""
+    """A sentence when a value of the guard left the side of its limit on which it began."""
+
     limit, known = limit_of(record, key), record.series(key).known
     if limit is None or not known:
         return []

@@ -99,7 +99,7 @@ class Record:
     @cached_property
     def seconds(self) -> float:
         """Time of all steps and validations."""
-        columns = (self.series(key).values for key in ("train/iteration_time", "val/time"))
+        columns = (self.series(key).values for key in ("time/iteration", "time/validation"))
         return sum(value for values in columns for value in values if value is not None)
 
     @property
@@ -113,7 +113,7 @@ class Record:
     @property
     def going_on(self) -> bool:
         """Whether the last line is so young that the run is likely to write another."""
-        times = [t for _, t in self.series("train/iteration_time").known[-10:]]
+        times = [t for _, t in self.series("time/iteration").known[-10:]]
         return not self.finished and self.age_s < max(_STILL_GOING_S, 5 * max(times, default=0.0))
 
     @property

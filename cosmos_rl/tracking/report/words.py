@@ -58,10 +58,10 @@ def how_it_ended(record: Record, now: str) -> str:
 
 def tiles(record: Record, pairs: Pairs | None) -> str:
     """The two or three numbers that tell the outcome, first → last."""
-    rewards = [key for key in ("val/reward_avg", "train/reward_mean") if _several(record, key)]
-    losses = [key for key in ("val/avg_loss", "train/loss_avg") if _several(record, key)]
+    rewards = [key for key in ("val/reward/mean", "reward/mean") if _several(record, key)]
+    losses = [key for key in ("val/loss_mean", "train/loss_mean") if _several(record, key)]
     keys = rewards[:1] or losses[:1]
-    keys += [key for key in record.keys if re.fullmatch(r"watch/\w+_ratio", key) and record.series(key).ends]
+    keys += [key for key in record.keys if re.fullmatch(r"guard/\w+_ratio", key) and record.series(key).ends]
     found = [_tile(record, key) for key in keys[:3]]
     if pairs and pairs.means and not rewards:
         found.insert(0, _change_tile("Mean score of the pictures", *pairs.means, 1))

@@ -148,13 +148,13 @@ class SFTTrainer(TaskBase):
         loss = loss_sum / max(weight, 1e-12)
         result = self.apply_gradient(step, weight=weight, loss=loss, expects_gradient=loss > 0.0)
         metrics = {
-            "train/loss_avg": loss,
+            "train/loss_mean": loss,
             "train/loss_max": loss_max,
-            "optimizer/grad_norm": result.grad_norm,
-            "train/learning_rate": result.learning_rate,
+            "optim/grad_norm": result.grad_norm,
+            "optim/learning_rate": result.learning_rate,
             "train/epoch": self.epoch(step),
             "data/skipped": len(self._skipped.reasons),
-            "optimizer/zero_gradients": float(result.refusal is Refusal.ZERO),
+            "optim/zero_gradients": float(result.refusal is Refusal.ZERO),
             **self.optimizer.metrics(),
         }
         return StepReport(metrics, result.refusal)
@@ -166,9 +166,9 @@ class SFTTrainer(TaskBase):
         with self.averaged_weights(), torch.no_grad(), self.model.evaluating():
             if self._val_records is not None:
                 return ValidationReport(pictures=self._pictures(self._val_records))
-            metrics = {"val/avg_loss": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
+            metrics = {"val/loss_mean": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
             pictures = self._pictures([PromptRecord(prompt) for prompt in self._held_out_prompts()])
-            return ValidationReport(metrics, pictures, objective=metrics["val/avg_loss"])
+            return ValidationReport(metrics, pictures, objective=metrics["val/loss_mean"])
 
     def _validated_records(self) -> list[PromptRecord] | None:
         """The validation prompts; None where validation has pairs."""

@@ -173,12 +173,12 @@ def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
     return lines
 
 
-def statistics(value_N: Tensor, *, mean_name: str = "mean") -> dict[str, float]:
+def statistics(value_N: Tensor) -> dict[str, float]:
     """Mean, population standard deviation, largest and smallest of what is not missing; NaN when all is."""
     valid = value_N[~value_N.isnan()]
     if len(valid) == 0:
-        return dict.fromkeys((mean_name, "std", "max", "min"), math.nan)
-    found = {mean_name: valid.mean(), "std": valid.std(correction=0), "max": valid.max(), "min": valid.min()}
+        return dict.fromkeys(("mean", "std", "max", "min"), math.nan)
+    found = {"mean": valid.mean(), "std": valid.std(correction=0), "max": valid.max(), "min": valid.min()}
     return {name: float(value) for name, value in found.items()}
 
 
@@ -190,9 +190,9 @@ def mean(value_N: Tensor) -> float:
 def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Of the rows that ``columns`` gives for validation samples."""
     total_N = reward_NF[:, 0]
-    metrics = {f"val/reward_{key}": value for key, value in statistics(total_N, mean_name="avg").items()}
-    metrics |= {f"val/reward_{name}": mean(reward_NF[:, 1 + i]) for i, name in enumerate(names)}
-    return metrics | {"val/rollout_count": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
+    metrics = {f"val/reward/{key}": value for key, value in statistics(total_N).items()}
+    metrics |= {f"val/reward/{name}_mean": mean(reward_NF[:, 1 + i]) for i, name in enumerate(names)}
+    return metrics | {"val/samples": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
 
 
 def teaches_nothing(step: ScoredBatch) -> bool:
@@ -202,10 +202,10 @@ def teaches_nothing(step: ScoredBatch) -> bool:
 
 def reward_metrics(step: ScoredBatch) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
-    metrics = {f"train/reward_{name}": value for name, value in statistics(step.reward_N).items()}
-    metrics |= {f"rollout/advantage_{name}": value for name, value in statistics(step.advantage_N).items()}
-    metrics |= {f"train/reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
-    metrics["rollout/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
+    metrics = {f"reward/{name}": value for name, value in statistics(step.reward_N).items()}
+    metrics |= {f"adv/{name}": value for name, value in statistics(step.advantage_N).items()}
+    metrics |= {f"reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
+    metrics["adv/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
     metrics["train/samples_used"] = float(step.kept_N.sum())
     return metrics

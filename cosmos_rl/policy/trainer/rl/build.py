@@ -93,11 +93,11 @@ def _named(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
 
 
 def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
-    """The pairs of ``watch.local_dir``, encoded once."""
-    if not job.watch.enable or not job.watch.local_dir:
+    """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
+    if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
         return None
-    pairs = LocalPairs(job.watch.local_dir, *config.policy.diffusers.inference_size)
-    items = [as_item(pairs[i], i) for i in range(min(job.watch.samples, len(pairs)))]
+    pairs = LocalPairs(job.reward_hacking_guard.local_dir, *config.policy.diffusers.inference_size)
+    items = [as_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
     source = digest_of(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
     return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items), source)
 

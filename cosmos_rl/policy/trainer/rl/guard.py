@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
 from cosmos_rl.policy.trainer.rl.guard_rules import UntrainedRewards, compare
 from cosmos_rl.policy.trainer.task import Alarm
@@ -16,7 +16,7 @@ from cosmos_rl.rollout.sampler import Conditions
 class RewardHackingGuard:
     """Checks the policy every few steps; a check that fails warns, stops or rewinds the run."""
 
-    def __init__(self, config: WatchConfig, probe: GuardProbe, held_out: HeldOut | None) -> None:
+    def __init__(self, config: RewardHackingGuardConfig, probe: GuardProbe, held_out: HeldOut | None) -> None:
         """``held_out``: samples whose loss is measured; None: samples of the model as it is at the start."""
         self._config = config
         self.probe = probe
@@ -48,7 +48,7 @@ class RewardHackingGuard:
         metrics, wrong = compare(self._config, self.probe.start, self.probe.measure(conditions))
         more, also = self._untrained.check()
         wrong = wrong + also
-        metrics |= {**more, "watch/alarms": float(len(wrong)), "watch/rewinds": float(self.rewinds)}
+        metrics |= {**more, "guard/alarms": float(len(wrong)), "guard/rewinds": float(self.rewinds)}
         if not wrong:
             self._good_step = done
             return metrics, None
@@ -57,7 +57,10 @@ class RewardHackingGuard:
     def _alarm(self, text: str) -> Alarm:
         action = self._config.action
         if action == "rewind" and self.rewinds >= self._config.max_rewinds:
-            action, text = "stop", f"{text}. The run went back {self.rewinds} times already (watch.max_rewinds)"
+            action, text = (
+                "stop",
+                f"{text}. The run went back {self.rewinds} times already (reward_hacking_guard.max_rewinds)",
+            )
         return Alarm(text, action, self._good_step, self.rewinds + 1)
 
     def on_rewind(self, step: int, rewinds: int) -> None:

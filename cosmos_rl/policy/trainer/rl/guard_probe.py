@@ -7,7 +7,7 @@ and no rule alarms at chance. For the diversity this needs samples of its own, a
 trains on are of other prompts each time, which differ in their diversity by themselves; most prompts of a large set
 never come twice in a run, and only those of the first step are made before the first update. Half as many samples as
 are held out, in as many steps as a rollout's, cost about as much as the held-out loss: at ordinary sizes less than a
-hundredth of the steps between two measurements. `train/network_evaluations` counts them.
+hundredth of the steps between two measurements. `train/nfe` counts them.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
 from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement
@@ -68,7 +68,7 @@ class GuardProbe:
 
     def __init__(
         self,
-        config: WatchConfig,
+        config: RewardHackingGuardConfig,
         model: VelocityModel,
         context: Context,
         *,
@@ -113,8 +113,8 @@ class GuardProbe:
             new.append("the samples whose diversity is measured")
         if new and step > 0:
             logger.warning(
-                f"{' and '.join(new)} are not those of the run that is resumed: the watch compares them with what they "
-                f"are at step {step} (train.train_policy.watch)"
+                f"{' and '.join(new)} are not those of the run that is resumed: the guard compares them with what they "
+                f"are at step {step} (train.train_policy.reward_hacking_guard)"
             )
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.paired import PairedChange, paired_change
-from cosmos_rl.policy.config import WatchConfig
+from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.utils.logging import logger
 
 LEVELS = (0.125, 0.375, 0.625, 0.875)
@@ -40,32 +40,35 @@ def norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float
     return found
 
 
-def compare(config: WatchConfig, start: Measurement, now: Measurement) -> tuple[dict[str, float], list[str]]:
+def compare(
+    config: RewardHackingGuardConfig, start: Measurement, now: Measurement
+) -> tuple[dict[str, float], list[str]]:
     """(metrics, what is wrong: one sentence each). Both are of the same samples with the same noise, so a policy
     that did not change has ratios of exactly 1."""
     wrong = []
     ratio = now.loss / max(start.loss, 1e-12)
-    metrics = {"watch/loss_ratio": ratio}
+    metrics = {"guard/loss_ratio": ratio}
     if not ratio <= config.max_loss_ratio:  # NaN is an alarm too
         wrong.append(
-            f"the held-out flow-matching loss is {ratio:.3g} times that of the start (watch.max_loss_ratio = "
-            f"{config.max_loss_ratio:g}): the policy is leaving what the model knows"
+            f"the held-out flow-matching loss is {ratio:.3g} times that of the start "
+            f"(reward_hacking_guard.max_loss_ratio = {config.max_loss_ratio:g}): the policy is leaving "
+            "what the model knows"
         )
     if start.spread > 0:
-        metrics["watch/diversity_ratio"] = share = now.spread / start.spread
+        metrics["guard/diversity_ratio"] = share = now.spread / start.spread
         if not share >= config.min_diversity_ratio:
             wrong.append(
                 f"the samples of one prompt differ only {share:.3g} times as much as at the start "
-                f"(watch.min_diversity_ratio = {config.min_diversity_ratio:g}): the policy collapses"
+                f"(reward_hacking_guard.min_diversity_ratio = {config.min_diversity_ratio:g}): the policy collapses"
             )
     ratios = now.norm / start.norm
-    return metrics | norm_metrics("watch", ratios.flatten(), torch.tensor(LEVELS).repeat(len(ratios))), wrong
+    return metrics | norm_metrics("guard", ratios.flatten(), torch.tensor(LEVELS).repeat(len(ratios))), wrong
 
 
 class UntrainedRewards:
     """Validation rewards that are not trained on, compared with their first scores, sample by sample."""
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: RewardHackingGuardConfig) -> None:
         self._config = config
         self._of = ""  # a digest of the validation whose scores are compared
         self._first: dict[str, list[float | None]] = {}
@@ -86,7 +89,7 @@ class UntrainedRewards:
         if self._of not in ("", of):
             logger.warning(
                 "validation prompts, samples or rewards are not those of the run that is resumed: rewards that are not "
-                f"trained on are compared with their scores of step {step} (train.train_policy.watch)"
+                f"trained on are compared with their scores of step {step} (train.train_policy.reward_hacking_guard)"
             )
             self._first = {}
         self._of = of
@@ -108,19 +111,20 @@ class UntrainedRewards:
 
     def check(self) -> tuple[dict[str, float], list[str]]:
         """(metrics, what is wrong) of the newest validation."""
-        metrics, wrong = {f"watch/untrained_reward/{name}": mean for name, mean in self._means.items()}, []
+        metrics, wrong = {f"guard/untrained_reward/{name}": mean for name, mean in self._means.items()}, []
         for name, change in self._changes.items():
             if change is None:
                 continue
             if math.isfinite(change.drop):
-                metrics[f"watch/untrained_drop/{name}"] = change.drop
+                metrics[f"guard/untrained_drop/{name}"] = change.drop
             if self._has_fallen(change):
                 now, error = self._means[name], abs(change.sigmas)
                 wrong.append(
                     f"the reward {name}, which is not trained on, fell from {now - change.mean:.4g} to {now:.4g}, by "
-                    f"{change.drop:.3g} deviations of its first scores (watch.max_untrained_drop = "
-                    f"{self._config.max_untrained_drop:g}) and {error:.3g} standard errors (watch.untrained_sigmas = "
-                    f"{self._config.untrained_sigmas:g}): the trained reward is being cheated"
+                    f"{change.drop:.3g} standard deviations of its first scores "
+                    f"(reward_hacking_guard.max_untrained_drop = {self._config.max_untrained_drop:g}) and {error:.3g} "
+                    f"standard errors (reward_hacking_guard.untrained_sigmas = {self._config.untrained_sigmas:g}): the "
+                    "policy exploits the trained reward"
                 )
         return metrics, wrong
 

@@ -52,11 +52,11 @@ class Meter:
         """
         names, tops = sorted(self._sums), sorted(self._maxima)
         *sums, weight = context.sum_over_ranks([*(self._sums[name] for name in names), self._weight])
-        found = {f"train/{name}_avg": value / max(weight, 1e-12) for name, value in zip(names, sums, strict=True)}
+        found = {f"train/{name}_mean": value / max(weight, 1e-12) for name, value in zip(names, sums, strict=True)}
         for name, value in zip(tops, context.max_over_ranks([self._maxima[name] for name in tops]), strict=True):
-            found[f"train/{name}_avg" if name.endswith("_max") else f"train/{name}_max"] = value
+            found[f"train/{name}_mean" if name.endswith("_max") else f"train/{name}_max"] = value
         if self._norm_ratios:
             ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
             found |= norm_metrics("train", ratio_R, sigma_R)
-        loss = sum(weight * found.get(f"train/{name}_avg", 0.0) for name, weight in loss_weights.items())
-        return {**found, "train/loss_avg": loss}
+        loss = sum(weight * found.get(f"train/{name}_mean", 0.0) for name, weight in loss_weights.items())
+        return {**found, "train/loss_mean": loss}

@@ -98,7 +98,7 @@ class OnlineTask(TaskBase):
         self._sigmas = parts.model.sampling_levels(diffusers.sample.num_steps)[:-1]
         self._chunk = rollout_chunk(config)
         probe = GuardProbe(
-            job.watch,
+            job.reward_hacking_guard,
             parts.model,
             context,
             sampler=self._sampler,
@@ -108,7 +108,7 @@ class OnlineTask(TaskBase):
             micro_batch=job.mini_batch,
             rollout_chunk=self._chunk,
         )
-        self.guard = RewardHackingGuard(job.watch, probe, parts.held_out)
+        self.guard = RewardHackingGuard(job.reward_hacking_guard, probe, parts.held_out)
         self._evaluations = 0  # of all ranks, before this process was started or at the last step
         self._missing_warned = self._equal_warned = False
         self._describe()
@@ -128,8 +128,8 @@ class OnlineTask(TaskBase):
         learnt = time.perf_counter()
         metrics |= {
             **batches.reward_metrics(batch),
-            "train/learning_rate": self.optimizer.learning_rate(step),
-            "train/optimizer_steps": float(self._optimizer_steps),
+            "optim/learning_rate": self.optimizer.learning_rate(step),
+            "optim/steps": float(self._optimizer_steps),
             "train/epoch": float(self.epoch(step)),
             "rollout/diversity": self._mean_diversity(own),
             "time/rollout": rolled_out - began,
@@ -138,7 +138,7 @@ class OnlineTask(TaskBase):
         }
         done = step + 1
         guarded, alarm = self.guard.check(done, conditions)
-        metrics |= {**guarded, "train/network_evaluations": self._count_evaluations()}
+        metrics |= {**guarded, "train/nfe": self._count_evaluations()}
         due = batches.gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
         gallery = batches.gallery(batch, self._context) if due else ()
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
@@ -204,8 +204,8 @@ class OnlineTask(TaskBase):
         norms = [result.grad_norm for result in results]
         metrics = {
             **meter.metrics(self._context, self._loss_weights),
-            "train/grad_norm": sum(norms) / max(len(norms), 1),
-            "optimizer/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
+            "optim/grad_norm": sum(norms) / max(len(norms), 1),
+            "optim/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
             **self.optimizer.metrics(),
         }
         return metrics, foremost(results)
@@ -313,7 +313,7 @@ class OnlineTask(TaskBase):
             for i, sample in enumerate(samples)
         ]
         images = shown if media.dtype == torch.uint8 else ()
-        return ValidationReport(metrics, images, objective=-metrics["val/reward_avg"])
+        return ValidationReport(metrics, images, objective=-metrics["val/reward/mean"])
 
     def _note_untrained(self, step: int, reward_NF: Tensor) -> None:
         """Show the guard the scores of a validation that training does not use."""

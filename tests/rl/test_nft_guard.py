@@ -1,4 +1,4 @@
-"""The watch over a DiffusionNFT run: what it measures, and what an alarm does."""
+"""The guard of a DiffusionNFT run: what it measures, and what an alarm does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,12 @@ from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, sa
 from tests.support.nft_rewards import smooth
 from tests.support.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, recorded
 
-ON = ("--train.train_policy.watch.enable=true", "--train.train_policy.watch.freq=1")
-FEW = "--train.train_policy.watch.samples=4"
+ON = ("--train.train_policy.reward_hacking_guard.enable=true", "--train.train_policy.reward_hacking_guard.freq=1")
+FEW = "--train.train_policy.reward_hacking_guard.samples=4"
 
 
 def acting(action: str) -> str:
-    return f"--train.train_policy.watch.action={action}"
+    return f"--train.train_policy.reward_hacking_guard.action={action}"
 
 
 @pytest.fixture
@@ -43,14 +43,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
-    for more in ((FEW,), (f"--train.train_policy.watch.local_dir={picture_folder}",)):
+    for more in ((FEW,), (f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}",)):
         trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *ON, *more)
         metrics, alarm = trainer.guard.check(1, trainer._new_conditions())
         assert alarm is None
-        assert (metrics.pop("watch/alarms"), metrics.pop("watch/rewinds")) == (0.0, 0.0)
-        assert {"watch/loss_ratio", "watch/diversity_ratio", "watch/velocity_norm_ratio_p90/0.625"} < metrics.keys()
+        assert (metrics.pop("guard/alarms"), metrics.pop("guard/rewinds")) == (0.0, 0.0)
+        assert {"guard/loss_ratio", "guard/diversity_ratio", "guard/velocity_norm_ratio_p90/0.625"} < metrics.keys()
         assert set(metrics.values()) == {1.0}
-    assert len(trainer.guard.probe.held_out.prompts) == 12  # all pairs, as there are fewer than watch.samples
+    assert (
+        len(trainer.guard.probe.held_out.prompts) == 12
+    )  # all pairs, as there are fewer than reward_hacking_guard.samples
 
 
 def test_stop_saves_what_there_is_and_says_what_was_measured(
@@ -58,13 +60,13 @@ def test_stop_saves_what_there_is_and_says_what_was_measured(
 ) -> None:
     scripted(1.0, 1.0, 1.0, 4.0)
     config = nft_toml(tmp_path, tiny_sd3)
-    expected = r"(?s)step 3: the held-out .* is 4 times .*watch.max_loss_ratio = 3\).*up to step 2. .* is step 2."
+    expected = r"(?s)step 3: the held-out .* is 4 times .*max_loss_ratio = 3\).*up to step 2. .* is step 2."
     with pytest.raises(TrainingStoppedError, match=expected) as stopped:
         nft_train(config, *ON, FEW, "--train.max_num_steps=5")
     assert stopped.value.exit_code == 1
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
     assert layout.whole_steps(run / "checkpoints") == [1, 2, 3]
-    assert [line["watch/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 1]
+    assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 1]
     assert all(value.isfinite().all() for value in saved_state(run, 3).values())
 
 
@@ -79,13 +81,19 @@ def test_a_policy_that_leaves_what_the_model_knows_is_stopped(tmp_path: Path, ti
 def test_warn_goes_on(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]) -> None:
     scripted(1.0, 4.0, 1.0)
     run = nft_train(nft_toml(tmp_path, tiny_sd3), *ON, FEW, acting("warn"))
-    assert [line["watch/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [1, 0, 0]
+    assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [1, 0, 0]
 
 
 @pytest.mark.slow
 def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
-    options = (*ON, FEW, "--train.max_num_steps=5", "--train.ckpt.save_freq=2", "--train.train_policy.watch.freq=3")
+    options = (
+        *ON,
+        FEW,
+        "--train.max_num_steps=5",
+        "--train.ckpt.save_freq=2",
+        "--train.train_policy.reward_hacking_guard.freq=3",
+    )
     options += ("--validation.enable=true", "--validation.freq=4", "--validation.n_generation=1")
     options += (f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'val.txt')}",)
     options += ("--train.ema_enable=true", "--train.train_policy.batch_size_per_optimize=8")
@@ -100,9 +108,9 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, 
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     # 6 steps, back to 2 (4 was saved after the last good look), 4 more, back to 2, 5 more
     assert len(steps) == 6 + 4 + 5
-    assert [line["train/learning_rate"] for line in lines] == pytest.approx([1e-3] * 2 + [2.5e-4] * 5)
-    assert lines[5]["watch/rewinds"] == 2
-    loss = {key: lines[4][f"train/{key}_avg"] for key in ("loss", "policy_loss", "kl_loss")}
+    assert [line["optim/learning_rate"] for line in lines] == pytest.approx([1e-3] * 2 + [2.5e-4] * 5)
+    assert lines[5]["guard/rewinds"] == 2
+    loss = {key: lines[4][f"train/{key}_mean"] for key in ("loss", "policy_loss", "kl_loss")}
     assert loss["loss"] == pytest.approx(loss["policy_loss"] + 4 * 1e-2 * loss["kl_loss"], rel=1e-6)
     noise = [list(step.noise.values()) for step in steps]
     assert noise[:2] == [list(step.noise.values()) for step in calm_steps[:2]]
@@ -128,11 +136,14 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
     config = nft_toml(tmp_path, tiny_sd3)
     # a policy that left where it began, so that a comparison with the true start would show
     run = nft_train(
-        config, "--train.max_num_steps=1", "--train.optm_lr=0.03", "--train.train_policy.watch.enable=false"
+        config,
+        "--train.max_num_steps=1",
+        "--train.optm_lr=0.03",
+        "--train.train_policy.reward_hacking_guard.enable=false",
     )
     still = (*ON, FEW, "--train.optm_lr=1e-9", acting("warn"))
-    folder = f"--train.train_policy.watch.local_dir={picture_folder}"
-    fewer = "--train.train_policy.watch.samples=8"
+    folder = f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}"
+    fewer = "--train.train_policy.reward_hacking_guard.samples=8"
     held_out, spread = "the held-out samples", "the samples whose diversity is measured"
     for step, options, new in (
         (1, still, f"{held_out} and {spread}"),
@@ -144,13 +155,13 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
         capsys.readouterr()
         nft_train(config, *options, f"--train.max_num_steps={step + 1}", resume=(run, step))
         told = (
-            f"{new} are not those of the run that is resumed: the watch compares them with what they are at step {step}"
+            f"{new} are not those of the run that is resumed: the guard compares them with what they are at step {step}"
         )
         assert (told in capsys.readouterr().out) == bool(new)
         last = read_metrics(run / "metrics.jsonl")[-1]
         assert last["step"] == step + 1
-        assert last["watch/loss_ratio"] == pytest.approx(1.0, abs=1e-4)
-        assert last["watch/diversity_ratio"] == pytest.approx(1.0, abs=0.02)
+        assert last["guard/loss_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert last["guard/diversity_ratio"] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_validation_that_changed_is_compared_with_itself(
@@ -168,17 +179,23 @@ def test_a_validation_that_changed_is_compared_with_itself(
     rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda picture: 0.1 + 0.0}}
     nft_train(config, *options, resume=(run, 1), **rewards)
     assert "are compared with their scores of step 2" in capsys.readouterr().out
-    assert [line["watch/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
+    assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
 
 
 def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
     tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
 ) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
-    options = (*ON, FEW, acting("rewind"), "--train.train_policy.watch.max_rewinds=2", "--train.max_num_steps=4")
+    options = (
+        *ON,
+        FEW,
+        acting("rewind"),
+        "--train.train_policy.reward_hacking_guard.max_rewinds=2",
+        "--train.max_num_steps=4",
+    )
     options += ("--validation.enable=true", "--validation.freq=3", "--train.ckpt.save_freq=1")
     options += (f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'val.txt')}",)
-    options += ("--train.train_policy.watch.freq=2",)
+    options += ("--train.train_policy.reward_hacking_guard.freq=2",)
     # looks: the start, after 2 good, after 4 bad, again bad, again bad
     scripted(1.0, 1.0, 9.0, 9.0, 9.0)
     best: list[bool] = []
@@ -187,7 +204,7 @@ def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
         (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
         best.append((run / "best").exists() == (run / "best").is_symlink())
 
-    with pytest.raises(TrainingStoppedError, match=r"went back 2 times already \(watch.max_rewinds\)"):
+    with pytest.raises(TrainingStoppedError, match=r"went back 2 times already \(reward_hacking_guard.max_rewinds\)"):
         nft_train(config, *options, custom_logger_fns=[note_best])
     assert len(best) == 4 + 2 + 2
     assert all(best)  # never a link that leads nowhere
@@ -223,8 +240,8 @@ def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp
     assert logged == [1, 2, 3, 4, 5, 3, 4, 5, 6]  # noticed at 5, wrong since 4, last seen right at 2
     assert len(steps) == 9
     lines = read_metrics(run / "metrics.jsonl")
-    assert [line["val/reward_side"] for line in lines if "val/reward_side" in line] == [1.0, 1.0, 1.0]
-    assert {"val/reward_avg", "val/reward_smooth", "watch/untrained_reward/side"} <= lines[-1].keys()
+    assert [line["val/reward/side_mean"] for line in lines if "val/reward/side_mean" in line] == [1.0, 1.0, 1.0]
+    assert {"val/reward/mean", "val/reward/smooth_mean", "guard/untrained_reward/side"} <= lines[-1].keys()
 
 
 @pytest.mark.slow
@@ -232,13 +249,18 @@ def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
     tmp_path: Path, tiny_sd3: Path, picture_folder: Path
 ) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
-    options = (*ON, acting("warn"), f"--train.train_policy.watch.local_dir={picture_folder}", "--train.max_num_steps=6")
+    options = (
+        *ON,
+        acting("warn"),
+        f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}",
+        "--train.max_num_steps=6",
+    )
     ratio = {}
     for beta in (0.0, 5.0):
         data = f'--train.train_policy.data_term={{beta = {beta}, local_dir = "{picture_folder}", batch_size = 6}}'
         lines = read_metrics(nft_train(config, *options, data) / "metrics.jsonl")
-        ratio[beta] = lines[-1]["watch/loss_ratio"]
-        assert ("train/data_loss_avg" in lines[0]) == (beta > 0)
+        ratio[beta] = lines[-1]["guard/loss_ratio"]
+        assert ("train/data_loss_mean" in lines[0]) == (beta > 0)
     assert ratio[5.0] < min(ratio[0.0], 1.0) - 1e-3
 
 
@@ -258,7 +280,7 @@ def test_micro_batches_of_real_samples_change_nothing(
     for size in (8, 4):
         options = (data, f"--train.train_policy.mini_batch={size}", "--train.max_num_steps=1")
         (line,) = read_metrics(nft_train(nft_toml(tmp_path, tiny_sd3), *options) / "metrics.jsonl")
-        found.append([line["train/data_loss_avg"], line["train/grad_norm"]])
+        found.append([line["train/data_loss_mean"], line["optim/grad_norm"]])
     assert sizes == [6, 4, 2]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Tells about rewards from which nothing can be learnt: cut by their clip, or always the same. Once for each."""
+"""Warns about rewards from which nothing can be learnt: cut by their clip, or always the same. Once for each."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,30 +16,30 @@ _EQUAL_BATCHES = 5
 """Batches in a row with equal scores after which a reward is named."""
 
 
-class Watch:
-    """Looks at the scores of every batch."""
+class ScoreMonitor:
+    """Checks the scores of every batch."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self._rewards = rewards
         self._equal = dict.fromkeys((reward.name for reward in rewards), 0)
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()  # batches may be finished by several threads
 
-    def see(self, values: Mapping[str, Tensor]) -> None:
-        """Take in the scores ``[N]`` by reward of one batch."""
+    def check(self, values: Mapping[str, Tensor]) -> None:
+        """Check the scores ``[N]`` of one batch, by reward."""
         with self._lock:
             for reward in self._rewards:
                 score = values[reward.name]
                 finite = score[torch.isfinite(score)]
                 if len(finite):
-                    self._see_clips(reward, finite)
+                    self._check_clips(reward, finite)
                 if len(finite) > 1:
-                    self._see_equal(reward, finite)
+                    self._check_equal(reward, finite)
 
-    def _see_clips(self, reward: Reward, score: Tensor) -> None:
+    def _check_clips(self, reward: Reward, score: Tensor) -> None:
         at_bound = ((score <= reward.clip_min) | (score >= reward.clip_max)).double().mean().item()
         if at_bound > _CLIPPED:
-            self._tell(
+            self._warn_once(
                 reward.name,
                 "clip",
                 f"reward {reward.name}: {at_bound:.0%} of a batch's scores ({score.min().item():g} ... "
@@ -47,17 +47,17 @@ class Watch:
                 "set the bounds of this reward, and reward_clip_min and reward_clip_max of its table, to its range",
             )
 
-    def _see_equal(self, reward: Reward, score: Tensor) -> None:
+    def _check_equal(self, reward: Reward, score: Tensor) -> None:
         self._equal[reward.name] = self._equal[reward.name] + 1 if all_equal(score) else 0
         if self._equal[reward.name] >= _EQUAL_BATCHES:
-            self._tell(
+            self._warn_once(
                 reward.name,
                 "equal",
                 f"reward {reward.name}: all samples of {_EQUAL_BATCHES} batches in a row had equal scores (now "
                 f"{score[0].item():g}), so nothing can be learnt from it; does it work?",
             )
 
-    def _tell(self, name: str, about: str, message: str) -> None:
-        if (name, about) not in self._told:
-            self._told.add((name, about))
+    def _warn_once(self, name: str, about: str, message: str) -> None:
+        if (name, about) not in self._warned:
+            self._warned.add((name, about))
             logger.warning(message)

@@ -12,7 +12,7 @@ $(VENV)/installed: pyproject.toml reward_service/pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -e "./reward_service[dev]"
 	touch $@
 
-# a tiny SD3 pipeline learns handwritten digits: fine-tuning, LoRA, reinforcement learning, judged pictures
+# a tiny SD3 pipeline learns handwritten digits: fine-tuning, LoRA, reinforcement learning, judged images
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart/quickstart.py --out outputs/quickstart $(ARGS)
 

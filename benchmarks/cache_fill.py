@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.pictures import write_pictures
+from benchmarks.images import write_images
 from benchmarks.sft_step import BATCH, config_for
 from cosmos_rl.data.cache import TensorCache
 from cosmos_rl.data.local_pairs import LocalPairs
@@ -13,13 +13,13 @@ from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 
-PICTURES, ROUNDS = 8 * BATCH, 5
+IMAGES, ROUNDS = 8 * BATCH, 5
 
 
 def epoch(trainer: SFTTrainer, number: int) -> float:
     """CPU seconds of an epoch."""
     began = time.process_time()
-    for step in range(number * PICTURES // BATCH, (number + 1) * PICTURES // BATCH):
+    for step in range(number * IMAGES // BATCH, (number + 1) * IMAGES // BATCH):
         trainer.train_step(step)
     return time.process_time() - began
 
@@ -30,7 +30,7 @@ def measure() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as name, process_group("cpu") as context:
         folder = Path(name)
         build("sd3", folder / "model", "digits", seed=0)
-        write_pictures(folder / "data", PICTURES, 32)
+        write_images(folder / "data", IMAGES, 32)
         pairs = LocalPairs(folder / "data", 32, 32)
         plain = SFTTrainer(config_for(folder, cached=False), context, dataset=pairs)
         cached = SFTTrainer(config_for(folder, cached=True), context, dataset=pairs)
@@ -45,6 +45,6 @@ def measure() -> list[tuple[str, str, str]]:
             if number:  # the first round warms up
                 ratios.append(filling / without)
                 warm.append(again[1] / again[0])
-    what = f"SFT epoch of {PICTURES} pictures that fills the caches, against one without caches"
+    what = f"SFT epoch of {IMAGES} images that fills the caches, against one without caches"
     result = f"{statistics.median(ratios):.3f} (filled: {statistics.median(warm):.3f})"
     return [(what, result, "<= 1.3")]

@@ -28,7 +28,7 @@ def seconds(action: Callable[[], object]) -> str:
 
 
 def write_folder(folder: Path) -> Path:
-    """Pairs whose pictures are empty files: nothing is decoded."""
+    """Pairs whose images are empty files: nothing is decoded."""
     folder.mkdir()
     for number in range(COUNT):
         (folder / f"{number:06d}.json").write_text(json.dumps({"prompt": f"thing {number}"}), encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from benchmarks.pictures import write_pictures
+from benchmarks.images import write_images
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.model.tiny import build
 
@@ -102,7 +102,7 @@ def measure() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         count = write_pipeline(folder / "model")
-        write_pictures(folder / "data", 8, 32)
+        write_images(folder / "data", 8, 32)
         for ranks in (1, 2):
             run_ranks(ranks, folder, "train")
             share = 12 * count / ranks  # float32 weights and two moments

@@ -1,6 +1,6 @@
 """What DiffusionNFT reaches on the two small tasks of `tests/`, over three seeds (`python -m benchmarks.nft_tasks`).
 
-The plane: a mixture of Gaussians with a bounded reward and a known optimum. The pictures: a generator that miscounts.
+The plane: a mixture of Gaussians with a bounded reward and a known optimum. The images: a generator that miscounts.
 NFE are network evaluations per sample slot over the whole run, a backward pass counted as two.
 """
 
@@ -48,7 +48,7 @@ def plane(seed: int, kl_beta: float) -> str:
     return f"{text}, NFE {nfe / 512:.0f}, {spent:.1f} CPU-s"
 
 
-def pictures(seed: int, steps: int, tables: TABLE) -> str:
+def images(seed: int, steps: int, tables: TABLE) -> str:
     """Up to ``steps`` steps through the loop, which the guard may end; counts are of 40 samples a prompt."""
     rarely = {"validation.freq": steps, "validation.n_generation": 40}
     config = toy_config({**shapes_tables(seed, steps, 0.4), **rarely, **tables})
@@ -83,12 +83,12 @@ def measure() -> list[Row]:
     for seed in SEEDS:
         rows.append((f"plane, no KL, seed {seed}", plane(seed, 0.0), "none: what the KL is for"))
     for seed in SEEDS:
-        rows.append((f"pictures, KL 0.4, seed {seed}", pictures(seed, 40, {}), ">= 0.80, loss ratio <= 2"))
+        rows.append((f"images, KL 0.4, seed {seed}", images(seed, 40, {}), ">= 0.80, loss ratio <= 2"))
     for seed in SEEDS:
-        rows.append((f"pictures, no KL, seed {seed}", pictures(seed, 60, no_kl), "stopped, counts not worse"))
+        rows.append((f"images, no KL, seed {seed}", images(seed, 60, no_kl), "stopped, counts not worse"))
     for seed in SEEDS:
-        what = f"pictures, no KL, the guard only warns, seed {seed}"
-        rows.append((what, pictures(seed, 60, only_warned), "none: what the guard is for"))
+        what = f"images, no KL, the guard only warns, seed {seed}"
+        rows.append((what, images(seed, 60, only_warned), "none: what the guard is for"))
     return rows
 
 

@@ -17,14 +17,14 @@ PROMPTS, GROUP, ROUNDS = 8, 16, 7
 
 
 pause_s = [0.0]
-"""Seconds that the reward takes for a picture."""
+"""Seconds that the reward takes for an image."""
 
 
 @batch_reward
-def slow(pictures: np.ndarray, **_others: object) -> list[float]:
+def slow(images: np.ndarray, **_others: object) -> list[float]:
     """Brightness; asleep meanwhile, as a reward that waits for a service or a GPU."""
-    time.sleep(pause_s[0] * len(pictures))
-    return [float(picture.mean()) / 255 for picture in pictures]
+    time.sleep(pause_s[0] * len(images))
+    return [float(image.mean()) / 255 for image in images]
 
 
 def config_for(folder: Path) -> Config:

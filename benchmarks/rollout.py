@@ -1,5 +1,5 @@
 """CPU time of our rollouts, in the calls that training makes by default, against the stock pipeline with as many
-pictures, evaluations and the same result."""
+images, evaluations and the same result."""
 
 import statistics
 import tempfile

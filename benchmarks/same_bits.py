@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import write_pictures
+from benchmarks.images import write_images
 
 STEPS = 4
 STOP_AT = 2
@@ -158,11 +158,11 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """A tiny model, pictures and prompts."""
+    """A tiny model, images and prompts."""
     from cosmos_rl.policy.model.tiny import build
 
     build("sd3", folder / "model", "unit", seed=0)
-    write_pictures(folder / "data", 12, 40)
+    write_images(folder / "data", 12, 40)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
 
 

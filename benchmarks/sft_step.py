@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.pictures import write_pictures
+from benchmarks.images import write_images
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config
@@ -45,12 +45,12 @@ def config_for(folder: Path, *, cached: bool) -> Config:
 
 
 def bare_loop(trainer: SFTTrainer, pairs: LocalPairs, *, encode: bool) -> Callable[[], None]:
-    """Flow matching in the fewest lines: pictures and prompts in memory, one AdamW, no keys, no metrics.
+    """Flow matching in the fewest lines: images and prompts in memory, one AdamW, no keys, no metrics.
 
     Without ``encode`` latents and text are computed beforehand, so that the loop is the transformer and the optimiser.
     """
     model = trainer.model
-    pictures = torch.stack([pairs[i].visual for i in range(len(pairs))])
+    images = torch.stack([pairs[i].visual for i in range(len(pairs))])
     prompts = [pairs[i].prompt for i in range(len(pairs))]
     distinct = sorted(set(prompts))
     rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
@@ -70,14 +70,14 @@ def bare_loop(trainer: SFTTrainer, pairs: LocalPairs, *, encode: bool) -> Callab
         )
         return embeds, pooled
 
-    all_latents, (embeds, pooled) = latents(pictures), text()
+    all_latents, (embeds, pooled) = latents(images), text()
 
     def step() -> None:
         nonlocal embeds, pooled
-        index = torch.randint(0, len(pictures), (BATCH,))
+        index = torch.randint(0, len(images), (BATCH,))
         if encode:
             embeds, pooled = text()
-        clean = latents(pictures[index]) if encode else all_latents[index]
+        clean = latents(images[index]) if encode else all_latents[index]
         noise = torch.randn_like(clean)
         sigma = sigmas[torch.randint(0, 1000, (BATCH,))]
         s = sigma[:, None, None, None]
@@ -116,7 +116,7 @@ def measure() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as name, process_group("cpu") as context:
         folder = Path(name)
         build("sd3", folder / "model", "digits", seed=0)
-        write_pictures(folder / "data", 64, 32)
+        write_images(folder / "data", 64, 32)
         pairs = LocalPairs(folder / "data", 32, 32)
         trainer = SFTTrainer(config_for(folder, cached=False), context, dataset=pairs)
         cached = SFTTrainer(config_for(folder, cached=True), context, dataset=pairs)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.pictures import write_pictures
+from benchmarks.images import write_images
 from cosmos_rl.policy.model.tiny import build
 
 HELP = "from cosmos_rl.launcher.cli import main; main(['--help'])"
@@ -40,7 +40,7 @@ def one_step() -> tuple[str, str, str]:
     """A run of one step of the smallest model on one rank, against the import of the stock pipeline's class."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_pictures(folder / "data", 4, 32)
+        write_images(folder / "data", 4, 32)
         tables = {
             "policy.model_name_or_path": str(build("sd3", folder / "model", "unit", seed=0)),
             "policy.is_diffusers": "true",

@@ -39,9 +39,9 @@ def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve captioned 40 x 48 pictures as pairs."""
-    folder = tmp_path_factory.mktemp("pictures")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve captioned 40 x 48 images as pairs."""
+    folder = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for i in range(12):
         noise = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
@@ -51,7 +51,7 @@ def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def write_toml(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> Callable[..., Path]:
+def write_toml(tmp_path: Path, tiny_sd3: Path, image_folder: Path) -> Callable[..., Path]:
     """Writes a small SFT configuration; keyword arguments are TOML lines by table, or more text."""
 
     def write(extra: str = "", lora: bool = True, train: str = "", name: str = "config.toml") -> Path:
@@ -78,7 +78,7 @@ optm_warmup_steps = 0
 [train.train_policy]
 type = "sft"
 mini_batch = 2
-dataset.local_dir = "{picture_folder}"
+dataset.local_dir = "{image_folder}"
 {extra}
 """
         )

@@ -17,7 +17,7 @@ import tomli_w
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage import atomic
 
-MAX_PICTURES = 4
+MAX_IMAGES = 4
 _OTHER_TOOLS = (
     "The adapter's strength is in its weights (alpha is the rank of every layer), so it acts alike in diffusers and in "
     "tools that look for no alpha, ComfyUI among them: strength 1 is that of the training."
@@ -29,22 +29,22 @@ _PRIVATE = {"custom", "redis", "eth_ips"}  # a user's own table may hold anythin
 
 
 def write_card(export: Path, config: Config, media: Path, *, step: int, repository: str | None = None) -> None:
-    """Write the card of the export of ``step`` and copies of up to four of its newest validation pictures beside it.
+    """Write the card of the export of ``step`` and copies of up to four of its newest validation images beside it.
 
     Args:
         export: the folder that is loaded: a pipeline, or a ``lora`` folder.
         config: configuration of the run; paths of this machine are left out.
-        media: the run's folder of pictures.
+        media: the run's folder of images.
         step: steps that the run has done.
         repository: where the export will be found; None: the snippet names the folder in words.
     """
-    pictures = _newest_pictures(media / "validation", step)
+    images = _newest_images(media / "validation", step)
     shutil.rmtree(export / "media", ignore_errors=True)
-    if pictures:
+    if images:
         with atomic.staging(export / "media") as stage:
-            for file, _ in pictures:
+            for file, _ in images:
                 shutil.copyfile(file, stage / file.name)
-    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, pictures), _gallery(pictures)]
+    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, images), _gallery(images)]
     parts += [_configuration(config), _versions()]
     atomic.write_text(export / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
@@ -68,7 +68,7 @@ def _about(config: Config, step: int) -> str:
     return f"# {name}\n\n{what} {named}, trained with cosmos-rl for {step} steps.{averaged}"
 
 
-def _snippet(config: Config, repository: str | None, pictures: list[tuple[Path, str]]) -> str:
+def _snippet(config: Config, repository: str | None, images: list[tuple[Path, str]]) -> str:
     base = "path/to/the/base" if is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
     here = repository or "path/to/this/folder"
     lora = config.policy.lora is not None
@@ -81,25 +81,25 @@ def _snippet(config: Config, repository: str | None, pictures: list[tuple[Path, 
         lines.append('pipe.set_adapters("default")')
     diffusers = config.policy.diffusers
     if not diffusers.is_video:
-        fits = (prompt for _, prompt in pictures if len(prompt) <= _LONGEST_PROMPT and "`" not in prompt)
+        fits = (prompt for _, prompt in images if len(prompt) <= _LONGEST_PROMPT and "`" not in prompt)
         prompt = next(fits, "a prompt like those of the training")
         sample, (height, width) = diffusers.sample, diffusers.inference_size
         lines += [
-            "picture = pipe(",
+            "image = pipe(",
             f"    {prompt!r},",
             f"    height={height},",
             f"    width={width},",
             f"    num_inference_steps={sample.eval_num_steps or sample.num_steps},",
             f"    guidance_scale={sample.guidance_scale},",
-            f"    max_sequence_length={diffusers.max_prompt_length},  # as in training; another changes pictures",
+            f"    max_sequence_length={diffusers.max_prompt_length},  # as in training; another changes images",
             ").images[0]",
         ]
     other = f"\n\n{_OTHER_TOOLS}" if lora else ""
     return "## Load\n\n```python\n" + "\n".join(lines) + f"\n```{other}"
 
 
-def _newest_pictures(validation: Path, step: int) -> list[tuple[Path, str]]:
-    """Up to four pictures of different prompts from the last validation up to ``step``."""
+def _newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
+    """Up to four images of different prompts from the last validation up to ``step``."""
     found = (re.fullmatch(r"step_(\d+)", p.name) for p in (validation.iterdir() if validation.is_dir() else ()))
     steps = [int(match[1]) for match in found if match and int(match[1]) <= step]
     if not steps:
@@ -108,14 +108,14 @@ def _newest_pictures(validation: Path, step: int) -> list[tuple[Path, str]]:
     first_of_prompt: dict[str, Path] = {}
     for row in json.loads((folder / "index.json").read_text(encoding="utf-8")):
         first_of_prompt.setdefault(row["prompt"], folder / row["file"])
-    return [(file, prompt) for prompt, file in first_of_prompt.items()][:MAX_PICTURES]
+    return [(file, prompt) for prompt, file in first_of_prompt.items()][:MAX_IMAGES]
 
 
-def _gallery(pictures: list[tuple[Path, str]]) -> str:
-    if not pictures:
+def _gallery(images: list[tuple[Path, str]]) -> str:
+    if not images:
         return ""
-    rows = [f"| ![](media/{file.name}) | {_cell(prompt)} |" for file, prompt in pictures]
-    return "\n".join(["## Validation pictures", "", "| picture | prompt |", "|---|---|", *rows])
+    rows = [f"| ![](media/{file.name}) | {_cell(prompt)} |" for file, prompt in images]
+    return "\n".join(["## Validation images", "", "| image | prompt |", "|---|---|", *rows])
 
 
 def _cell(text: str) -> str:

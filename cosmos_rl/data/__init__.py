@@ -1,1 +1,1 @@
-"""From files to items: captioned pictures, prompt lists, and streams of items keyed by global position."""
+"""From files to items: captioned images, prompt lists, and streams of items keyed by global position."""

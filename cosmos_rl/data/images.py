@@ -1,4 +1,4 @@
-"""Picture files -> tensors. One loader for every path, so that a check and the training see the same thing."""
+"""Image files -> tensors. One loader for every path, so that a check and the training see the same thing."""
 
 from pathlib import Path
 
@@ -25,20 +25,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def fit(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Scale so that the picture just covers ``height`` x ``width`` (aspect kept), then crop the centre."""
+    """Scale so that the image just covers ``height`` x ``width`` (aspect kept), then crop the centre."""
     if image.size == (width, height):
         return image
     return ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """RGB picture -> float32 ``[3, H, W]`` in [-1, 1]."""
+    """RGB image -> float32 ``[3, H, W]`` in [-1, 1]."""
     array = np.array(image, dtype=np.uint8)
     return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def load_picture(path: Path, height: int, width: int) -> Tensor:
-    """Picture file -> float32 ``[3, height, width]`` in [-1, 1].
+def load_image(path: Path, height: int, width: int) -> Tensor:
+    """Image file -> float32 ``[3, height, width]`` in [-1, 1].
 
     Raises:
         BadSample: the file cannot be decoded; the message names it.
@@ -48,14 +48,14 @@ def load_picture(path: Path, height: int, width: int) -> Tensor:
             return to_tensor(fit(to_rgb(image), height, width))
     except Exception as error:  # whatever a decoder makes of a broken file is the fault of that file
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise BadSample(f"{printable(str(path))}: cannot be read as a picture ({why})") from error
+        raise BadSample(f"{printable(str(path))}: cannot be read as an image ({why})") from error
 
 
-def are_finite(pictures_N3HW: Tensor) -> Tensor:
-    """Bool ``[N]`` on the CPU: whether all pixels of a picture are numbers, which uint8 no longer shows."""
-    return pictures_N3HW.isfinite().flatten(1).all(1).cpu()
+def are_finite(images_N3HW: Tensor) -> Tensor:
+    """Bool ``[N]`` on the CPU: whether all pixels of an image are numbers, which uint8 no longer shows."""
+    return images_N3HW.isfinite().flatten(1).all(1).cpu()
 
 
-def to_uint8(pictures_N3HW: Tensor) -> Tensor:
-    """Pictures in [0, 1], any float dtype -> uint8 ``[N, H, W, 3]`` on the CPU, rounded."""
-    return (pictures_N3HW.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).contiguous()
+def to_uint8(images_N3HW: Tensor) -> Tensor:
+    """Images in [0, 1], any float dtype -> uint8 ``[N, H, W, 3]`` on the CPU, rounded."""
+    return (images_N3HW.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -21,7 +21,7 @@ class Item:
     """One training sample."""
 
     visual: Tensor
-    """Picture ``[3, H, W]`` (video: ``[3, T, H, W]``), float32 in [-1, 1]."""
+    """Image ``[3, H, W]`` (video: ``[3, T, H, W]``), float32 in [-1, 1]."""
     prompt: str
     name: str = ""
     """For messages: the file's stem, or the position in a user's data set."""

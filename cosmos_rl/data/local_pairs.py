@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cosmos_rl.data.images import load_picture
+from cosmos_rl.data.images import load_image
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.pair_files import pairs_digest, usable_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
@@ -14,17 +14,17 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
 
 _DECODED_BYTES = 256 * 2**20
-"""Decoded pictures up to this size are kept: a small data set is decoded once, a large one hardly notices."""
+"""Decoded images up to this size are kept: a small data set is decoded once, a large one hardly notices."""
 
 
 class LocalPairs(Sequence[Item]):
-    """Data set of captioned pictures; pictures are decoded when they are asked for."""
+    """Data set of captioned images; images are decoded when they are asked for."""
 
     def __init__(self, folder: str | Path, height: int, width: int) -> None:
-        """Read all captions of ``folder``; pictures come out as ``[3, height, width]``.
+        """Read all captions of ``folder``; images come out as ``[3, height, width]``.
 
         Raises:
-            UserError: no usable pair, or more captions and pictures without a partner than pairs.
+            UserError: no usable pair, or more captions and images without a partner than pairs.
         """
         self.folder = Path(folder).expanduser()
         self._size = (height, width)
@@ -35,7 +35,7 @@ class LocalPairs(Sequence[Item]):
 
     @property
     def prompts(self) -> list[str]:
-        """All captions, in the order of the pairs; no picture is decoded for them."""
+        """All captions, in the order of the pairs; no image is decoded for them."""
         return [pair.prompt for pair in self.pairs]
 
     @property
@@ -55,7 +55,7 @@ class LocalPairs(Sequence[Item]):
         pair = self.pairs[index]
         visual = self._decoded.get(index)
         if visual is None:
-            visual = load_picture(self.folder / pair.file, *self._size)
+            visual = load_image(self.folder / pair.file, *self._size)
             if (len(self._decoded) + 1) * visual.nbytes <= _DECODED_BYTES:
                 self._decoded[index] = visual
         return Item(visual=visual, prompt=pair.prompt, name=pair.name)

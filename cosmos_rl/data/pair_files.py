@@ -14,7 +14,7 @@ from cosmos_rl.data.texts import parse_json, printable, prompt_problem
 from cosmos_rl.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-"""Endings of pictures that are read, in lower case."""
+"""Endings of images that are read, in lower case."""
 _LARGEST_CAPTION = 2**20
 """Bytes of a caption file."""
 _READ_AT_ONCE = 2**13
@@ -25,11 +25,11 @@ _MAX_SKIPPED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Pair:
-    """One picture and its caption."""
+    """One image and its caption."""
 
     name: str
     file: str
-    """The picture's name in the folder."""
+    """The image's name in the folder."""
     prompt: str
 
 
@@ -39,7 +39,7 @@ def expected_layout() -> str:
 
 
 def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
-    """Pairs in ``folder`` sorted by name, and one line for each caption or picture that has no partner or is invalid.
+    """Pairs in ``folder`` sorted by name, and one line for each caption or image that has no partner or is invalid.
 
     Raises:
         UserError: the folder does not exist or holds no usable pair.
@@ -48,21 +48,21 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
         raise UserError(f"{folder.absolute()}: no such folder; {expected_layout()}")
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
-    pictures, others = _by_stem(names)
+    images, others = _by_stem(names)
     pairs, problems = [], []
     for caption in (name for name in names if name.endswith(".json")):
         stem = caption.removesuffix(".json")
-        found = pictures.pop(stem, [])
+        found = images.pop(stem, [])
         prompt, problem = _read_prompt(os.path.join(folder, caption))
         if prompt is not None and len(found) == 1:
             pairs.append(Pair(printable(stem), found[0], prompt))
             continue
         if problem is None:
-            problem = f"has {len(found)} pictures" if found else "has no picture" + _not_read(others.get(stem))
+            problem = f"has {len(found)} images" if found else "has no image" + _not_read(others.get(stem))
         problems.append(f"{printable(caption)}: {problem}")
     problems += [
         f"{printable(name)}: has no caption {printable(stem)}.json" + _not_read(others.get(stem))
-        for stem, found in sorted(pictures.items())
+        for stem, found in sorted(images.items())
         for name in found
     ]
     if not pairs:
@@ -77,7 +77,7 @@ def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
     """`scan_pairs`, and a text about what is left out (empty: nothing is).
 
     Raises:
-        UserError: no usable pair, or more captions and pictures are left out than pairs used.
+        UserError: no usable pair, or more captions and images are left out than pairs used.
     """
     pairs, problems = scan_pairs(folder)
     if not problems:
@@ -97,15 +97,15 @@ def pairs_digest(pairs: Sequence[Pair]) -> str:
 
 
 def _by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Stem -> the pictures of that name, and stem -> its files of kinds that are not read."""
-    pictures: dict[str, list[str]] = {}
+    """Stem -> the images of that name, and stem -> its files of kinds that are not read."""
+    images: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     for name in names:
         stem, dot, ending = name.rpartition(".")
         if ending != "json" or not dot:
-            kind = pictures if dot + ending.lower() in SUFFIXES else others
+            kind = images if dot + ending.lower() in SUFFIXES else others
             kind.setdefault(stem if dot else name, []).append(name)
-    return pictures, others
+    return images, others
 
 
 def _not_read(names: Sequence[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""Lists of prompts without pictures: what a record of one is, and the files they are read from."""
+"""Lists of prompts without images: what a record of one is, and the files they are read from."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ SUFFIXES = tuple(_FORMS)
 _SHOWN = 10
 """Rows that a message names."""
 _SAMPLING_KEYS = ("negative_prompt", "seed")
-"""Keys of a row that say how its validation pictures are sampled."""
+"""Keys of a row that say how its validation images are sampled."""
 _MOST_SEED = 2**63
 
 
@@ -31,7 +31,7 @@ class PromptRecord:
 
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What the rewards get beside the text, such as the objects that a picture of `geneval` has to show."""
+    """What the rewards get beside the text, such as the objects that an image of `geneval` has to show."""
 
     @property
     def negative_prompt(self) -> str:
@@ -40,7 +40,7 @@ class PromptRecord:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the start noise of the first validation picture; the k-th after it has seed + k. None: the run's."""
+        """Seed of the start noise of the first validation image; the k-th after it has seed + k. None: the run's."""
         return self.metadata.get("seed")
 
 
@@ -72,7 +72,7 @@ def prompts_digest(records: Sequence[PromptRecord]) -> str:
 
 
 def check_sampling(records: Sequence[PromptRecord], guidance: float) -> None:
-    """Raise `UserError` when a record says how its validation pictures are sampled, and that cannot be done."""
+    """Raise `UserError` when a record says how its validation images are sampled, and that cannot be done."""
     for number, record in enumerate(records):
         what = f"validation prompt {number} ({printable(record.prompt[:40])!r})"
         negative, seed = (record.metadata.get(key) for key in _SAMPLING_KEYS)

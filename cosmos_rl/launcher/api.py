@@ -28,7 +28,7 @@ from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.metrics import read_metrics
 
 _MOST_PIXELS = 512
-"""Edge of the pictures where nothing is asked for; a smaller model's own."""
+"""Edge of the images where nothing is asked for; a smaller model's own."""
 _MICRO_BATCH = 8
 _ARGUMENTS = {
     "policy.model_name_or_path": "pipeline",
@@ -103,14 +103,14 @@ def sft(
     resume: bool = False,
     overrides: Overrides | None = None,
 ) -> FinishedRun:
-    """Fine-tune a pipeline on a folder of captioned pictures.
+    """Fine-tune a pipeline on a folder of captioned images.
 
     Args:
         pipeline: folder or hub name of a diffusers pipeline.
         data_folder: pairs `x.json` (`{"prompt": "..."}`) and `x.jpg`, `.jpeg`, `.png` or `.webp`.
         output_dir: collects the runs.
         steps: optimiser steps.
-        batch_size: pictures in each.
+        batch_size: images in each.
         learning_rate: of all trained weights.
         lora: train an adapter; False: all weights of the transformer.
         size: height and width in pixels; None: the model's own, at most 512.
@@ -152,7 +152,7 @@ def nft(
     Args:
         pipeline: folder or hub name of a diffusers pipeline.
         prompts: texts, mappings with `prompt`, or a file of prompts (`.txt`, `.jsonl`, `.json`).
-        reward: a function of a picture uint8 `[H, W, 3]` that gives a number, several, pairs with their weights, or
+        reward: a function of an image uint8 `[H, W, 3]` that gives a number, several, pairs with their weights, or
             either of them by name (see the page on rewards).
         output_dir: collects the runs.
         steps: training steps.
@@ -228,7 +228,7 @@ def _tree(
 
 
 def _own_size(pipeline: str) -> int:
-    """Edge in pixels of the pictures that the model was made for, at most 512; 512 where that is not known."""
+    """Edge in pixels of the images that the model was made for, at most 512; 512 where that is not known."""
     try:
         files = read_pipeline(PolicyConfig(model_name_or_path=pipeline, is_diffusers=True))
         return min(int(files.configs["transformer"]["sample_size"]) * vae_stride(files), _MOST_PIXELS)
@@ -257,7 +257,7 @@ def _check_nft(
         found = f"found {str(prompts)!r}, which is no file" if prompts else "none given"
         raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
     if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
-        raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of a picture, or several in a list")
+        raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of an image, or several in a list")
 
 
 def _check_lora(name: str, lora: object) -> None:

@@ -164,7 +164,7 @@ class Report:
         if self.own_data or dataset.local_dir:
             return
         if not self.rl:
-            yield f"{key}: missing; give the folder of training pictures"
+            yield f"{key}: missing; give the folder of training images"
         elif not dataset.name:
             yield f"{key}: missing; give a file of prompts, or a prompt set as train.train_policy.dataset.name"
 

@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
     "report": ("cosmos_rl.launcher.verbs:report", "write report.html, one page about a run"),
-    "sample": ("cosmos_rl.launcher.verbs:sample", "make pictures from a pipeline or an exported adapter"),
+    "sample": ("cosmos_rl.launcher.verbs:sample", "make images from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),
 }

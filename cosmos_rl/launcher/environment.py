@@ -19,7 +19,7 @@ from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
 DataForm = Literal["pairs", "prompts"]
-"""Captioned pictures, or a list of prompts."""
+"""Captioned images, or a list of prompts."""
 
 
 def check_environment(config: Config, data: DataForm | None) -> list[str]:
@@ -243,7 +243,7 @@ def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
     if not path.exists():
         return _missing(key, folder)
     if not path.is_dir():
-        return [f'{key} = "{folder}": is a file; give the folder of the pictures']
+        return [f'{key} = "{folder}": is a file; give the folder of the images']
     if next(path.glob("*.json"), None) is None:
         kinds = sorted({entry.suffix or f"{entry.name}/" for entry in path.iterdir()})
         return [

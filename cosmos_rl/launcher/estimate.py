@@ -14,7 +14,7 @@ from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.launcher.rl_estimate import RlMemory, chunk_rows, rl_memory
 from cosmos_rl.launcher.rl_plan import rl_plan
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig, pictures_at_once
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LoraConfig, images_at_once
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,7 +24,7 @@ _KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
 _AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU beside tensors, measured
 _MADE_BY_A_BLOCK = 0.4  # of that, without autograd
 _VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder or decoder
-_PICTURES = 6  # float32 numbers per pixel of a picture that is decoded and clamped
+_IMAGE_NUMBERS = 6  # float32 numbers per pixel of an image that is decoded and clamped
 _DECODED_AT_ONCE = 2**20  # pixels
 _BUFFERS = re.compile(r"(^|\.)pos_embed\.pos_embed$")  # in the file, but computed, not trained
 _BLOCK = re.compile(r"^(.+?\.\d+)\.")
@@ -234,7 +234,7 @@ class _Work:
     activations: int
     """Of a micro-batch, forward and backward."""
     encoding: int
-    """Of the VAE, for the pictures of a micro-batch."""
+    """Of the VAE, for the images of a micro-batch."""
     sampling: int
     """Of a rollout's forward pass."""
     decoding: int
@@ -302,7 +302,7 @@ def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
-    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * pictures_at_once(config)
+    return _VAE_MAPS * 4 * height * width * _vae_channels(pipeline)[0] * images_at_once(config)
 
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:
@@ -310,7 +310,7 @@ def _decoding(config: Config, pipeline: PipelineFiles) -> int:
     samples = rl_plan(config).chunk
     at_once = min(samples, max(_DECODED_AT_ONCE // (height * width), 1))
     maps = _VAE_MAPS * _vae_channels(pipeline)[:2][-1] * at_once
-    return 4 * height * width * (maps + _PICTURES * samples)
+    return 4 * height * width * (maps + _IMAGE_NUMBERS * samples)
 
 
 def _vae_channels(pipeline: PipelineFiles) -> list[int]:

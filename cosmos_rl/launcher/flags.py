@@ -22,7 +22,7 @@ def launch_parser(version: str, verbs: str) -> argparse.ArgumentParser:
         usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
         "       cosmos-rl VERB ...",
         description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
-        "captioned pictures or, for reinforcement learning, the prompts that the TOML names.",
+        "captioned images or, for reinforcement learning, the prompts that the TOML names.",
         epilog=verbs,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

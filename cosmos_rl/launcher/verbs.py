@@ -52,7 +52,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Make `report.html` in a run folder: one page with pictures, curves and numbers that shows what the run did."""
+    """Make `report.html` in a run folder: one page with images, curves and numbers that shows what the run did."""
     parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
     given = parser.parse_args(argv)
@@ -62,17 +62,17 @@ def report(argv: Sequence[str]) -> int:
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Make pictures with plain diffusers from a pipeline or from an exported adapter."""
+    """Make images with plain diffusers from a pipeline or from an exported adapter."""
     parser = argparse.ArgumentParser(prog="cosmos-rl sample", description=sample.__doc__, allow_abbrev=False)
     parser.add_argument("source", help="pipeline folder or hub name, or an exported adapter (…/step_<N> or …/lora)")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     parser.add_argument("--out", type=Path, default=Path("samples"), metavar="DIR", help="a new folder (samples)")
-    parser.add_argument("--num", type=_count, default=1, help="pictures per prompt (1)")
+    parser.add_argument("--num", type=_count, default=1, help="images per prompt (1)")
     parser.add_argument("--steps", type=_count, default=28, help="sampling steps (28)")
     parser.add_argument("--guidance", type=float, default=4.5, help="classifier-free guidance (4.5)")
     parser.add_argument("--size", type=_count, nargs=2, metavar=("H", "W"), help="pixels; default: the pipeline's own")
     parser.add_argument("--max-prompt-length", type=_count, help="tokens; default: as in training, else 256")
-    parser.add_argument("--seed", type=int, default=0, help="picture k of a prompt has the seed SEED + k (0)")
+    parser.add_argument("--seed", type=int, default=0, help="image k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
     if given.out.exists():
         raise UserError(f"{given.out} exists already: name a new folder with --out")
@@ -97,11 +97,11 @@ def sample(argv: Sequence[str]) -> int:
         "max_sequence_length": length,
         **size,
     }
-    pictures = _drawn(pipe, prompts, generators, settings)
-    stacked = torch.stack([torch.from_numpy(picture) for picture in pictures])
+    images = _drawn(pipe, prompts, generators, settings)
+    stacked = torch.stack([torch.from_numpy(image) for image in images])
     shown = [
-        Shown(picture, prompt, generator.initial_seed())
-        for picture, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
+        Shown(image, prompt, generator.initial_seed())
+        for image, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
     ]
     for path in save_gallery(given.out, shown, remedy=""):
         print(path)
@@ -109,7 +109,7 @@ def sample(argv: Sequence[str]) -> int:
 
 
 def _drawn(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
-    """Pictures as arrays; prompts that are cut are named in one line, not printed by the libraries."""
+    """Images as arrays; prompts that are cut are named in one line, not printed by the libraries."""
     from cosmos_rl.policy.model.quiet import quiet_warnings, text_encoders_of
 
     tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]

@@ -1,6 +1,6 @@
 """Rewards that need no weights: for first tries, tests, and as a model for your own.
 
-Each takes a picture uint8 ``[H, W, 3]`` or a video uint8 ``[T, H, W, 3]`` (the mean over its frames) and gives a number
+Each takes an image uint8 ``[H, W, 3]`` or a video uint8 ``[T, H, W, 3]`` (the mean over its frames) and gives a number
 whose range is well within the usual clip of -5 ... 5.
 """
 
@@ -49,7 +49,7 @@ def colourfulness(to_be_evaluated: Media) -> float:
 
 
 def jpeg_incompressibility(to_be_evaluated: Media) -> float:
-    """Bits per pixel of a JPEG file beyond those of a plain grey picture: 0 (plain) ... about 5 (noise)."""
+    """Bits per pixel of a JPEG file beyond those of a plain grey image: 0 (plain) ... about 5 (noise)."""
     frames = to_be_evaluated.reshape(-1, *to_be_evaluated.shape[-3:])
     plain = _jpeg_bytes(np.full_like(frames[0], 128))
     beyond = np.mean([_jpeg_bytes(frame) - plain for frame in frames])
@@ -57,7 +57,7 @@ def jpeg_incompressibility(to_be_evaluated: Media) -> float:
 
 
 def jpeg_compressibility(to_be_evaluated: Media) -> float:
-    """-jpeg_incompressibility: rewards plain pictures."""
+    """-jpeg_incompressibility: rewards plain images."""
     return -jpeg_incompressibility(to_be_evaluated)
 
 
@@ -66,7 +66,7 @@ def _luma(media: Media) -> NDArray[np.float64]:
     return media @ _LUMA / 255
 
 
-def _jpeg_bytes(picture: Media) -> int:
+def _jpeg_bytes(image: Media) -> int:
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=_QUALITY)
+    Image.fromarray(image).save(file, "JPEG", quality=_QUALITY)
     return file.tell()

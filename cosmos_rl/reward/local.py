@@ -108,7 +108,7 @@ class _Call:
 
     def __call__(self, request: ScoringRequest, rows: range) -> list[float | str]:
         part = slice(rows.start, rows.stop)
-        # A copy: a function may write into its picture, which the gallery and other rewards need as it is.
+        # A copy: a function may write into its image, which the gallery and other rewards need as it is.
         media = request.media[part].numpy().copy()
         prompts, metadata = list(request.prompts[part]), list(request.metadata[part])
         try:

@@ -72,7 +72,7 @@ def request_body(
     """A request for ``B`` samples.
 
     Args:
-        media: uint8 pictures ``[B, H, W, 3]``, uint8 videos ``[B, T, H, W, 3]``, or float latents ``[B, C, T, h, w]``
+        media: uint8 images ``[B, H, W, 3]``, uint8 videos ``[B, T, H, W, 3]``, or float latents ``[B, C, T, h, w]``
             of the Wan VAE, which travel as float16.
         prompts: ``B`` texts.
         metadata: ``B`` mappings; those of gen_eval need ``tag`` and ``include``.
@@ -106,7 +106,7 @@ def request_body(
 
 
 def _gen_eval(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a picture has to show. Services that do not know ``geneval_excludes`` leave it unread."""
+    """What an image has to show. Services that do not know ``geneval_excludes`` leave it unread."""
     for prompt, one in zip(prompts, metadata, strict=True):
         missing = [key for key, kind in (("tag", str), ("include", list)) if not isinstance(one.get(key), kind)]
         if missing or not one["include"]:

@@ -17,7 +17,7 @@ class ScoringRequest:
     """``N`` generated samples that are to be scored."""
 
     media: Tensor
-    """Pictures uint8 ``[N, H, W, 3]``, videos uint8 ``[N, T, H, W, 3]``, on the CPU; of a model whose samples are plain
+    """Images uint8 ``[N, H, W, 3]``, videos uint8 ``[N, T, H, W, 3]``, on the CPU; of a model whose samples are plain
     vectors float32 ``[N, D]``."""
     prompts: Sequence[str]
     metadata: Sequence[Metadata]
@@ -29,9 +29,9 @@ class ScoringRequest:
     def __post_init__(self) -> None:
         """Raises `ValueError`: the parts do not fit each other, so scores would go to the wrong samples."""
         shape, count = tuple(self.media.shape), len(self.prompts)
-        pictures = self.media.dtype == torch.uint8 and len(shape) in (4, 5) and shape[-1] == 3
+        images = self.media.dtype == torch.uint8 and len(shape) in (4, 5) and shape[-1] == 3
         vectors = self.media.dtype == torch.float32 and len(shape) == 2
-        if not (pictures or vectors) or 0 in shape:
+        if not (images or vectors) or 0 in shape:
             raise ValueError(f"media are {self.media.dtype} {list(shape)}, not uint8 [N, H, W, 3] or [N, T, H, W, 3]")
         if not count == shape[0] == len(self.metadata) == len(self.sample_ids):
             raise ValueError(

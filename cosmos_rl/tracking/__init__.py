@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress line, ``metrics.jsonl``, pictures, wandb."""
+"""What a person sees of a run: progress line, ``metrics.jsonl``, images, wandb."""

@@ -16,14 +16,14 @@ _PACKAGES = ("wandb", "tensorboard", "trackio")  # each is the name of the choic
 
 
 class MetricLogger(Protocol):
-    """Where metrics and pictures of a run are shown beside ``metrics.jsonl``."""
+    """Where metrics and images of a run are shown beside ``metrics.jsonl``."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of one step."""
         ...
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Pictures with captions under ``key``."""
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Images with captions under ``key``."""
         ...
 
     def finish(self) -> None:
@@ -74,7 +74,7 @@ def _start(name: str, about: TrackedRun) -> MetricLogger:
 
 
 class FunctionLogger:
-    """A user's ``fn(metrics, step)``; it is shown no pictures."""
+    """A user's ``fn(metrics, step)``; it is shown no images."""
 
     def __init__(self, function: LoggerFn) -> None:
         self._function = function
@@ -83,8 +83,8 @@ class FunctionLogger:
         """Call the function with a dictionary of its own."""
         self._function(dict(metrics), step)
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Nothing: the signature has no place for pictures."""
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Nothing: the signature has no place for images."""
 
     def finish(self) -> None:
         """Nothing."""
@@ -102,9 +102,9 @@ class Guarded:
         """The metrics of one step, or a warning."""
         self._try(f"at step {step}", lambda: self._inner.log(step, metrics))
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Pictures, or a warning."""
-        self._try(f"at step {step}", lambda: self._inner.log_pictures(step, key, files, captions))
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Images, or a warning."""
+        self._try(f"at step {step}", lambda: self._inner.log_images(step, key, files, captions))
 
     def finish(self) -> None:
         """End the tracker, or warn."""

@@ -1,4 +1,4 @@
-"""Pictures of a run on the disk: ``media/<kind>/step_<N>/<index>_<slug>.png`` with an ``index.json``.
+"""Images of a run on the disk: ``media/<kind>/step_<N>/<index>_<slug>.png`` with an ``index.json``.
 
 ``<kind>`` is ``validation`` (the same prompts and noise over time) or ``rollout`` (best and worst training samples).
 """
@@ -26,13 +26,13 @@ TOTAL = "total"
 
 @dataclass(frozen=True)
 class Shown:
-    """One picture of a gallery."""
+    """One image of a gallery."""
 
-    picture_HW3: "Tensor"
+    image_HW3: "Tensor"
     """uint8 ``[H, W, 3]`` on the CPU."""
     prompt: str
     sample_id: int
-    """Global id: with the step and the run's seed it reproduces the picture."""
+    """Global id: with the step and the run's seed it reproduces the image."""
     group: str = ""
     """"best", "worst", "fixed" (same prompts and noise in every gallery) or "" (plain)."""
     scores: Mapping[str, float | None] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def caption(shown: Shown) -> str:
 
 
 def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN) -> list[Path]:
-    """Write the pictures and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
+    """Write the images and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
 
     A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``; a missing score is null.
     ``remedy``: what to do when the disk is full.
@@ -61,15 +61,15 @@ def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN
     names = [f"{i:03d}_{slug(one.prompt)}.png" for i, one in enumerate(shown)]
     with writing_into(folder, remedy), atomic.staging(folder) as stage:
         for name, one in zip(names, shown, strict=True):
-            Image.fromarray(one.picture_HW3.numpy()).save(stage / name)
+            Image.fromarray(one.image_HW3.numpy()).save(stage / name)
         rows = [_row(name, one) for name, one in zip(names, shown, strict=True)]
         (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return [folder / name for name in names]
 
 
 def of_one_colour(shown: Sequence[Shown]) -> list[Shown]:
-    """The pictures that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
-    return [one for one in shown if bool((one.picture_HW3 == one.picture_HW3[0, 0]).all())]
+    """The images that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
+    return [one for one in shown if bool((one.image_HW3 == one.image_HW3[0, 0]).all())]
 
 
 def pick_best_and_worst(

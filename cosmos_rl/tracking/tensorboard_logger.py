@@ -26,8 +26,8 @@ class TensorboardLogger:
             if isinstance(value, int | float):
                 self._writer.add_scalar(key, value, step)
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Pictures under ``<key>/<name of the file>``, so that the slider of each shows one prompt over the steps."""
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Images under ``<key>/<name of the file>``, so that the slider of each shows one prompt over the steps."""
         for file in files:
             self._writer.add_image(f"{key}/{file.stem}", np.asarray(Image.open(file)), step, dataformats="HWC")
         lines = (f"{file.stem}: {caption}" for file, caption in zip(files, captions, strict=True))

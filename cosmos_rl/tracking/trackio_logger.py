@@ -51,8 +51,8 @@ class TrackioLogger:
         """The metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Copies of the pictures, ``<key>/<name of the file>`` each."""
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Copies of the images, ``<key>/<name of the file>`` each."""
         pairs = zip(files, captions, strict=True)
         self._run.log({f"{key}/{f.stem}": self._trackio.Image(f, caption=c) for f, c in pairs}, step=step)
 

@@ -36,8 +36,8 @@ class WandbLogger:
         """The metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Pictures with captions under ``key``."""
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+        """Images with captions under ``key``."""
         images = [wandb.Image(str(f), caption=c) for f, c in zip(files, captions, strict=True)]
         self._run.log({key: images}, step=step)
 

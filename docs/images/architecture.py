@@ -113,7 +113,7 @@ def _arrow(start: Box, end: Box, label: str) -> str:
 
 
 def drawing() -> str:
-    """The whole picture as SVG."""
+    """The whole image as SVG."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" fill="#222">',
         '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto">'

@@ -1,4 +1,4 @@
-"""Pairs for training, and a text file with one prompt per line for validation pictures."""
+"""Pairs for training, and a text file with one prompt per line for validation images."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The quickstart's reward: how sure a small classifier is that a picture shows the digit that its prompt asks for.
+"""The quickstart's reward: how sure a small classifier is that an image shows the digit that its prompt asks for.
 
 A plug-in of the reward service, named by `reward_class` in rewards.toml. The classifier was fitted on real digits that
 neither the training nor the last judge ever sees.
@@ -31,9 +31,9 @@ class DigitProbability(BaseRewardHandler):
         self.classifier = MLPClassifier((64,), max_iter=600, alpha=1e-3, random_state=0).fit(cells, labels)
 
     def calculate_reward(self, images: np.ndarray, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Scores of pictures uint8 `[B, H, W, 3]`; a prompt without a digit gets none."""
+        """Scores of images uint8 `[B, H, W, 3]`; a prompt without a digit gets none."""
         asked = [next((WORDS.index(word) for word in p.split() if word in WORDS), None) for p in metadata["prompts"]]
-        cells = features([Image.fromarray(np.asarray(picture)) for picture in images])
+        cells = features([Image.fromarray(np.asarray(image)) for image in images])
         probabilities = np.asarray(self.classifier.predict_proba(cells))
         scores = [None if digit is None else float(row[digit]) for row, digit in zip(probabilities, asked, strict=True)]
         missing = {k: "the prompt names no digit" for k, digit in enumerate(asked) if digit is None}

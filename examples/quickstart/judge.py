@@ -2,7 +2,7 @@
 
     python examples/quickstart/judge.py FOLDER
 
-FOLDER holds pictures and, beside each, a `<name>.json` with {"prompt": ...}, as digits.py writes them.
+FOLDER holds images and, beside each, a `<name>.json` with {"prompt": ...}, as digits.py writes them.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from sklearn.svm import SVC
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says about a set of pictures. Every figure is a fraction."""
+    """What the judge says about a set of images. Every figure is a fraction."""
 
     accuracy: float
     per_digit: dict[str, float]
     judge_accuracy_real: float  # the same judge on real digits that it was not fitted on
-    spread_ratio: float  # within-class spread of the pictures / of real digits; 1 = as varied as real ones
-    pictures: int
+    spread_ratio: float  # within-class spread of the images / of real digits; 1 = as varied as real ones
+    images: int
 
 
-def features(pictures: Sequence[Image.Image]) -> np.ndarray:
-    """Returns pictures of any size as brightness `[N, 64]` in 0..1: each of 8 x 8 cells averaged."""
-    small = [picture.convert("L").resize((8, 8), Image.Resampling.BOX) for picture in pictures]
-    return np.stack([np.asarray(picture, dtype=np.float32).ravel() / 255 for picture in small])
+def features(images: Sequence[Image.Image]) -> np.ndarray:
+    """Returns images of any size as brightness `[N, 64]` in 0..1: each of 8 x 8 cells averaged."""
+    small = [image.convert("L").resize((8, 8), Image.Resampling.BOX) for image in images]
+    return np.stack([np.asarray(image, dtype=np.float32).ravel() / 255 for image in small])
 
 
 def spread(cells: np.ndarray, labels: np.ndarray) -> float:
@@ -49,16 +49,16 @@ class Judge:
         self.spread_real = spread(real, fit_labels)
         self.accuracy_real = float(self.classifier.score(*_real(test_part)))
 
-    def labels(self, pictures: Sequence[Image.Image]) -> np.ndarray:
-        """Returns the digit `[N]` that the judge sees in each picture."""
-        return self.classifier.predict(features(pictures))
+    def labels(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Returns the digit `[N]` that the judge sees in each image."""
+        return self.classifier.predict(features(images))
 
-    def judge(self, pictures: Sequence[Image.Image], asked: np.ndarray) -> Verdict:
-        """Compares pictures with the digits `[N]` that were asked for."""
-        right = self.labels(pictures) == asked
+    def judge(self, images: Sequence[Image.Image], asked: np.ndarray) -> Verdict:
+        """Compares images with the digits `[N]` that were asked for."""
+        right = self.labels(images) == asked
         per_digit = {WORDS[digit]: float(right[asked == digit].mean()) for digit in np.unique(asked)}
-        ratio = spread(features(pictures), asked) / self.spread_real
-        return Verdict(float(right.mean()), per_digit, self.accuracy_real, ratio, len(pictures))
+        ratio = spread(features(images), asked) / self.spread_real
+        return Verdict(float(right.mean()), per_digit, self.accuracy_real, ratio, len(images))
 
 
 class SecondJudge:
@@ -71,9 +71,9 @@ class SecondJudge:
         self.classifier = KNeighborsClassifier(n_neighbors=1).fit(*_real("second_judge"))
         self.accuracy_real = float(self.classifier.score(*_real("judge_test")))
 
-    def accuracy(self, pictures: Sequence[Image.Image], asked: np.ndarray) -> float:
-        """Returns the share of pictures that show the digit `[N]` that was asked for."""
-        return float(np.mean(self.classifier.predict(features(pictures)) == asked))
+    def accuracy(self, images: Sequence[Image.Image], asked: np.ndarray) -> float:
+        """Returns the share of images that show the digit `[N]` that was asked for."""
+        return float(np.mean(self.classifier.predict(features(images)) == asked))
 
 
 def _real(part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -82,14 +82,14 @@ def _real(part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_folder(folder: Path) -> tuple[list[Image.Image], np.ndarray]:
-    """Returns a folder's pictures and the digits `[N]` that their prompts ask for."""
-    pictures, asked = [], []
+    """Returns a folder's images and the digits `[N]` that their prompts ask for."""
+    images, asked = [], []
     for record in sorted(folder.glob("*.json")):
         words = json.loads(record.read_text(encoding="utf-8"))["prompt"].split()
-        with Image.open(record.with_suffix(".png")) as picture:
-            pictures.append(picture.convert("RGB"))
+        with Image.open(record.with_suffix(".png")) as image:
+            images.append(image.convert("RGB"))
         asked.append(next(index for index, word in enumerate(WORDS) if word in words))
-    return pictures, np.asarray(asked)
+    return images, np.asarray(asked)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""From random weights to judged pictures: `make quickstart`.
+"""From random weights to judged images: `make quickstart`.
 
-Writes real handwritten digits as a captioned picture folder, fine-tunes a tiny SD3 pipeline on them with the normal
+Writes real handwritten digits as a captioned image folder, fine-tunes a tiny SD3 pipeline on them with the normal
 command (stopping it once and resuming it), teaches the result a style with a LoRA adapter and, by reinforcement
 learning with scores from the reward service, to do without guidance; samples with plain diffusers from the exports, and
-has the pictures judged by classifiers fitted on real digits that no training ever saw.
+has the images judged by classifiers fitted on real digits that no training ever saw.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DATASET = "cosmos_rl.tools.dataset.diffusers_dataset"
 PROMPTS = "cosmos_rl.tools.dataset.diffusion_nft"
 PER_DIGIT = 50
 BATCH = 50
-COLUMNS = 3  # pictures of each digit in a row of the grid
+COLUMNS = 3  # images of each digit in a row of the grid
 STOP_AT_STEP = 300
 DEADLINE_S = 1800
 
@@ -53,9 +53,9 @@ def main() -> int:
         shutil.rmtree(out)
     out.mkdir(parents=True)
 
-    heading("1/6  real handwritten digits as a folder of captioned pictures")
+    heading("1/6  real handwritten digits as a folder of captioned images")
     for name, count in write_all(out / "data").items():
-        print(f"{out / 'data' / name}: {count} pictures")
+        print(f"{out / 'data' / name}: {count} images")
     heading("2/6  a tiny SD3 pipeline with random weights")
     command("tiny-model", "sd3", "--preset", "digits", "--out", str(out / "tiny_sd3"), "--seed", str(given.seed))
     heading("3/6  fine-tune all weights; the run is stopped once and resumed")
@@ -212,21 +212,21 @@ def sampler(base: Path, adapter: Path | None = None) -> Any:
 
 
 def sample(pipe: Any, labels: list[int], seed: int, guidance: float | None = None) -> list[Image.Image]:
-    """One picture for each label, with the settings of sft.toml; `guidance` replaces the one there, 1 is none."""
+    """One image for each label, with the settings of sft.toml; `guidance` replaces the one there, 1 is none."""
     import torch
 
     table = tomllib.loads((HERE / "sft.toml").read_text(encoding="utf-8"))["policy"]["diffusers"]
-    pictures: list[Image.Image] = []
+    images: list[Image.Image] = []
     generator = torch.Generator().manual_seed(seed)
     for first in range(0, len(labels), BATCH):
-        pictures += pipe(
+        images += pipe(
             [prompt_of(label) for label in labels[first : first + BATCH]],
             num_inference_steps=table["sample"]["num_steps"],
             guidance_scale=table["sample"]["guidance_scale"] if guidance is None else guidance,
             max_sequence_length=table["max_prompt_length"],
             generator=generator,
         ).images
-    return pictures
+    return images
 
 
 def judge(out: Path, tuned: Path, adapter: Path, reinforced: Path, seed: int) -> int:
@@ -236,16 +236,16 @@ def judge(out: Path, tuned: Path, adapter: Path, reinforced: Path, seed: int) ->
     labels = [digit for digit in range(10) for _ in range(PER_DIGIT)]
     few = [digit for digit in range(10) for _ in range(COLUMNS)]
     untrained = sample(sampler(out / "tiny_sd3"), few, seed)
-    pictures = sample(sampler(tuned), labels, seed)
+    images = sample(sampler(tuned), labels, seed)
     red = sample(sampler(tuned, adapter), few, seed)
     before = sample(sampler(tuned), labels, seed, guidance=1.0)
     after = sample(sampler(reinforced), labels, seed, guidance=1.0)
-    verdict = Judge().judge(pictures, np.array(labels))
+    verdict = Judge().judge(images, np.array(labels))
     free = compare(out, before, after, np.array(labels))
 
     real_digits, real_labels = load_part("judge_fit")
     real = [enlarge(digit).convert("RGB") for n in range(10) for digit in real_digits[real_labels == n][:COLUMNS]]
-    rows = [("real", real), ("random weights", untrained), ("fine-tuned", few_of(pictures)), ("+ LoRA", red)]
+    rows = [("real", real), ("random weights", untrained), ("fine-tuned", few_of(images)), ("+ LoRA", red)]
     rows += [("no guidance", few_of(before)), ("after RL", few_of(after))]
     draw_grid(rows, out / "grid.png")
     write_summary(out, verdict, free, seed)
@@ -254,9 +254,7 @@ def judge(out: Path, tuned: Path, adapter: Path, reinforced: Path, seed: int) ->
     learning = free["cfg_free_after"] >= wanted and free["loss_ratio"] <= 2.0 and free["diversity_ratio"] >= 0.6
     print(f"\n{met(tuning)}: fine-tuning: >= 85 % in all, >= 60 % for each digit, spread >= 0.7")
     print(f"{met(learning)}: RL: within 4 points of real digits without guidance, loss ratio <= 2, diversity >= 0.6")
-    print(
-        f"pictures: {out / 'grid.png'}\npipeline: {reinforced}\nadapter:  {adapter}\nsummary:  {out / 'summary.json'}"
-    )
+    print(f"images: {out / 'grid.png'}\npipeline: {reinforced}\nadapter:  {adapter}\nsummary:  {out / 'summary.json'}")
     print(f"RL run:   {out / 'nft' / reinforced.resolve().parents[1].name / 'report.html'}")
     return 0 if tuning and learning else 1
 
@@ -266,9 +264,9 @@ def met(goal: bool) -> str:
     return "goal reached" if goal else "GOAL MISSED"
 
 
-def few_of(pictures: list[Image.Image]) -> list[Image.Image]:
-    """The first pictures of each digit."""
-    return [pictures[digit * PER_DIGIT + k] for digit in range(10) for k in range(COLUMNS)]
+def few_of(images: list[Image.Image]) -> list[Image.Image]:
+    """The first images of each digit."""
+    return [images[digit * PER_DIGIT + k] for digit in range(10) for k in range(COLUMNS)]
 
 
 def compare(out: Path, before: list[Image.Image], after: list[Image.Image], asked: Any) -> dict[str, float]:
@@ -289,7 +287,7 @@ def compare(out: Path, before: list[Image.Image], after: list[Image.Image], aske
 
 
 def draw_grid(rows: list[tuple[str, list[Image.Image]]], path: Path) -> None:
-    """One labelled row of pictures for each kind, enlarged without smoothing."""
+    """One labelled row of images for each kind, enlarged without smoothing."""
     from PIL import ImageDraw, ImageFont
 
     side, gap, left = 34, 2, 108
@@ -297,12 +295,12 @@ def draw_grid(rows: list[tuple[str, list[Image.Image]]], path: Path) -> None:
     grid = Image.new("RGB", (width, len(rows) * (side + 10)), "white")
     draw = ImageDraw.Draw(grid)
     font = ImageFont.load_default(size=13)
-    for row, (name, pictures) in enumerate(rows):
+    for row, (name, images) in enumerate(rows):
         top = row * (side + 10) + 5
         draw.text((6, top + 9), name, fill="black", font=font)
-        for k, picture in enumerate(pictures):
+        for k, image in enumerate(images):
             x = left + k * side + (k // COLUMNS) * 6
-            grid.paste(picture.resize((side - gap, side - gap), Image.Resampling.BICUBIC), (x, top))
+            grid.paste(image.resize((side - gap, side - gap), Image.Resampling.BICUBIC), (x, top))
     grid.save(path)
 
 

@@ -72,8 +72,8 @@ def test_sft_loss_equals_a_numpy_computation(tiny_sd3: Path) -> None:
     """Everything around the transformer is computed again in NumPy float64; only its output is taken from torch."""
     config = DiffusersConfig(max_prompt_length=16, inference_size=(32, 32), logit_mean=0.2, logit_std=0.8)
     model = SD3Model(config, model_str=str(tiny_sd3))
-    pictures = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 - 1 for i in range(3)]
-    clean = model.encode_visuals(pictures, 32, 32)
+    images = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 - 1 for i in range(3)]
+    clean = model.encode_visuals(images, 32, 32)
     cond = model.encode_prompts(["a cat", "a dog", "a cat"])
     noise = randomness.normal(clean.shape[1:], 7, "noise", 0, [0, 1, 2])
     z = randomness.scalar_normal(7, "level", 0, [0, 1, 2])
@@ -81,7 +81,7 @@ def test_sft_loss_equals_a_numpy_computation(tiny_sd3: Path) -> None:
     total, weight = model.training_sft_step(clean, cond, timestep=index, noise=noise)
 
     with torch.no_grad():
-        mean = model.vae.encode(torch.stack(pictures)).latent_dist.mean.double().numpy()
+        mean = model.vae.encode(torch.stack(images)).latent_dist.mean.double().numpy()
     x0 = (mean - model.vae.config.shift_factor) * model.vae.config.scaling_factor
     u = 1 / (1 + np.exp(-(0.2 + 0.8 * z.double().numpy())))
     shift = model.scheduler.config.shift

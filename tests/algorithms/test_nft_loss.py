@@ -234,7 +234,7 @@ def test_rows_of_weight_0_count_nothing_even_without_a_reward() -> None:
 def test_a_mask_counts_only_its_elements(adaptive_weight: bool) -> None:
     case = random_case(rows=2, shape=(3, 4, 5))
     mask = torch.zeros(2, 1, 4, 1)
-    mask[:, :, 1:] = 1  # the first row of each picture does not count
+    mask[:, :, 1:] = 1  # the first row of each image does not count
     case["clean"][:, :, 0] = 100.0
     inside = {name: value[:, :, 1:] if value.ndim == 4 else value for name, value in case.items()}
     options: dict[str, Any] = {"beta": 0.5, "scale": 5.0, "adaptive_weight": adaptive_weight}

@@ -35,10 +35,10 @@ def steps(run: Path, folder: str = "checkpoints") -> list[int]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_best_leads_to_the_lowest_held_out_loss_and_survives_retention(
-    write_toml: Callable[..., Path], picture_folder: Path, held_out: Callable[..., None], mode: str
+    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None], mode: str
 ) -> None:
     held_out([5, 2, float("nan"), 2, 4, 3])
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     run = train(config, "--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1", f"--train.ckpt.save_mode={mode}")
     assert os.readlink(run / "best") == "checkpoints/step_2"
     assert steps(run) == steps(run, "safetensors") == [2, 6]
@@ -46,16 +46,16 @@ def test_best_leads_to_the_lowest_held_out_loss_and_survives_retention(
 
 
 def test_only_steps_that_are_saved_can_be_the_best(
-    write_toml: Callable[..., Path], picture_folder: Path, held_out: Callable[..., None]
+    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
 ) -> None:
     held_out([1, 5, 0, 4, 1, 6])
-    run = train(write_toml(VALIDATION.format(picture_folder)), "--train.ckpt.save_freq=2", "--train.ckpt.max_keep=1")
+    run = train(write_toml(VALIDATION.format(image_folder)), "--train.ckpt.save_freq=2", "--train.ckpt.max_keep=1")
     assert os.readlink(run / "best") == "checkpoints/step_4"
     assert steps(run) == [4, 6]
 
 
 def test_a_resumed_run_knows_the_best_of_before(
-    write_toml: Callable[..., Path], picture_folder: Path, held_out: Callable[..., None]
+    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
 ) -> None:
     stop = Stop()
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_knows_the_best_of_before(
 
     held_out([5, 2, 3, 2.5, 4, 3])
     config, options = (
-        write_toml(VALIDATION.format(picture_folder)),
+        write_toml(VALIDATION.format(image_folder)),
         ("--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1"),
     )
     run = train(config, *options, custom_logger_fns=[ask_at_three], stop=stop, expect=75)
@@ -79,10 +79,10 @@ def test_a_resumed_run_knows_the_best_of_before(
 
 
 def test_without_checkpoints_best_leads_to_the_export(
-    write_toml: Callable[..., Path], picture_folder: Path, held_out: Callable[..., None]
+    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
 ) -> None:
     held_out([5, 2, 3, 2, 4, 3])
-    run = train(write_toml(VALIDATION.format(picture_folder)), "--train.ckpt.enable_checkpoint=false")
+    run = train(write_toml(VALIDATION.format(image_folder)), "--train.ckpt.enable_checkpoint=false")
     assert os.readlink(run / "best") == "safetensors/step_6"
     assert not (run / "checkpoints/step_6").exists()
 
@@ -94,7 +94,7 @@ def test_without_a_held_out_loss_there_is_no_best(write_toml: Callable[..., Path
 @pytest.mark.parametrize(("epochs", "saved"), [(1, [3, 6, 9, 10]), (2, [6, 10])])
 def test_saves_fall_on_the_ends_of_epochs(write_toml: Callable[..., Path], epochs: int, saved: list[int]) -> None:
     options = (f"--train.ckpt.save_freq_in_epoch={epochs}", "--train.ckpt.save_freq=1", "--train.max_num_steps=10")
-    run = train(write_toml(), *options)  # 12 pictures, 4 per step: 3 steps are an epoch
+    run = train(write_toml(), *options)  # 12 images, 4 per step: 3 steps are an epoch
     assert steps(run) == saved
 
 

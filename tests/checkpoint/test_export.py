@@ -1,4 +1,4 @@
-"""Exports are proved: loaded by the documents' own snippet they give the trainer's pictures."""
+"""Exports are proved: loaded by the documents' own snippet they give the trainer's images."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor
 
 @pytest.fixture
 def last_trainer(monkeypatch: pytest.MonkeyPatch) -> list[SFTTrainer]:
-    """The trainers that ran, so that a test can ask the trained policy itself for a picture."""
+    """The trainers that ran, so that a test can ask the trained policy itself for an image."""
     made: list[SFTTrainer] = []
     init = SFTTrainer.__init__
 
@@ -80,8 +80,8 @@ def noise_for(model: DiffuserModel) -> torch.Tensor:
     return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
 
 
-def policy_picture(trainer: SFTTrainer, noise: torch.Tensor) -> torch.Tensor:
-    """The picture of the trained policy: the EMA weights when they are kept."""
+def policy_image(trainer: SFTTrainer, noise: torch.Tensor) -> torch.Tensor:
+    """The image of the trained policy: the EMA weights when they are kept."""
     ema = trainer.ema
     if ema is None:
         return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
@@ -91,7 +91,7 @@ def policy_picture(trainer: SFTTrainer, noise: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
 @pytest.mark.parametrize("name", LORAS)
-def test_the_lora_snippet_gives_the_trainers_picture(
+def test_the_lora_snippet_gives_the_trainers_image(
     write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], name: str, ema: bool
 ) -> None:
     table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
@@ -104,7 +104,7 @@ def test_the_lora_snippet_gives_the_trainers_picture(
     )
     trainer = last_trainer[-1]
     noise = noise_for(trainer.model)
-    ours = policy_picture(trainer, noise)
+    ours = policy_image(trainer, noise)
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
     assert (ours - theirs).abs().max() <= 1e-5
     assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
@@ -113,7 +113,7 @@ def test_the_lora_snippet_gives_the_trainers_picture(
 
 
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
-def test_the_full_pipeline_snippet_gives_the_trainers_picture(
+def test_the_full_pipeline_snippet_gives_the_trainers_image(
     write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], ema: bool
 ) -> None:
     run = train(
@@ -127,7 +127,7 @@ def test_the_full_pipeline_snippet_gives_the_trainers_picture(
     noise = noise_for(trainer.model)
     export = run / "safetensors/step_6"
     theirs = snippet(str(export), None, noise)
-    assert (policy_picture(trainer, noise) - theirs).abs().max() <= 1e-5
+    assert (policy_image(trainer, noise) - theirs).abs().max() <= 1e-5
     assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
     assert DiffusionPipeline.load_config(export)["_class_name"] == "StableDiffusion3Pipeline"
     # frozen parts of a run's exports share their bytes, the transformers do not
@@ -233,7 +233,7 @@ def test_an_adapter_of_another_name_is_exported_alone_and_loads(
     assert all(".second." in name for name in trainer.params)
     noise = noise_for(trainer.model)
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
-    assert (policy_picture(trainer, noise) - theirs).abs().max() <= 1e-5
+    assert (policy_image(trainer, noise) - theirs).abs().max() <= 1e-5
     assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
 
 

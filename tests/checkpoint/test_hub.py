@@ -143,9 +143,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_uploads_its_adapter_with_a_card_to_a_repository_named_after_user_and_run(
-    stub: StubHub, write_toml: Callable[..., Path], picture_folder: Path, tiny_sd3: Path
+    stub: StubHub, write_toml: Callable[..., Path], image_folder: Path, tiny_sd3: Path
 ) -> None:
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     run = train(config, *UPLOAD, "--train.ckpt.hf_repo_name=digits")
     name = f"ann/digits-{run.name}"
     local = contents(run / "safetensors/step_2/lora")
@@ -234,16 +234,16 @@ def test_a_run_that_could_not_upload_is_refused_before_it_trains(
 
 
 def test_the_card_of_a_pipeline_says_what_it_is_and_names_no_path_of_this_machine(
-    write_toml: Callable[..., Path], picture_folder: Path, tiny_sd3: Path
+    write_toml: Callable[..., Path], image_folder: Path, tiny_sd3: Path
 ) -> None:
-    text = VALIDATION.format(picture_folder) + '\n[custom]\npassword = "secret"\n'
+    text = VALIDATION.format(image_folder) + '\n[custom]\npassword = "secret"\n'
     run = train(write_toml(text, lora=False), "--train.max_num_steps=2")
     export = run / "safetensors/step_2"
     card = (export / "README.md").read_text()
     front = card.split("---")[1]
     wanted = ["library_name: diffusers", "pipeline_tag: text-to-image", "tags:", "- cosmos-rl", "- sft", "- full"]
     assert front.strip().splitlines() == wanted
-    for private in (str(tiny_sd3), str(picture_folder), str(run.parent), "secret"):
+    for private in (str(tiny_sd3), str(image_folder), str(run.parent), "secret"):
         assert private not in card
     shown = re.findall(r"!\[\]\((media/\S+)\) \| (.*) \|", card)
     assert [prompt for _, prompt in shown] == [f"a photo of the number {i}" for i in range(4)]
@@ -257,7 +257,7 @@ def test_the_card_of_a_pipeline_says_what_it_is_and_names_no_path_of_this_machin
     names: dict[str, Any] = {}
     exec(code.replace("path/to/this/folder", str(export)), names)
     assert isinstance(names["pipe"], DiffusionPipeline)
-    assert names["picture"].size == (32, 32)
+    assert names["image"].size == (32, 32)
     assert "'a photo of the number 0'" in code
     assert "max_sequence_length=16" in code
 
@@ -266,13 +266,13 @@ def test_the_snippet_of_an_adapter_loads_it(write_toml: Callable[..., Path], tin
     run = train(write_toml(), "--train.max_num_steps=1")
     export = run / "safetensors/step_1/lora"
     card = (export / "README.md").read_text()
-    assert "## Validation pictures" not in card
+    assert "## Validation images" not in card
     assert not (export / "media").exists()
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(code.replace("path/to/the/base", str(tiny_sd3)).replace("path/to/this/folder", str(export)), names)
     assert names["pipe"].get_active_adapters() == ["default"]
-    assert names["picture"].size == (32, 32)
+    assert names["image"].size == (32, 32)
     assert "ComfyUI" in card
 
 

@@ -1,16 +1,16 @@
-"""What a DiffusionNFT run exports gives its averaged policy's pictures in plain diffusers."""
+"""What a DiffusionNFT run exports gives its averaged policy's images in plain diffusers."""
 
 from pathlib import Path
 
 import pytest
 
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
-from tests.checkpoint.test_export import noise_for, policy_picture, snippet
+from tests.checkpoint.test_export import noise_for, policy_image, snippet
 from tests.support.nft_runs import nft_toml, nft_train
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_the_documented_snippet_gives_the_policys_picture(
+def test_the_documented_snippet_gives_the_policys_image(
     tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     made: list[OnlineTask] = []
@@ -22,7 +22,7 @@ def test_the_documented_snippet_gives_the_policys_picture(
     (trainer,) = made
     noise, export = noise_for(trainer.model), run / "safetensors/step_3"
     theirs = snippet(str(tiny_sd3), export / "lora", noise) if lora else snippet(str(export), None, noise)
-    assert (policy_picture(trainer, noise) - theirs).abs().max() <= 1e-5
+    assert (policy_image(trainer, noise) - theirs).abs().max() <= 1e-5
     others = [trainer.model.sample(["a photo of the number 3"], noise, num_steps=4, guidance=4.5)]
     with trainer.policies.using("old"):
         others.append(trainer.model.sample(["a photo of the number 3"], noise, num_steps=4, guidance=4.5))

@@ -34,10 +34,10 @@ def other_names(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [other_captions, other_names])
 def test_other_data_is_refused(
-    saved: tuple[Path, tuple[Path, int]], tmp_path: Path, picture_folder: Path, change: Callable[[Path], None]
+    saved: tuple[Path, tuple[Path, int]], tmp_path: Path, image_folder: Path, change: Callable[[Path], None]
 ) -> None:
     config, step = saved
-    data = shutil.copytree(picture_folder, tmp_path / "data")
+    data = shutil.copytree(image_folder, tmp_path / "data")
     chosen = f"--train.train_policy.dataset.local_dir={data}"
     train(config, chosen, "--train.max_num_steps=3", resume=step)  # the same data in another place
     change(data)

@@ -33,10 +33,10 @@ Saved = tuple[Path, Path, Path]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path, picture_folder: Path) -> Saved:
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path, image_folder: Path) -> Saved:
     """A run that has saved step 1, of prompts with metadata and of real samples."""
     folder = tmp_path_factory.mktemp("saved")
-    pairs = shutil.copytree(picture_folder, folder / "pairs")
+    pairs = shutil.copytree(image_folder, folder / "pairs")
     term = f'data_term = {{ beta = 0.1, local_dir = "{pairs}", batch_size = 4 }}'
     config = nft_toml(folder, tiny_sd3, extra=term)
     prompts = written(folder / "prompts.jsonl", ROWS)

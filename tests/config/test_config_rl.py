@@ -134,7 +134,7 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
         (
             [
                 "train.train_policy.data_term.beta=0.1",
-                "train.train_policy.data_term.local_dir=pictures",
+                "train.train_policy.data_term.local_dir=images",
                 "train.train_policy.data_term.batch_size=20",
             ],
             "train.train_policy.data_term.batch_size: found 20; allowed: a multiple of the 8 data parallel ranks, the "

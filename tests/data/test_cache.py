@@ -27,11 +27,11 @@ def losses(run: Path) -> list[float]:
 def test_training_with_caches_is_training_and_encodes_each_thing_once(
     write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    encoded: dict[str, list[object]] = {"pictures": [], "texts": []}
+    encoded: dict[str, list[object]] = {"images": [], "texts": []}
     visual, text = SD3Model.visual_embedding, SD3Model.text_embedding
 
     def count_visual(self: SD3Model, visual_list: list[torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        encoded["pictures"] += [picture.numpy().tobytes() for picture in visual_list]
+        encoded["images"] += [image.numpy().tobytes() for image in visual_list]
         return visual(self, visual_list, *args, **kwargs)  # type: ignore[arg-type]
 
     def count_text(self: SD3Model, prompt_list: list[str], *args: object, **kwargs: object) -> object:
@@ -41,16 +41,16 @@ def test_training_with_caches_is_training_and_encodes_each_thing_once(
     monkeypatch.setattr(SD3Model, "visual_embedding", count_visual)
     monkeypatch.setattr(SD3Model, "text_embedding", count_text)
     plain = losses(train(write_toml()))
-    encoded.update(pictures=[], texts=[])
+    encoded.update(images=[], texts=[])
     cached = train(write_toml(), *CACHED)
     assert losses(cached) == pytest.approx(plain, rel=1e-5)  # an encoder's last bits depend on its batch
-    # 24 samples were trained on, 4 a step: 12 pictures and 4 texts are new, in batches that are filled up to 8
-    assert {kind: len(set(things)) for kind, things in encoded.items()} == {"pictures": 12, "texts": 4}
-    assert len(encoded["pictures"]) == 3 * 8
+    # 24 samples were trained on, 4 a step: 12 images and 4 texts are new, in batches that are filled up to 8
+    assert {kind: len(set(things)) for kind, things in encoded.items()} == {"images": 12, "texts": 4}
+    assert len(encoded["images"]) == 3 * 8
     assert {len(things) % 8 for things in encoded.values()} == {0}
-    encoded.update(pictures=[], texts=[])
+    encoded.update(images=[], texts=[])
     assert losses(train(write_toml(), *CACHED)) == losses(cached)
-    assert encoded == {"pictures": [], "texts": []}
+    assert encoded == {"images": [], "texts": []}
     assert (tmp_path / "out" / "cache" / "latents").is_dir()
 
 
@@ -103,11 +103,11 @@ def test_a_resumed_run_with_caches_is_the_undisturbed_one(write_toml: Callable[.
 
 
 def test_the_bits_do_not_depend_on_what_was_missing_at_the_same_time(
-    write_toml: Callable[..., Path], tmp_path: Path, tiny_sd3: Path, picture_folder: Path
+    write_toml: Callable[..., Path], tmp_path: Path, tiny_sd3: Path, image_folder: Path
 ) -> None:
     config = load_config(write_toml(), [*CACHED])
     model = SD3Model(config.policy.diffusers, model_str=str(tiny_sd3))
-    pairs = LocalPairs(picture_folder, 32, 32)
+    pairs = LocalPairs(image_folder, 32, 32)
     items = [pairs[i] for i in range(12)]
     texts = [f"a photo of {i}" for i in range(12)]
     chance = random.Random(0)

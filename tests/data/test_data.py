@@ -1,4 +1,4 @@
-"""Pictures, pairs and streams."""
+"""Images, pairs and streams."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cosmos_rl.data.images import load_picture, to_uint8
+from cosmos_rl.data.images import load_image, to_uint8
 from cosmos_rl.data.items import BadSample, Item, Part, as_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptFile
@@ -26,7 +26,7 @@ def save_pair(folder: Path, name: str, suffix: str = ".png", caption: object = N
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".jpeg", ".png", ".webp", ".PNG"])
-def test_every_documented_picture_kind_is_read(tmp_path: Path, suffix: str) -> None:
+def test_every_documented_image_kind_is_read(tmp_path: Path, suffix: str) -> None:
     save_pair(tmp_path, "a.b json c", suffix)
     (item,) = LocalPairs(tmp_path, 16, 24)
     assert (item.name, item.prompt) == ("a.b json c", "a.b json c")
@@ -37,7 +37,7 @@ def test_every_documented_picture_kind_is_read(tmp_path: Path, suffix: str) -> N
 def test_pairs_stay_paired_when_some_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "c", "e", "g"):
         save_pair(tmp_path, name)
-    (tmp_path / "b.json").write_text('{"prompt": "no picture"}')
+    (tmp_path / "b.json").write_text('{"prompt": "no image"}')
     Image.new("RGB", (8, 8)).save(tmp_path / "d.png")
     save_pair(tmp_path, "f", caption=["not an object"])
     pairs = LocalPairs(tmp_path, 8, 8)
@@ -77,16 +77,16 @@ def test_more_problems_than_pairs_stop_the_run(tmp_path: Path) -> None:
         LocalPairs(tmp_path, 8, 8)
 
 
-def test_a_broken_picture_is_named(tmp_path: Path) -> None:
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
     save_pair(tmp_path, "a")
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
-    with pytest.raises(UserError, match=r"a\.png: cannot be read as a picture"):
+    with pytest.raises(UserError, match=r"a\.png: cannot be read as an image"):
         LocalPairs(tmp_path, 8, 8)[0]
 
 
 def test_all_image_modes_give_rgb_in_the_right_size(tmp_path: Path) -> None:
     half = Image.new("RGBA", (300, 50), (0, 0, 0, 128))
-    pictures = {
+    images = {
         "rgb.png": Image.new("RGB", (64, 64), (255, 255, 255)),
         "rgba.png": half,
         "l.png": Image.new("L", (70, 90), 128),
@@ -95,9 +95,9 @@ def test_all_image_modes_give_rgb_in_the_right_size(tmp_path: Path) -> None:
         "one.png": Image.new("RGB", (1, 1)),
         "deep.png": Image.fromarray(np.full((64, 128), 32768, dtype=np.uint16)),
     }
-    for name, picture in pictures.items():
-        picture.save(tmp_path / name)
-    loaded = {name: load_picture(tmp_path / name, 64, 128) for name in pictures}
+    for name, image in images.items():
+        image.save(tmp_path / name)
+    loaded = {name: load_image(tmp_path / name, 64, 128) for name in images}
     assert {tuple(p.shape) for p in loaded.values()} == {(3, 64, 128)}
     assert all(float(p.min()) >= -1 and float(p.max()) <= 1 for p in loaded.values())
     assert float(loaded["rgba.png"].mean()) == pytest.approx(0.0, abs=0.01)  # half black over white
@@ -106,26 +106,26 @@ def test_all_image_modes_give_rgb_in_the_right_size(tmp_path: Path) -> None:
 
 
 def test_exif_orientation_is_applied(tmp_path: Path) -> None:
-    picture = Image.new("RGB", (20, 10), "black")
-    picture.paste("white", (0, 0, 10, 10))  # left half white
+    image = Image.new("RGB", (20, 10), "black")
+    image.paste("white", (0, 0, 10, 10))  # left half white
     exif = Image.Exif()
     exif[0x0112] = 6  # shown after a quarter turn clockwise: the left side is on top
-    picture.save(tmp_path / "x.png", exif=exif)
-    tensor = load_picture(tmp_path / "x.png", 20, 10)
+    image.save(tmp_path / "x.png", exif=exif)
+    tensor = load_image(tmp_path / "x.png", 20, 10)
     assert float(tensor[:, :10].min()) == 1.0
     assert float(tensor[:, 10:].max()) == -1.0
 
 
 def test_the_crop_is_the_centre_and_keeps_the_aspect(tmp_path: Path) -> None:
-    picture = Image.new("RGB", (300, 100), "black")
-    picture.paste("white", (100, 0, 200, 100))
-    picture.save(tmp_path / "x.png")
-    assert float(load_picture(tmp_path / "x.png", 100, 100).min()) == 1.0
+    image = Image.new("RGB", (300, 100), "black")
+    image.paste("white", (100, 0, 200, 100))
+    image.save(tmp_path / "x.png")
+    assert float(load_image(tmp_path / "x.png", 100, 100).min()) == 1.0
 
 
 def test_uint8_conversion_rounds_and_clips() -> None:
-    picture = torch.tensor([-0.1, 0.0, 0.5, 127.4 / 255, 1.2]).expand(1, 3, 1, 5)
-    assert to_uint8(picture)[0, 0, :, 0].tolist() == [0, 0, 128, 127, 255]
+    image = torch.tensor([-0.1, 0.0, 0.5, 127.4 / 255, 1.2]).expand(1, 3, 1, 5)
+    assert to_uint8(image)[0, 0, :, 0].tolist() == [0, 0, 128, 127, 255]
 
 
 def test_elements_of_users_data_sets_are_checked() -> None:
@@ -203,26 +203,26 @@ def broken_folder(tmp_path: Path, names: str, broken: str) -> LocalPairs:
     for name in names:
         save_pair(tmp_path, name)
     for name in broken:
-        (tmp_path / f"{name}.png").write_bytes(b"no picture")
+        (tmp_path / f"{name}.png").write_bytes(b"no image")
     return LocalPairs(tmp_path, 8, 8)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_picture_is_named_and_the_next_takes_its_place(tmp_path: Path, num_workers: int) -> None:
+def test_a_broken_image_is_named_and_the_next_takes_its_place(tmp_path: Path, num_workers: int) -> None:
     pairs = broken_folder(tmp_path, "abcdef", "be")
     skipped = Skipped(6, 0.4)
     stream = MapStream(6, 2, 0, shuffle=False)
     batches = list(load_batches(pairs, stream, 0, 3, num_workers=num_workers, skipped=skipped))
     assert [[item.name for item in batch.items] for batch in batches] == [["a", "c"], ["c", "d"], ["f", "f"]]
     assert sorted(skipped.reasons) == [1, 4]
-    assert all("cannot be read as a picture" in reason for reason in skipped.reasons.values())
+    assert all("cannot be read as an image" in reason for reason in skipped.reasons.values())
     resumed = list(load_batches(pairs, stream, 2, 3, num_workers=num_workers, skipped=Skipped(6, 0.4)))
     assert [item.name for item in resumed[0].items] == ["f", "f"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("frac", "allowed"), [(0.0, 0), (0.05, 1), (0.34, 2)])
-def test_more_broken_pictures_than_allowed_end_the_run(
+def test_more_broken_images_than_allowed_end_the_run(
     tmp_path: Path, frac: float, allowed: int, num_workers: int
 ) -> None:
     pairs = broken_folder(tmp_path, "abcdef", "bcd")
@@ -230,7 +230,7 @@ def test_more_broken_pictures_than_allowed_end_the_run(
         list(load_batches(pairs, MapStream(6, 1, 0), 0, 6, num_workers=num_workers, skipped=Skipped(6, frac)))
 
 
-def test_a_data_set_of_broken_pictures_ends_the_run(tmp_path: Path) -> None:
+def test_a_data_set_of_broken_images_ends_the_run(tmp_path: Path) -> None:
     pairs = broken_folder(tmp_path, "abc", "abc")
     with pytest.raises(UserError, match="3 samples in a row cannot be read"):
         list(load_batches(pairs, MapStream(3, 1, 0), 0, 3, skipped=Skipped(3, 1.0)))
@@ -263,7 +263,7 @@ def test_positions_of_a_long_run_are_made_while_they_are_needed() -> None:
 
 
 def captions(folder: Path, content: bytes, count: int = 8) -> Path:
-    """``count`` pictures with the same bytes as caption."""
+    """``count`` images with the same bytes as caption."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
         Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
@@ -323,7 +323,7 @@ def test_files_of_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "u.png")
     (tmp_path / "u.txt").write_text("a caption")
     assert LocalPairs(tmp_path, 8, 8).problems == [
-        "t.json: has no picture; t.tiff is of a kind that is not read",
+        "t.json: has no image; t.tiff is of a kind that is not read",
         "u.png: has no caption u.json; u.txt is of a kind that is not read",
     ]
 
@@ -337,8 +337,8 @@ def test_file_names_that_are_no_text_are_read_and_shown(tmp_path: Path) -> None:
         pytest.skip("this file system takes only names that are text")
     pairs = LocalPairs(tmp_path, 8, 8)
     assert [(item.name, item.prompt) for item in pairs] == [("a", "a"), ("\\udcff", "b")]
-    (tmp_path / f"{name}.png").write_bytes(b"no picture")
-    with pytest.raises(BadSample, match=r"\\udcff.png: cannot be read as a picture"):
+    (tmp_path / f"{name}.png").write_bytes(b"no image")
+    with pytest.raises(BadSample, match=r"\\udcff.png: cannot be read as an image"):
         LocalPairs(tmp_path, 8, 8)[1]
 
 
@@ -350,8 +350,8 @@ def test_a_decoder_may_raise_what_it_likes(tmp_path: Path, monkeypatch: pytest.M
             raise error
 
         monkeypatch.setattr("cosmos_rl.data.images.ImageOps.exif_transpose", fail)
-        with pytest.raises(BadSample, match=rf"x.jpg: cannot be read as a picture \({type(error).__name__}"):
-            load_picture(tmp_path / "x.jpg", 8, 8)
+        with pytest.raises(BadSample, match=rf"x.jpg: cannot be read as an image \({type(error).__name__}"):
+            load_image(tmp_path / "x.jpg", 8, 8)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,4 +1,4 @@
-"""Ten thousand pictures and captions with random damage: each is read or named, none ends a run another way."""
+"""Ten thousand images and captions with random damage: each is read or named, none ends a run another way."""
 
 import io
 import json
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from cosmos_rl.data.images import load_picture
+from cosmos_rl.data.images import load_image
 from cosmos_rl.data.items import BadSample
 from cosmos_rl.data.pair_files import scan_pairs
 from cosmos_rl.data.prompts import read_prompts
@@ -29,7 +29,7 @@ CAPTIONS = [
 ]
 
 
-def small_pictures() -> list[tuple[str, bytes]]:
+def small_images() -> list[tuple[str, bytes]]:
     """Small files of every kind that is read, with what decoders trip over: EXIF, palettes, 16 bits, animation."""
     noise = np.random.default_rng(0).integers(0, 256, (12, 10, 4), dtype=np.uint8)
     rgba = Image.fromarray(noise)
@@ -46,10 +46,10 @@ def small_pictures() -> list[tuple[str, bytes]]:
         (".webp", rgba.convert("RGB"), {"lossless": True, "save_all": True, "append_images": [rgba.convert("RGB")]}),
     ]
     files = []
-    for suffix, picture, options in made:
+    for suffix, image, options in made:
         file = io.BytesIO()
         kind = {".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}[suffix]
-        picture.save(file, kind, **options)
+        image.save(file, kind, **options)
         files.append((suffix, file.getvalue()))
     return files
 
@@ -76,21 +76,21 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     return bytes(data)
 
 
-def read_pictures(folder: Path, count: int, seed: int) -> Counter[str]:
-    draw, pictures, outcomes, messages = random.Random(seed), small_pictures(), Counter[str](), list[str]()
+def read_images(folder: Path, count: int, seed: int) -> Counter[str]:
+    draw, images, outcomes, messages = random.Random(seed), small_images(), Counter[str](), list[str]()
     for number in range(count):
-        suffix, content = pictures[number % len(pictures)]
+        suffix, content = images[number % len(images)]
         path = folder / f"x{suffix}"
         path.write_bytes(damaged(content, draw))
         try:
-            picture = load_picture(path, 8, 8)
+            image = load_image(path, 8, 8)
         except BadSample as error:
             messages.append(str(error))
             continue
-        assert picture.shape == (3, 8, 8)
-        assert bool(torch.isfinite(picture).all())
+        assert image.shape == (3, 8, 8)
+        assert bool(torch.isfinite(image).all())
         outcomes["read"] += 1
-    named = re.compile(rf"{re.escape(str(folder))}/x\.\w+: cannot be read as a picture \((\w+).*\)", re.DOTALL)
+    named = re.compile(rf"{re.escape(str(folder))}/x\.\w+: cannot be read as an image \((\w+).*\)", re.DOTALL)
     for message in messages:
         match = named.fullmatch(message)
         assert match, message
@@ -100,10 +100,10 @@ def read_pictures(folder: Path, count: int, seed: int) -> Counter[str]:
 
 def read_captions(folder: Path, count: int, seed: int, tokenizers: list[Tokenizer]) -> Counter[str]:
     draw, outcomes = random.Random(seed), Counter[str]()
-    Image.new("RGB", (2, 2)).save(folder / "picture", "PNG")
+    Image.new("RGB", (2, 2)).save(folder / "image", "PNG")
     contents = [damaged(CAPTIONS[number % len(CAPTIONS)], draw) for number in range(count)]
     for number, content in enumerate(contents):
-        os.link(folder / "picture", folder / f"{number}.png")
+        os.link(folder / "image", folder / f"{number}.png")
         (folder / f"{number}.json").write_bytes(content)
     pairs, problems = scan_pairs(folder)
     assert len(pairs) + len(problems) == count
@@ -145,13 +145,13 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pictures", "captions", "seed"), [(400, 200, 1), pytest.param(8000, 2000, 0, marks=pytest.mark.slow)]
+    ("images", "captions", "seed"), [(400, 200, 1), pytest.param(8000, 2000, 0, marks=pytest.mark.slow)]
 )
 def test_damaged_files_are_read_or_named(
-    tmp_path: Path, tokenizers: list[Tokenizer], pictures: int, captions: int, seed: int
+    tmp_path: Path, tokenizers: list[Tokenizer], images: int, captions: int, seed: int
 ) -> None:
-    found = read_pictures(tmp_path, pictures, seed)
-    assert min(found["read"], pictures - found["read"]) > pictures / 20, found  # the damage is neither nothing nor all
+    found = read_images(tmp_path, images, seed)
+    assert min(found["read"], images - found["read"]) > images / 20, found  # the damage is neither nothing nor all
     (tmp_path / "captions").mkdir()
     found = read_captions(tmp_path / "captions", captions, seed, tokenizers)
     assert min(found["read"], captions - found["read"]) > captions / 20, found

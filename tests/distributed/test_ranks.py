@@ -29,7 +29,7 @@ def trace(run: Path) -> np.ndarray:
 
 
 def assert_same_results(run: Path, reference: Path, name: str) -> None:
-    """Traces, held-out losses, exported weights and validation pictures of two runs of the same batches."""
+    """Traces, held-out losses, exported weights and validation images of two runs of the same batches."""
     # float32 sums in another order: well below what a wrong noise, weight or scale would give
     np.testing.assert_allclose(trace(run), trace(reference), rtol=1e-6, atol=1e-6, err_msg=name)
     lines = [read_metrics(r / "metrics.jsonl") for r in (run, reference)]
@@ -54,12 +54,12 @@ def assert_same_results(run: Path, reference: Path, name: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", ["image-sft-lora", pytest.param("image-sft", marks=pytest.mark.zoo)])
 def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
-    tiny_sd3: Path, picture_folder: Path, tmp_path: Path, recipe: str
+    tiny_sd3: Path, image_folder: Path, tmp_path: Path, recipe: str
 ) -> None:
     options = [
         f"--policy.model_name_or_path={tiny_sd3}",
-        f"--train.train_policy.dataset.local_dir={picture_folder}",
-        f"--validation.dataset.local_dir={picture_folder}",
+        f"--train.train_policy.dataset.local_dir={image_folder}",
+        f"--validation.dataset.local_dir={image_folder}",
         "--validation.enable=true",
         "--validation.freq=2",
         "--policy.diffusers.inference_size=[32, 32]",
@@ -87,9 +87,9 @@ def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
 
 @pytest.mark.process
 def test_replicas_of_shards_give_the_result_of_one_rank(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
-    config = write_toml(VALIDATION.format(picture_folder), lora=False)
+    config = write_toml(VALIDATION.format(image_folder), lora=False)
     options = (*GLOBAL, "--train.optm_lr=1e-3", "--train.max_num_steps=4")
     one = train_on_ranks(1, config, tmp_path / "1", *options)
     four = train_on_ranks(4, config, tmp_path / "2x2", *options, "--policy.parallelism.dp_replicate_size=2")
@@ -140,9 +140,9 @@ def test_killed_on_four_then_on_two_ranks_one_rank_ends_like_the_undisturbed_run
 
 @pytest.mark.process
 def test_only_the_first_rank_describes_the_run(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--nproc-per-node", "2", "--config", str(config)]
     done = patience.run([*command, "--train.max_num_steps=2", "--train.train_policy.mini_batch=1"], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

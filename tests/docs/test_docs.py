@@ -206,13 +206,13 @@ def test_own_data_trains_and_its_missing_key_is_one_message(run_example, capsys)
     assert "error: custom.prompt: missing" in capsys.readouterr().err
 
 
-def test_own_prompts_give_validation_pictures(run_example, tmp_path: Path) -> None:
+def test_own_prompts_give_validation_images(run_example, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     run_example(
         "own_validation.py", "--validation.enable=true", f"--validation.dataset.local_dir={tmp_path}/prompts.txt"
     )
-    pictures = (tmp_path / "out").glob("*/media/validation/step_2/*.png")
-    assert sorted(path.name for path in pictures) == ["000_a-cat.png", "001_a-dog.png"]
+    images = (tmp_path / "out").glob("*/media/validation/step_2/*.png")
+    assert sorted(path.name for path in images) == ["000_a-cat.png", "001_a-dog.png"]
 
 
 def test_an_own_logger_gets_every_step(run_example, tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_an_own_logger_gets_every_step(run_example, tmp_path: Path) -> None:
     assert logged == [(row["step"], row["train/loss_mean"]) for row in rows]
 
 
-def test_own_hooks_see_validation_save_and_load(run_example, picture_folder: Path, capfd) -> None:
-    held_out = ("--validation.enable=true", f"--validation.dataset.local_dir={picture_folder}")
+def test_own_hooks_see_validation_save_and_load(run_example, image_folder: Path, capfd) -> None:
+    held_out = ("--validation.enable=true", f"--validation.dataset.local_dir={image_folder}")
     rows = run_example("own_hooks.py", *held_out)
     printed = capfd.readouterr().out
     assert f"epoch 0: held-out loss {rows[-1]['val/loss_mean']}" in printed

@@ -58,14 +58,14 @@ def test_what_the_progress_line_shows_is_on_the_page() -> None:
 
 @pytest.mark.slow
 def test_the_page_has_the_metrics_of_two_runs_and_no_others(
-    tmp_path: Path, write_toml: Callable[..., Path], write_nft_toml: Callable[..., Path], picture_folder: Path
+    tmp_path: Path, write_toml: Callable[..., Path], write_nft_toml: Callable[..., Path], image_folder: Path
 ) -> None:
     from tests.support.nft_runs import nft_train
     from tests.support.trainer_runs import train
 
     validation = ("--validation.enable=true", "--validation.freq=1", "--train.ckpt.enable_checkpoint=false")
     short = ("--train.max_num_steps=1", "--train.ckpt.export_safetensors=false")
-    sft = train(write_toml(), *validation, *short, f"--validation.dataset.local_dir={picture_folder}")
+    sft = train(write_toml(), *validation, *short, f"--validation.dataset.local_dir={image_folder}")
     untrained = '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]'
     job = "--train.train_policy."
     nft = nft_train(
@@ -79,7 +79,7 @@ def test_the_page_has_the_metrics_of_two_runs_and_no_others(
         f"{job}reward_hacking_guard.action=warn",
         f"{job}data_term.beta=0.1",
         f"{job}data_term.batch_size=4",
-        f"{job}data_term.local_dir={picture_folder}",
+        f"{job}data_term.local_dir={image_folder}",
     )
     logged = {name for run in (sft, nft) for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []

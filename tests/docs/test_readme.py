@@ -30,10 +30,10 @@ def in_shell(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 def test_the_laptop_commands_of_the_readme_train_export_and_sample(tmp_path: Path) -> None:
     (commands,) = [block for block in blocks("README.md", "bash") if block.startswith("cosmos-rl tiny-model")]
-    (tmp_path / "my_pictures").mkdir()
+    (tmp_path / "my_images").mkdir()
     for i in range(4):
-        Image.new("RGB", (50, 40), (60 * i, 0, 0)).save(tmp_path / "my_pictures" / f"{i:04d}.jpg")
-        (tmp_path / "my_pictures" / f"{i:04d}.json").write_text(json.dumps({"prompt": f"red {i}"}))
+        Image.new("RGB", (50, 40), (60 * i, 0, 0)).save(tmp_path / "my_images" / f"{i:04d}.jpg")
+        (tmp_path / "my_images" / f"{i:04d}.json").write_text(json.dumps({"prompt": f"red {i}"}))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     result = "outputs/stable-diffusion-3-5-image-sft-lora/safetensors/step_30"
     commands += f'cosmos-rl sample {result} "red 1" --out samples --steps 2 --size 32 32\n'

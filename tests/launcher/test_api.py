@@ -28,11 +28,11 @@ def brightness(to_be_evaluated: npt.NDArray[np.uint8]) -> float:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_sd3: Path, picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, tiny_sd3: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the page's examples find where they run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny_sd3").symlink_to(tiny_sd3)
-    (tmp_path / "my_pictures").symlink_to(picture_folder)
+    (tmp_path / "my_images").symlink_to(image_folder)
     (tmp_path / "my_prompts.txt").write_text("a red apple\na blue car\na dog\na cat\n")
     return tmp_path
 
@@ -94,21 +94,21 @@ def test_the_third_example_resumes(folder: Path) -> None:
 
 
 def test_the_pipeline_is_the_trained_one(folder: Path) -> None:
-    run = cosmos_rl.sft("tiny_sd3", "my_pictures", steps=2, learning_rate=1e-2, overrides={"policy.lora.b": None})
+    run = cosmos_rl.sft("tiny_sd3", "my_images", steps=2, learning_rate=1e-2, overrides={"policy.lora.b": None})
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "latent"}
-    pictures = []
+    images = []
     for pipe in (StableDiffusion3Pipeline.from_pretrained("tiny_sd3"), run.pipeline()):
         generator = torch.Generator().manual_seed(0)
-        pictures.append(pipe("a dog", generator=generator, **arguments).images)
-    assert (pictures[0] - pictures[1]).abs().max() > 1e-3
+        images.append(pipe("a dog", generator=generator, **arguments).images)
+    assert (images[0] - images[1]).abs().max() > 1e-3
     assert run.result.name == "step_2"
 
 
 def test_a_rectangle_and_a_size_of_the_models_own(folder: Path) -> None:
     overrides = {"train.ckpt.export_safetensors": False}
-    run = cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, size=(32, 48), overrides=overrides)
+    run = cosmos_rl.sft("tiny_sd3", "my_images", steps=1, size=(32, 48), overrides=overrides)
     assert sizes(run) == [32, 48]
-    own = cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, overrides=overrides)
+    own = cosmos_rl.sft("tiny_sd3", "my_images", steps=1, overrides=overrides)
     size = StableDiffusion3Pipeline.from_pretrained("tiny_sd3")
     edge = size.transformer.config.sample_size * size.vae_scale_factor
     assert sizes(own) == [edge, edge]
@@ -147,13 +147,13 @@ def test_mistakes_are_told_and_leave_nothing(folder: Path, arguments: dict[str, 
 def test_what_the_command_refuses_before_training_python_refuses(folder: Path) -> None:
     for size in (1024, (32, 1024)):
         with pytest.raises(UserError, match=r"inference_size = \[.*1024\]: .*has positions for at most \d+ pixels"):
-            cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, size=size)
+            cosmos_rl.sft("tiny_sd3", "my_images", steps=1, size=size)
         with pytest.raises(UserError, match="has positions for at most"):
             cosmos_rl.nft("tiny_sd3", ["a", "b"], brightness, steps=1, size=size)
     with pytest.raises(UserError, match="12 captions, 0 of them held out, make no whole step of 13 samples"):
-        cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, batch_size=13)
+        cosmos_rl.sft("tiny_sd3", "my_images", steps=1, batch_size=13)
     with pytest.raises(UserError, match="'attn' matches no layer"):
-        cosmos_rl.sft("tiny_sd3", "my_pictures", steps=1, overrides={"policy.lora.target_modules": ["attn"]})
+        cosmos_rl.sft("tiny_sd3", "my_images", steps=1, overrides={"policy.lora.target_modules": ["attn"]})
     assert not list(folder.glob("outputs/*/2*"))
 
 

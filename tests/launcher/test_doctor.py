@@ -104,7 +104,7 @@ def test_a_random_autoencoder_is_warned_of(write_toml: Toml, model: Path, capsys
         new_vae().save_pretrained(model / "vae")
     code, found, out = marks(capsys, "--config", write_toml(), f"--policy.model_name_or_path={model}")
     assert (code, found["VAE"]) == (0, "warn")
-    assert "the VAE destroys pictures" in out
+    assert "the VAE destroys images" in out
 
 
 def test_a_weight_that_is_not_a_number_is_named(

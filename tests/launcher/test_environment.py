@@ -62,8 +62,8 @@ def test_folders_of_another_kind_are_described(
 
 
 def pixels(file: Path) -> bytes:
-    with Image.open(file) as picture:
-        return picture.tobytes()
+    with Image.open(file) as image:
+        return image.tobytes()
 
 
 def drawn_by_diffusers(adapter: Path, base: Path, text_length: int) -> bytes:
@@ -152,10 +152,10 @@ def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
     for key in ("train.train_policy", "validation"):
         missing = f'{key}.local_reward.reward_fns: "my_reward.py:red": {tmp_path}/my_reward.py does not exist'
         assert missing in str(told.value)
-    (tmp_path / "my_reward.py").write_text("def reed(picture): return 1.0\n")
+    (tmp_path / "my_reward.py").write_text("def reed(image): return 1.0\n")
     with pytest.raises(UserError, match='my_reward.py has no function "red"; did you mean reed'):
         check_environment(config, None)
-    (tmp_path / "my_reward.py").write_text("def red(picture) return 1.0\n")
+    (tmp_path / "my_reward.py").write_text("def red(image) return 1.0\n")
     with pytest.raises(UserError, match=r'"my_reward.py:red": my_reward.py, line 1: expected'):
         check_environment(config, None)
     (tmp_path / "my_reward.py").write_text("import functools\nred = functools.partial(max, 1.0)\n")

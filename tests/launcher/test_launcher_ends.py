@@ -19,10 +19,10 @@ def test_a_worker_that_hangs_after_a_mistake_is_ended(place, capfd, monkeypatch)
     script(
         "import threading\n"
         "threading.Thread(target=time.sleep, args=(HANG_S,)).start()\n"
-        "def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n"
+        "def body(stop):\n    raise UserError('no such images')\nsupervised(body)\n"
     )
     assert main(["--config", "run.toml", "worker.py"]) == 2
-    assert capfd.readouterr().err == "error: no such pictures\n"
+    assert capfd.readouterr().err == "error: no such images\n"
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_worker_that_hangs_after_a_mistake_is_ended(place, capfd, monkeypatch)
         ("return 0", 0, ""),
         ("return 75", 75, ""),
         ("return 130", 130, ""),
-        ("raise UserError('no pictures in x')", 2, "error: no pictures in x"),
+        ("raise UserError('no images in x')", 2, "error: no images in x"),
         ("raise ValueError('boom')", 1, "ValueError: boom\nerror: the worker of rank 0 ended with exit code 1"),
         ("os._exit(3)", 1, "error: the worker of rank 0 ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", 1, "ended by SIGKILL (out of memory?)"),
@@ -130,10 +130,10 @@ def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatc
     from cosmos_rl.launcher import workers
 
     folder, script = place
-    script("def body(stop):\n    raise UserError('no such pictures')\nsupervised(body)\n")
+    script("def body(stop):\n    raise UserError('no such images')\nsupervised(body)\n")
     command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
     assert main(command) == 2
-    assert capfd.readouterr().err == "error: no such pictures\n"
+    assert capfd.readouterr().err == "error: no such images\n"
     monkeypatch.setattr(workers, "ALONE_SECONDS", 0.5)
     script(
         "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"

@@ -32,7 +32,7 @@ VALIDATION = '[validation]\nenable = true\nfreq = 1\nbatch_size = 2\ndataset.loc
 )
 def test_the_message_says_where_how_much_and_what_to_change(
     write_toml: Callable[..., Path],
-    picture_folder: Path,
+    image_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     place: Any,
@@ -44,7 +44,7 @@ def test_the_message_says_where_how_much_and_what_to_change(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     monkeypatch.setattr(place, name, run_out)
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(config), "--train.device=cpu"])
     with pytest.raises(SystemExit) as end:
         worker_entry.main(dataset=training_pairs, val_dataset=validation_data)

@@ -187,8 +187,8 @@ def test_the_hand_written_sd3_has_the_same_velocity(driver: Driver, tiny_sd3: Pa
         with torch.no_grad():
             wanted = model.velocity(x, sigma, theirs, guidance=guidance)
             assert torch.equal(driver.velocity(x, driver.training_level(sigma), ours, guidance), wanted)
-    pictures = 2 * torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(2)) - 1
-    torch.testing.assert_close(driver.encode_media(pictures), model.encode_visuals(list(pictures), 32, 32))
+    images = 2 * torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(2)) - 1
+    torch.testing.assert_close(driver.encode_media(images), model.encode_visuals(list(images), 32, 32))
 
 
 def test_half_precision_keeps_the_pipelines_own_state_dtype(tiny_sd3: Path) -> None:

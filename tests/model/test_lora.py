@@ -125,8 +125,8 @@ def test_a_warm_start_that_does_not_fit_is_refused(tiny_sd3: Path, tmp_path: Pat
         build(tiny_sd3, lora_path=str(file))
 
 
-def test_a_picture_pipeline_is_refused_for_videos(tiny_sd3: Path) -> None:
-    with pytest.raises(UserError, match="is_video = true, but StableDiffusion3Pipeline makes pictures"):
+def test_an_image_pipeline_is_refused_for_videos(tiny_sd3: Path) -> None:
+    with pytest.raises(UserError, match="is_video = true, but StableDiffusion3Pipeline makes images"):
         SD3Model(DiffusersConfig(is_video=True), model_str=str(tiny_sd3))
 
 
@@ -144,9 +144,9 @@ def test_the_output_process_is_the_pipelines_processor(tiny_sd3: Path) -> None:
 
 def test_latents_are_shifted_and_scaled_and_decode_undoes_it(tiny_sd3: Path) -> None:
     model = build(tiny_sd3)
-    picture = torch.linspace(-1, 1, 3 * 32 * 32).reshape(3, 32, 32)
-    latents = model.encode_visuals([picture], 32, 32)
-    mean = model.vae.encode(picture[None]).latent_dist.mean
+    image = torch.linspace(-1, 1, 3 * 32 * 32).reshape(3, 32, 32)
+    latents = model.encode_visuals([image], 32, 32)
+    mean = model.vae.encode(image[None]).latent_dist.mean
     shift, scale = model.vae.config.shift_factor, model.vae.config.scaling_factor
     assert (shift, scale) != (0.0, 1.0)
     torch.testing.assert_close(latents, (mean - shift) * scale, rtol=0, atol=1e-6)

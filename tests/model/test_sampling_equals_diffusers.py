@@ -48,7 +48,7 @@ def test_latents_are_bit_equal_to_the_stock_pipeline(
     assert torch.equal(ours, stock)
 
 
-def test_pictures_are_bit_equal_to_the_stock_pipeline(model: SD3Model, pipeline: StableDiffusion3Pipeline) -> None:
+def test_images_are_bit_equal_to_the_stock_pipeline(model: SD3Model, pipeline: StableDiffusion3Pipeline) -> None:
     noise = torch.randn(2, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(4))
     stock = pipeline(
         PROMPTS[:2],

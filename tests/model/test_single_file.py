@@ -81,7 +81,7 @@ def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
     assert base_of(two) == "stabilityai/stable-diffusion-3.5-medium"
 
 
-def test_the_documented_merge_gives_the_adapters_picture(
+def test_the_documented_merge_gives_the_adapters_image(
     write_toml: Callable[..., Path], tiny_sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train(write_toml(), "--train.max_num_steps=3")
@@ -93,14 +93,14 @@ def test_the_documented_merge_gives_the_adapters_picture(
     )
     exec(code.replace("path/to/safetensors/step_30/lora", str(run / "safetensors/step_3/lora")), {})
 
-    def picture(pipe: DiffusionPipeline) -> torch.Tensor:
+    def image(pipe: DiffusionPipeline) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)
         size = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 16}
         return pipe("a cat", generator=torch.Generator().manual_seed(0), output_type="pt", **size).images
 
     adapted = DiffusionPipeline.from_pretrained(tiny_sd3)
-    base = picture(adapted)
+    base = image(adapted)
     adapted.load_lora_weights(str(run / "safetensors/step_3/lora"), weight_name="model.safetensors")
-    merged = picture(DiffusionPipeline.from_pretrained(tmp_path / "merged"))
-    assert (merged - picture(adapted)).abs().max() <= 1e-5
+    merged = image(DiffusionPipeline.from_pretrained(tmp_path / "merged"))
+    assert (merged - image(adapted)).abs().max() <= 1e-5
     assert (merged - base).abs().max() > 1e-3

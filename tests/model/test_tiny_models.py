@@ -1,4 +1,4 @@
-"""The tiny pipelines: complete, reloadable, the same for a seed, with an autoencoder that keeps pictures readable."""
+"""The tiny pipelines: complete, reloadable, the same for a seed, with an autoencoder that keeps images readable."""
 
 import hashlib
 import subprocess
@@ -44,8 +44,8 @@ def test_reloads_and_samples_with_default_arguments(preset: str, tmp_path: Path)
     pipeline = DiffusionPipeline.from_pretrained(tiny.build("sd3", tmp_path / preset, preset, 0))
     pipeline.set_progress_bar_config(disable=True)
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
-    picture = pipeline("a photo of the digit seven").images[0]  # 28 steps, guidance 7, 256 T5 tokens
-    assert picture.size == (32, 32)
+    image = pipeline("a photo of the digit seven").images[0]  # 28 steps, guidance 7, 256 T5 tokens
+    assert image.size == (32, 32)
     prompts = ["an odd prompt, with (signs)!", ""]
     short = pipeline(prompts, num_inference_steps=2, max_sequence_length=16, output_type="pt")
     assert short.images.shape == (2, 3, 32, 32)
@@ -151,15 +151,15 @@ def test_autoencoder_keeps_held_out_digits_readable() -> None:
     vae = AutoencoderKL.from_pretrained(VAE_FOLDER)
     small, labels = digits.load_part("judge_test")
     red = (255, 60, 30)
-    for pictures in ([digits.enlarge(d) for d in small], [digits.tint(digits.enlarge(d), red) for d in small]):
-        pixels = torch.from_numpy(np.stack([np.asarray(p.convert("RGB")) for p in pictures])).movedim(-1, 1)
+    for images in ([digits.enlarge(d) for d in small], [digits.tint(digits.enlarge(d), red) for d in small]):
+        pixels = torch.from_numpy(np.stack([np.asarray(p.convert("RGB")) for p in images])).movedim(-1, 1)
         with torch.no_grad():
             latents = vae.encode(pixels.float() / 127.5 - 1).latent_dist.mean
             decoded = vae.decode(latents).sample.clamp(-1, 1)
         arrays = ((decoded + 1) * 127.5).round().byte().movedim(1, -1).numpy()
         referee = judge.Judge()
         kept = (referee.labels([Image.fromarray(array) for array in arrays]) == labels).mean()
-        real = (referee.labels(pictures) == labels).mean()
+        real = (referee.labels(images) == labels).mean()
         assert kept >= 0.95 * real
         assert np.abs(arrays.mean(axis=(0, 1, 2)) - pixels.numpy().mean(axis=(0, 2, 3))).max() < 10  # colours survive
         normal = (latents - vae.config.shift_factor) * vae.config.scaling_factor

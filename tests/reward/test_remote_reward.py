@@ -28,7 +28,7 @@ def table(*names: str, **keys: object) -> RemoteRewardConfig:
 
 
 def request(count: int = 2, size: int = 4, **fields: object) -> ScoringRequest:
-    """Sample k is a picture of the grey k + 1."""
+    """Sample k is an image of the grey k + 1."""
     media = torch.arange(1, count + 1, dtype=torch.uint8)[:, None, None, None].expand(count, size, size, 3)
     values = {"prompts": [f"p{k}" for k in range(count)], "metadata": [{}] * count, "sample_ids": range(count)}
     return ScoringRequest(**{"media": media.contiguous(), **values, **fields})
@@ -68,15 +68,15 @@ def grey(count: int) -> list[float]:
 
 
 def test_a_request_is_a_line_of_json_and_a_numpy_file() -> None:
-    pictures = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-    body = request_body(pictures, ["a", "ü"], [{}, {}], {"ocr": 1.0})
+    images = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
+    body = request_body(images, ["a", "ü"], [{}, {}], {"ocr": 1.0})
     line, _, payload = body.partition(b"\n")
     assert line == b'{"prompts": ["a", "\\u00fc"], "reward_fn": {"ocr": 1.0}, "media_type": "image"}'
     assert payload[:8] == b"\x93NUMPY\x01\x00"
-    assert payload[128:] == pictures.tobytes()  # a header of 128 bytes, then the array in C order
+    assert payload[128:] == images.tobytes()  # a header of 128 bytes, then the array in C order
 
 
-def test_the_documented_size_of_a_request_of_pictures() -> None:
+def test_the_documented_size_of_a_request_of_images() -> None:
     body = request_body(np.zeros((2, 512, 512, 3), np.uint8), ["a", "b"], [{}, {}], {"ocr": 1.0})
     assert len(body.partition(b"\n")[2]) == 1_572_992
 
@@ -104,16 +104,16 @@ def test_geneval_requirements_travel_with_the_request() -> None:
         {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [{"class": "cup", "count": 3}]},
         {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]},
     ]
-    pictures = np.zeros((2, 4, 4, 3), np.uint8)
-    line = json.loads(request_body(pictures, ["a", "b"], rows, {"gen_eval": 1.0}).partition(b"\n")[0])
+    images = np.zeros((2, 4, 4, 3), np.uint8)
+    line = json.loads(request_body(images, ["a", "b"], rows, {"gen_eval": 1.0}).partition(b"\n")[0])
     assert line["geneval_tags"] == ["counting", "colors"]
     assert line["geneval_includes"] == [row["include"] for row in rows]
     assert line["geneval_excludes"] == [rows[0]["exclude"], []]
     with pytest.raises(UserError, match='gen_eval: the prompt "b" has no "tag"'):
-        request_body(pictures, ["a", "b"], [rows[0], {}], {"gen_eval": 1.0})
+        request_body(images, ["a", "b"], [rows[0], {}], {"gen_eval": 1.0})
     with pytest.raises(UserError, match='has no "include"'):
-        request_body(pictures, ["a", "b"], [rows[0], {"tag": "x", "include": []}], {"gen_eval": 1.0})
-    assert "geneval_tags" not in json.loads(request_body(pictures, ["a", "b"], rows, {"ocr": 1.0}).partition(b"\n")[0])
+        request_body(images, ["a", "b"], [rows[0], {"tag": "x", "include": []}], {"gen_eval": 1.0})
+    assert "geneval_tags" not in json.loads(request_body(images, ["a", "b"], rows, {"ocr": 1.0}).partition(b"\n")[0])
 
 
 def test_penalties_are_asked_for_with_weight_1_and_weight_0_not_at_all() -> None:
@@ -156,7 +156,7 @@ ASKED = Asked("a", "a", "a")
     ("answer", "expected"),
     [
         ({"scores": {"a": [1, 2.5]}}, [1.0, 2.5]),
-        ({"scores": {"a": [1, None]}, "item_errors": {"1": "no text in the picture"}}, [1.0, "no text in the picture"]),
+        ({"scores": {"a": [1, None]}, "item_errors": {"1": "no text in the image"}}, [1.0, "no text in the image"]),
         ({"scores": {"a": [1, None]}}, [1.0, "the service gave no score"]),
         ({"scores": {"a": [float("nan"), float("inf")]}}, ["the service gave nan", "the service gave inf"]),
         ({"scores": {"a": [1]}}, ["the service gave 1 scores for 2 samples"] * 2),
@@ -470,7 +470,7 @@ def test_a_missing_address_is_named_before_anything_starts(server, monkeypatch) 
 
 def test_remote_and_local_rewards_add_up(server) -> None:
     job = {**RL, "remote_reward": {"scale": 2.0, "reward_fns": [{"name": "a", "weight": -3.0}]}}
-    rewards = make_rewards(Config.from_dict({"train": {"train_policy": job}}), [lambda picture: 0.25], validation=False)
+    rewards = make_rewards(Config.from_dict({"train": {"train_policy": job}}), [lambda image: 0.25], validation=False)
     found: RewardTable = rewards.submit(request()).result(WAIT)
     assert found.total_N.tolist() == pytest.approx([0.25 - 6 * g for g in grey(2)])
     assert set(rewards.names) == set(found.scores) == {"<lambda>", "a"}

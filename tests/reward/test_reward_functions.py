@@ -28,19 +28,19 @@ def test_a_function_gets_the_keywords_that_it_takes(rewards_of) -> None:
         calls["documented"] = (to_be_evaluated.dtype, to_be_evaluated.shape, reference, kw)
         return 1
 
-    def picture_only(picture):
-        return float(picture[..., 0].mean())
+    def image_only(image):
+        return float(image[..., 0].mean())
 
-    def some(picture, *, prompt, fps=5):
+    def some(image, *, prompt, fps=5):
         calls["some"] = (prompt, fps)
         return 2
 
     class Judge:
-        def __call__(self, picture, metadata):
+        def __call__(self, image, metadata):
             return metadata["level"]
 
     metadata = [{"level": k, "reference": f"r{k}"} for k in range(3)]
-    found = score(rewards_of([documented, picture_only, some, Judge()]), request(3, metadata, frames=2))
+    found = score(rewards_of([documented, image_only, some, Judge()]), request(3, metadata, frames=2))
     assert calls["documented"] == (
         np.uint8,
         (2, 4, 6, 3),
@@ -48,13 +48,13 @@ def test_a_function_gets_the_keywords_that_it_takes(rewards_of) -> None:
         {"prompt": "p2", "metadata": metadata[2], "fps": 12.0},
     )
     assert calls["some"] == ("p2", 12.0)
-    assert found.scores["picture_only"].tolist() == [0.0, 1.0, 2.0]
+    assert found.scores["image_only"].tolist() == [0.0, 1.0, 2.0]
     assert found.scores["Judge"].tolist() == [0.0, 1.0, 2.0]
     assert found.total_N.tolist() == [3.0, 5.0, 5.0]  # 1 + 1 + 2 + 1 = 5, and 7 is cut
 
 
 def test_functions_come_with_weights_and_names(rewards_of) -> None:
-    def one(picture):
+    def one(image):
         return 1.0
 
     rewards = rewards_of({"x": one, "y": (one, -0.5), "z": (functools.partial(one), 0.0)}, {"scale": 2.0})
@@ -81,8 +81,8 @@ def test_what_is_no_finite_number_is_missing(rewards_of) -> None:
     def many(media, prompts):
         return [None, np.float32("nan"), float("inf"), True, torch.tensor([0.5])]
 
-    def half(picture):
-        return None if picture.max() else np.float64(3)
+    def half(image):
+        return None if image.max() else np.float64(3)
 
     found = score(rewards_of([many, (half, 0.0)]), request(5))
     assert found.total_N.tolist()[3:] == [1.0, 0.5]
@@ -96,8 +96,8 @@ def test_what_is_no_finite_number_is_missing(rewards_of) -> None:
 
 
 def test_an_error_for_one_sample_is_a_missing_score(rewards_of, capsys) -> None:
-    def fragile(picture):
-        if picture[0, 0, 0] == 1:
+    def fragile(image):
+        if image[0, 0, 0] == 1:
             raise ValueError("no face")
         return 1.0
 
@@ -119,8 +119,8 @@ def test_an_error_of_a_batch_function_is_missing_for_its_batch(rewards_of) -> No
 
 
 def test_a_function_that_never_worked_and_looks_broken_stops_the_run(rewards_of) -> None:
-    def broken(picture):
-        return picture.nope
+    def broken(image):
+        return image.nope
 
     rewards = rewards_of([broken])
     for _ in range(2):
@@ -129,8 +129,8 @@ def test_a_function_that_never_worked_and_looks_broken_stops_the_run(rewards_of)
 
 
 def test_the_same_error_later_is_a_missing_score(rewards_of) -> None:
-    def sometimes(picture):
-        return 1.0 if picture.max() == 0 else picture.nope
+    def sometimes(image):
+        return 1.0 if image.max() == 0 else image.nope
 
     assert score(rewards_of([sometimes])).missing_N.tolist() == [False, True, True]
 
@@ -141,7 +141,7 @@ def test_the_same_error_later_is_a_missing_score(rewards_of) -> None:
 )
 def test_a_result_that_is_no_number_stops_the_run(rewards_of, result: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        score(rewards_of([lambda picture: result]))
+        score(rewards_of([lambda image: result]))
 
 
 def test_a_wrong_number_of_scores_stops_the_run(rewards_of) -> None:
@@ -151,9 +151,9 @@ def test_a_wrong_number_of_scores_stops_the_run(rewards_of) -> None:
         score(rewards_of([batch_reward(lambda media: 1.0)]))
 
 
-def test_a_function_may_write_into_its_picture(rewards_of) -> None:
-    def scribble(picture):
-        picture[:] = 255
+def test_a_function_may_write_into_its_image(rewards_of) -> None:
+    def scribble(image):
+        image[:] = 255
         return 1.0
 
     asked = request()
@@ -164,7 +164,7 @@ def test_a_function_may_write_into_its_picture(rewards_of) -> None:
 
 def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of) -> None:
     block = threading.Event()
-    rewards = rewards_of([lambda picture: block.wait()], {"timeout_s": 0.2})
+    rewards = rewards_of([lambda image: block.wait()], {"timeout_s": 0.2})
     with pytest.raises(UserError, match=r"has not returned after 0.2 s \(train.train_policy.local_reward.timeout_s\)"):
         score(rewards)
     with pytest.raises(UserError, match="has not returned"):  # at once: the function is still in there
@@ -176,7 +176,7 @@ def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of) -
 def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of) -> None:
     inside, go = threading.Event(), threading.Event()
 
-    def slow(picture):
+    def slow(image):
         inside.set()
         return float(go.wait(WAIT))
 
@@ -199,7 +199,7 @@ def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of) -> None
     ("function", "message"),
     [
         (lambda: 1, "takes no positional argument"),
-        (lambda picture, tokenizer: 1, 'needs "tokenizer", which is not known; after the media it may take reference'),
+        (lambda image, tokenizer: 1, 'needs "tokenizer", which is not known; after the media it may take reference'),
         (lambda media, prompts: 1, "or mark it with cosmos_rl.reward.batch_reward"),
         (batch_reward(lambda media, prompt: 1), "it may take prompts, metadata, fps$"),
         (3, "3 is no function"),

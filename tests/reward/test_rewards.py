@@ -101,7 +101,7 @@ def test_only_scores_that_count_make_a_total_missing_and_each_is_named() -> None
 
 def test_functions_of_the_configuration(rewards_of, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("CALLS = []\n\ndef red(picture):\n    CALLS.append(1)\n    return picture[..., 0].mean()\n")
+    file.write_text("CALLS = []\n\ndef red(image):\n    CALLS.append(1)\n    return image[..., 0].mean()\n")
     fns = [
         {"function": f"{file}:red", "weight": 2.0, "clip_max": 1.0},
         {"function": "cosmos_rl.reward.examples:brightness", "name": "light", "weight": 0.0},
@@ -170,7 +170,7 @@ def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of) -> None:
 
 
 def test_a_clip_that_cuts_most_scores_is_told_once(rewards_of, capsys) -> None:
-    rewards = rewards_of({"pick": lambda picture: 21.0 + picture[0, 0, 0], "fine": examples.brightness})
+    rewards = rewards_of({"pick": lambda image: 21.0 + image[0, 0, 0], "fine": examples.brightness})
     for _ in range(3):
         score(rewards)
     printed = capsys.readouterr().out

@@ -42,8 +42,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return script
 
 
-def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
-    for more in ((FEW,), (f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}",)):
+def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, image_folder: Path) -> None:
+    for more in ((FEW,), (f"--train.train_policy.reward_hacking_guard.local_dir={image_folder}",)):
         trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *ON, *more)
         metrics, alarm = trainer.guard.check(1, trainer._new_conditions())
         assert alarm is None
@@ -130,7 +130,7 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, 
 
 @pytest.mark.slow
 def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
-    tmp_path: Path, tiny_sd3: Path, picture_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Off, then on with own samples, with a folder, with fewer of it: each compares with the step of its resume."""
     config = nft_toml(tmp_path, tiny_sd3)
@@ -142,7 +142,7 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
         "--train.train_policy.reward_hacking_guard.enable=false",
     )
     still = (*ON, FEW, "--train.optm_lr=1e-9", acting("warn"))
-    folder = f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}"
+    folder = f"--train.train_policy.reward_hacking_guard.local_dir={image_folder}"
     fewer = "--train.train_policy.reward_hacking_guard.samples=8"
     held_out, spread = "the held-out samples", "the samples whose diversity is measured"
     for step, options, new in (
@@ -173,10 +173,10 @@ def test_a_validation_that_changed_is_compared_with_itself(
         "--validation.n_generation=8",
         f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'v.txt')}",
     )
-    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda picture: 1.0}}
+    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda image: 1.0}}
     run = nft_train(config, *options, "--train.max_num_steps=1", **rewards)
     capsys.readouterr()
-    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda picture: 0.1 + 0.0}}
+    rewards = {"val_reward_fns": {"smooth": smooth, "side": lambda image: 0.1 + 0.0}}
     nft_train(config, *options, resume=(run, 1), **rewards)
     assert "are compared with their scores of step 2" in capsys.readouterr().out
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
@@ -246,18 +246,18 @@ def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp
 
 @pytest.mark.slow
 def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
-    tmp_path: Path, tiny_sd3: Path, picture_folder: Path
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path
 ) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     options = (
         *ON,
         acting("warn"),
-        f"--train.train_policy.reward_hacking_guard.local_dir={picture_folder}",
+        f"--train.train_policy.reward_hacking_guard.local_dir={image_folder}",
         "--train.max_num_steps=6",
     )
     ratio = {}
     for beta in (0.0, 5.0):
-        data = f'--train.train_policy.data_term={{beta = {beta}, local_dir = "{picture_folder}", batch_size = 6}}'
+        data = f'--train.train_policy.data_term={{beta = {beta}, local_dir = "{image_folder}", batch_size = 6}}'
         lines = read_metrics(nft_train(config, *options, data) / "metrics.jsonl")
         ratio[beta] = lines[-1]["guard/loss_ratio"]
         assert ("train/data_loss_mean" in lines[0]) == (beta > 0)
@@ -265,9 +265,9 @@ def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
 
 
 def test_micro_batches_of_real_samples_change_nothing(
-    tmp_path: Path, tiny_sd3: Path, picture_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = f'--train.train_policy.data_term={{beta = 5.0, local_dir = "{picture_folder}", batch_size = 6}}'
+    data = f'--train.train_policy.data_term={{beta = 5.0, local_dir = "{image_folder}", batch_size = 6}}'
     sizes: list[int] = []
     step = SD3Model.training_sft_step
 
@@ -285,7 +285,7 @@ def test_micro_batches_of_real_samples_change_nothing(
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_more_real_samples_than_there_are_is_refused(tmp_path: Path, tiny_sd3: Path, picture_folder: Path) -> None:
-    data = f'--train.train_policy.data_term={{beta = 1.0, local_dir = "{picture_folder}", batch_size = 13}}'
+def test_more_real_samples_than_there_are_is_refused(tmp_path: Path, tiny_sd3: Path, image_folder: Path) -> None:
+    data = f'--train.train_policy.data_term={{beta = 1.0, local_dir = "{image_folder}", batch_size = 13}}'
     with pytest.raises(UserError, match="data_term.batch_size: found 13; allowed: at most the 12 pairs in"):
         nft_train(nft_toml(tmp_path, tiny_sd3), data, "--train.max_num_steps=1")

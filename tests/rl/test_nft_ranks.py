@@ -51,13 +51,13 @@ def of_recipe(folder: Path, base: Path) -> tuple[str, ...]:
     )
 
 
-def jobs_of(folder: Path, base: Path, pictures: Path, ranks: int) -> dict[str, Job]:
+def jobs_of(folder: Path, base: Path, images: Path, ranks: int) -> dict[str, Job]:
     """Each with the same samples per step and per optimiser step, whatever the number of ranks."""
     lora, full = nft_toml(folder, base), nft_toml(folder, base, lora=False)
     lost = "tests.support.nft_rewards:lost_on_some_prompts"
     lossy = f'--train.train_policy.local_reward.reward_fns=[{{function = "{lost}"}}]'
     several = f"--train.train_policy.batch_size_per_optimize={8 // ranks}"
-    data = f'--train.train_policy.data_term={{beta = 0.5, local_dir = "{pictures}", batch_size = 4}}'
+    data = f'--train.train_policy.data_term={{beta = 0.5, local_dir = "{images}", batch_size = 4}}'
     small = ("--train.train_policy.mini_batch=2", "--train.ema_enable=true", "--policy.diffusers.sample.num_steps=3")
     small += ("--policy.diffusers.timesteps_fraction=0.7",)
     options: dict[str, tuple[Path, tuple[str, ...]]] = {
@@ -76,11 +76,11 @@ Runs = Mapping[tuple[str, int], Path]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_sd3: Path, picture_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tiny_sd3: Path, image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("ranks")
     found = {}
     for ranks in (1, 2, 4):
-        jobs = jobs_of(folder, tiny_sd3, picture_folder, ranks)
+        jobs = jobs_of(folder, tiny_sd3, image_folder, ranks)
         if name := MOVED.get(ranks):
             moved = replace(jobs[name], folder=folder / str(ranks) / "moved", resume_step=1)
             shutil.copytree(found[name, 1], moved.folder, symlinks=True)
@@ -106,11 +106,11 @@ def kind(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_any_number_of_ranks_ends_with_the_same_weights(
-    runs: Runs, name: str, ranks: int, tiny_sd3: Path, picture_folder: Path
+    runs: Runs, name: str, ranks: int, tiny_sd3: Path, image_folder: Path
 ) -> None:
     one, other = (saved_state(runs[name, count], STEPS) for count in (1, ranks))
     folder = runs[name, 1].parents[1]
-    config = settings(jobs_of(folder, tiny_sd3, picture_folder, 1)[name], 1)
+    config = settings(jobs_of(folder, tiny_sd3, image_folder, 1)[name], 1)
     model = ModelRegistry.build_diffusers_model(config, param_dtype="float32", seed=config.train.seed)
     start = {key: value.detach() for key, value in model.trainable().items()}
     kinds = [which for which in ("model", "old", "ema") if kind(one, which)]

@@ -26,7 +26,7 @@ from tests.support.toy_tasks import metrics_of, run_loop, toy_config, toy_traine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # less than a minute each where nothing else runs
 
 
-def test_real_pictures_are_right() -> None:
+def test_real_images_are_right() -> None:
     held_out = held_out_shapes(48)
     media, prompts = to_uint8(ShapesModel(None).decode(held_out.latents)).numpy(), list(held_out.prompts)
     others = prompts[1:] + prompts[:1]  # the next colour

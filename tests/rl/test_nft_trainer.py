@@ -316,18 +316,18 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
 
     def media(step: int) -> Tensor:
         report = trainer.validate(step, lambda name, data: told.append(name))
-        assert [shown.prompt for shown in report.pictures] == [p for p in prompts for _ in range(2)]
-        pictures = torch.stack([shown.picture_HW3 for shown in report.pictures])
+        assert [shown.prompt for shown in report.images] == [p for p in prompts for _ in range(2)]
+        images = torch.stack([shown.image_HW3 for shown in report.images])
         assert report.metrics["val/reward/bright_mean"] == pytest.approx(
-            float(pictures.double().mean()) / 255.0, rel=1e-6
+            float(images.double().mean()) / 255.0, rel=1e-6
         )
         assert report.metrics["val/reward/mean"] == report.metrics["val/reward/bright_mean"] == -report.objective
         assert report.metrics["val/samples"] == 6
-        return pictures
+        return images
 
     start = media(0)
     assert told == ["pre_per_step_validation_hook", "post_per_step_validation_hook"] * 2
-    assert len({picture.numpy().tobytes() for picture in start}) == 6
+    assert len({image.numpy().tobytes() for image in start}) == 6
     for step in range(2):
         trainer.train_step(step)
     after = media(2)

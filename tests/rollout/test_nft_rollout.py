@@ -1,4 +1,4 @@
-"""Rollouts are the stock pipeline's pictures, whatever the size of a call; a family's own methods are used."""
+"""Rollouts are the stock pipeline's images, whatever the size of a call; a family's own methods are used."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, gu
     options += ("--policy.diffusers.sample.deterministic_sampling=false",)
     config = nft_toml(tmp_path, tiny_sd3)
     found: list[Tensor] = []
-    default = "--rollout.n_generation=4"  # one call, as the pictures are small
+    default = "--rollout.n_generation=4"  # one call, as the images are small
     for size in ("--rollout.batch_size=1", default, "--rollout.n_generation_mini_batch=3"):
         trainer = nft_trainer(config, *options, size, start=False)
         calls = 0

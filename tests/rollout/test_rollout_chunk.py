@@ -26,9 +26,9 @@ def job(total: int, group: int, size: int, rollout: TABLE | None = None, **train
 @pytest.mark.parametrize(
     ("total", "group", "size", "expected"),
     [
-        (96, 24, 32, 96),  # small pictures: one call
+        (96, 24, 32, 96),  # small images: one call
         (96, 24, 256, 96),
-        (96, 24, 512, 24),  # 24 pictures of 512 x 512 are 6.3 million pixels
+        (96, 24, 512, 24),  # 24 images of 512 x 512 are 6.3 million pixels
         (96, 24, 1024, 24),  # never less than a prompt's samples, which is what it was before
         (144, 12, 512, 24),  # two prompts fit
         (60, 12, 512, 24),  # 2 + 2 + 1 prompts

@@ -91,7 +91,7 @@ def write_nft_run(
 
 
 def write_sft_run(root: Path, steps: int = 200) -> Path:
-    """A fine-tuning run with held-out losses and pictures without scores."""
+    """A fine-tuning run with held-out losses and images without scores."""
     rng = np.random.default_rng(1)
     _describe(root, SFT.format(wanted=steps))
     metrics = MetricsFile(root / "metrics.jsonl")

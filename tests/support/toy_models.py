@@ -1,4 +1,4 @@
-"""Small velocity models with known answers: a mixture of Gaussians in the plane, and pictures of coloured squares.
+"""Small velocity models with known answers: a mixture of Gaussians in the plane, and images of coloured squares.
 
 Both are ``VelocityModel``s, so the shipped sampler, trainer and loop drive them as they drive a pipeline.
 """

@@ -1,4 +1,4 @@
-"""Coloured squares: 16 x 16 pictures, a prompt that says how many of which colour, and rewards that count them."""
+"""Coloured squares: 16 x 16 images, a prompt that says how many of which colour, and rewards that count them."""
 
 import math
 from pathlib import Path
@@ -31,14 +31,14 @@ _PALETTE = np.array(list(COLOURS.values()), dtype=np.float64)
 
 
 def draw_shapes(prompts: list[str], generator: torch.Generator) -> Tensor:
-    """Pictures ``[N, 3, 16, 16]`` in [-1, 1]: black, with that many 3 x 3 squares in cells of a 4 x 4 grid."""
-    pictures = -torch.ones(len(prompts), 3, _SIZE, _SIZE)
-    for picture, prompt in zip(pictures, prompts, strict=True):
+    """Images ``[N, 3, 16, 16]`` in [-1, 1]: black, with that many 3 x 3 squares in cells of a 4 x 4 grid."""
+    images = -torch.ones(len(prompts), 3, _SIZE, _SIZE)
+    for image, prompt in zip(images, prompts, strict=True):
         count, colour = prompt.split()
         for cell in torch.randperm(_CELLS**2, generator=generator)[: int(count)].tolist():
             y, x = cell // _CELLS * _CELL, cell % _CELLS * _CELL
-            picture[:, y : y + 3, x : x + 3] = 2.0 * torch.tensor(COLOURS[colour])[:, None, None] - 1.0
-    return pictures
+            image[:, y : y + 3, x : x + 3] = 2.0 * torch.tensor(COLOURS[colour])[:, None, None] - 1.0
+    return images
 
 
 def held_out_shapes(count: int, seed: int = 0) -> HeldOut:
@@ -69,7 +69,7 @@ def _wanted(prompts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 @batch_reward
 def shapes(media: np.ndarray, prompts: list[str]) -> np.ndarray:
-    """Half for the colour, half for ``1 - |error of the count| / 4``; 1 for every real picture."""
+    """Half for the colour, half for ``1 - |error of the count| / 4``; 1 for every real image."""
     (count, colour), (wanted, right) = _seen(media), _wanted(prompts)
     return 0.5 * (colour == right) + 0.5 * np.clip(1.0 - np.abs(count - wanted) / 4.0, 0.0, 1.0)
 

@@ -17,22 +17,22 @@ from cosmos_rl.tracking.media import Shown, caption, of_one_colour, pick_best_an
 NAN = math.nan
 
 
-def picture(value: int) -> torch.Tensor:
+def image(value: int) -> torch.Tensor:
     return torch.full((4, 6, 3), value, dtype=torch.uint8)
 
 
-def test_names_of_pictures_are_safe(tmp_path: Path) -> None:
+def test_names_of_images_are_safe(tmp_path: Path) -> None:
     assert slug("../etc/passwd \0 Ünïcode") == "etc-passwd-n-code"
     assert slug("???") == "empty"
     assert len(slug("x" * 500)) == 40
-    files = save_gallery(tmp_path / "p", [Shown(picture(0), "same", 0), Shown(picture(1), "same", 1)])
+    files = save_gallery(tmp_path / "p", [Shown(image(0), "same", 0), Shown(image(1), "same", 1)])
     assert [file.name for file in files] == ["000_same.png", "001_same.png"]
 
 
-def test_the_index_says_what_each_picture_is_and_a_missing_score_is_null(tmp_path: Path) -> None:
+def test_the_index_says_what_each_image_is_and_a_missing_score_is_null(tmp_path: Path) -> None:
     shown = [
-        Shown(picture(7), "a <cat>", 41, "best", {"ink": 0.5, "total": 1.25}),
-        Shown(picture(9), "", 42, scores={"ink": NAN, "total": None}),
+        Shown(image(7), "a <cat>", 41, "best", {"ink": 0.5, "total": 1.25}),
+        Shown(image(9), "", 42, scores={"ink": NAN, "total": None}),
     ]
     files = save_gallery(tmp_path / "step_1", shown)
     assert json.loads((tmp_path / "step_1/index.json").read_text()) == [
@@ -56,20 +56,20 @@ def test_the_index_says_what_each_picture_is_and_a_missing_score_is_null(tmp_pat
 
 def test_a_gallery_replaces_an_older_one_whole_or_leaves_it(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
-    save_gallery(folder, [Shown(picture(1), "old", 0), Shown(picture(1), "older", 1)])
+    save_gallery(folder, [Shown(image(1), "old", 0), Shown(image(1), "older", 1)])
     with pytest.raises(TypeError):
-        save_gallery(folder, [Shown(picture(2), "new", 0), Shown(picture(2).float(), "no picture", 1)])
+        save_gallery(folder, [Shown(image(2), "new", 0), Shown(image(2).float(), "no image", 1)])
     assert sorted(p.name for p in folder.iterdir()) == ["000_old.png", "001_older.png", "index.json"]
-    save_gallery(folder, [Shown(picture(2), "new", 0)])
+    save_gallery(folder, [Shown(image(2), "new", 0)])
     assert sorted(p.name for p in folder.iterdir()) == ["000_new.png", "index.json"]
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_a_caption_is_the_prompts_beginning_and_the_total() -> None:
-    assert caption(Shown(picture(0), "a cat", 0, scores={"ink": 3.0, "total": 0.8125})) == "a cat | avg: 0.8125"
-    assert caption(Shown(picture(0), "x" * 300, 0, scores={"total": 1.0})) == f"{'x' * 100} | avg: 1"
-    assert caption(Shown(picture(0), "a cat", 0, scores={"total": None})) == "a cat"
-    assert caption(Shown(picture(0), "a cat", 0)) == "a cat"
+    assert caption(Shown(image(0), "a cat", 0, scores={"ink": 3.0, "total": 0.8125})) == "a cat | avg: 0.8125"
+    assert caption(Shown(image(0), "x" * 300, 0, scores={"total": 1.0})) == f"{'x' * 100} | avg: 1"
+    assert caption(Shown(image(0), "a cat", 0, scores={"total": None})) == "a cat"
+    assert caption(Shown(image(0), "a cat", 0)) == "a cat"
 
 
 def test_every_prompt_shows_its_best_before_one_shows_its_second_best() -> None:
@@ -96,16 +96,16 @@ def test_picked_rows_have_scores_and_are_in_one_list_only(samples: list[tuple[fl
     assert total[alone_worst].tolist() == sorted(total[scored].tolist())[: len(alone_worst)]
 
 
-def test_a_picture_with_one_pixel_that_is_not_finite_is_known() -> None:
-    pictures = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    pictures[1, 2, 3, 4], pictures[3, 0, 0, 0] = math.nan, -math.inf
-    assert are_finite(pictures).tolist() == [True, False, True, False]
+def test_an_image_with_one_pixel_that_is_not_finite_is_known() -> None:
+    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images[1, 2, 3, 4], images[3, 0, 0, 0] = math.nan, -math.inf
+    assert are_finite(images).tolist() == [True, False, True, False]
 
 
-def test_pictures_of_one_colour_are_found() -> None:
+def test_images_of_one_colour_are_found() -> None:
     black, white = torch.zeros(8, 8, 3, dtype=torch.uint8), torch.full((8, 8, 3), 255, dtype=torch.uint8)
     lost = to_uint8(torch.full((1, 3, 8, 8), math.nan))[0]
     dotted = black.clone()
     dotted[3, 4, 1] = 1
-    shown = [Shown(picture, name, 0) for name, picture in (("a", black), ("b", dotted), ("c", white), ("d", lost))]
+    shown = [Shown(image, name, 0) for name, image in (("a", black), ("b", dotted), ("c", white), ("d", lost))]
     assert [one.prompt for one in of_one_colour(shown)] == ["a", "c", "d"]

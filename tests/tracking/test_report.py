@@ -1,4 +1,4 @@
-"""The report of a run: its numbers are the metrics', its pictures the galleries', and nothing in it can do harm."""
+"""The report of a run: its numbers are the metrics', its images the galleries', and nothing in it can do harm."""
 
 import base64
 import html
@@ -204,10 +204,10 @@ def test_rewards_that_taught_nothing_stand_at_the_top(tmp_path: Path) -> None:
 # ---- runs of every kind and state ------------------------------------------------------------------------------------
 
 
-def test_a_fine_tuning_run_shows_losses_and_pictures_without_scores(tmp_path: Path) -> None:
+def test_a_fine_tuning_run_shows_losses_and_images_without_scores(tmp_path: Path) -> None:
     page = report(write_sft_run(tmp_path / "run"))
     (header,) = page.all("header")
-    assert "Fine-tuning of all weights of tiny_sd3 on the captioned pictures of digits." in header.text
+    assert "Fine-tuning of all weights of tiny_sd3 on the captioned images of digits." in header.text
     assert "Loss on held-out data" in header.of_class("tiles")[0].text
     section = page.by_id("before-after")
     assert section.all("h2")[0].text == "First and last"  # the first validation was at step 40
@@ -246,10 +246,10 @@ def test_runs_with_nothing_or_little_to_show_give_a_page(tmp_path: Path) -> None
     next((tmp_path / "media/validation/step_2").glob("*.png")).unlink()
     save_gallery(tmp_path / "media/validation/step_3", [Shown(digit(4, 1.0, 0), "a three", 0, "fixed")])
     next((tmp_path / "media/validation/step_1").glob("*.png")).unlink()
-    assert report(tmp_path).by_id("before-after").of_class("missing")[0].text == "picture missing"
+    assert report(tmp_path).by_id("before-after").of_class("missing")[0].text == "image missing"
 
 
-def test_without_validation_the_fixed_pictures_of_the_rollouts_are_compared(tmp_path: Path) -> None:
+def test_without_validation_the_fixed_images_of_the_rollouts_are_compared(tmp_path: Path) -> None:
     for step in (1, 9):
         shown = [Shown(digit(step, 1.0, 0), "a digit", 5, "fixed"), Shown(digit(0, 1.0, 0), "a zero", step, "best")]
         save_gallery(tmp_path / f"media/rollout/step_{step}", shown)
@@ -259,11 +259,9 @@ def test_without_validation_the_fixed_pictures_of_the_rollouts_are_compared(tmp_
 
 
 def test_a_training_run_leaves_a_report_whose_snippet_loads_the_result(
-    write_toml: Callable[..., Path], picture_folder: Path, tiny_sd3: Path
+    write_toml: Callable[..., Path], image_folder: Path, tiny_sd3: Path
 ) -> None:
-    validation = (
-        f'[validation]\nenable = true\nfreq = 2\nval_before_train = true\ndataset.local_dir = "{picture_folder}"'
-    )
+    validation = f'[validation]\nenable = true\nfreq = 2\nval_before_train = true\ndataset.local_dir = "{image_folder}"'
     config = write_toml(validation)
     run = train(config, "--train.max_num_steps=2")
     page = parse((run / "report.html").read_text())
@@ -355,7 +353,7 @@ def test_the_page_needs_nothing_from_elsewhere(nft_run: Path, page: Element) -> 
     assert policy.attributes["content"].startswith("default-src 'none'")
 
 
-def test_a_page_of_many_large_pictures_and_long_curves_stays_below_its_size(tmp_path: Path) -> None:
+def test_a_page_of_many_large_images_and_long_curves_stays_below_its_size(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)  # noise is the worst for every codec
     noise = [torch.randint(0, 256, (216, 324, 3), generator=generator, dtype=torch.uint8) for _ in range(3)]
     for step in range(0, 90, 10):
@@ -374,7 +372,7 @@ def test_a_page_of_many_large_pictures_and_long_curves_stays_below_its_size(tmp_
     assert pair.shape[1] / pair.shape[0] == pytest.approx(1.5, abs=0.02)
 
 
-def test_a_page_that_would_be_too_large_gets_smaller_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_would_be_too_large_gets_smaller_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_nft_run(tmp_path / "run", steps=30, side=120)
     whole = len(write_report(root).read_bytes())
     limit = 60_000

@@ -51,10 +51,10 @@ def run_of(printed: str) -> Path:
 
 @pytest.mark.process
 def test_wandb_without_a_key_goes_offline_with_one_warning_and_resumes_to_the_same_id(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("wandb")
-    config, environment = write_toml(VALIDATION.format(picture_folder)), without_keys(tmp_path)
+    config, environment = write_toml(VALIDATION.format(image_folder)), without_keys(tmp_path)
     chosen = '["console","wandb"]'
     first = in_a_process(TRAIN, config, chosen, 4, **environment)
     run = run_of(first)
@@ -91,13 +91,13 @@ def test_a_wandb_server_that_does_not_answer_is_not_waited_for(
     assert "wandb: server is away; recording offline" in capsys.readouterr().out
 
 
-def test_tensorboard_holds_numbers_and_pictures_and_hides_what_an_interrupted_attempt_logged(
-    write_toml: Callable[..., Path], picture_folder: Path
+def test_tensorboard_holds_numbers_and_images_and_hides_what_an_interrupted_attempt_logged(
+    write_toml: Callable[..., Path], image_folder: Path
 ) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     options = ('--logging.logger=["tensorboard"]', "--train.ckpt.save_freq=2")
     run = train(config, *options, "--train.max_num_steps=4")
     train(config, *options, "--train.max_num_steps=6", resume=(run, 2))
@@ -106,13 +106,13 @@ def test_tensorboard_holds_numbers_and_pictures_and_hides_what_an_interrupted_at
     lines = read_metrics(run / "metrics.jsonl")
     assert shown == [(line["step"], pytest.approx(line["train/loss_mean"])) for line in lines]
     assert [event.step for event in events.Scalars("val/loss_mean")] == [2, 4, 6]
-    pictures = [tag for tag in events.Tags()["images"] if tag.startswith("val/images/000_a-photo")]
-    assert [event.step for event in events.Images(pictures[0])] == [2, 4, 6]
+    images = [tag for tag in events.Tags()["images"] if tag.startswith("val/images/000_a-photo")]
+    assert [event.step for event in events.Images(images[0])] == [2, 4, 6]
 
 
 @pytest.mark.process
 def test_trackio_writes_into_the_run_folder_and_asks_no_server(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("trackio")
     blocked = (
@@ -122,7 +122,7 @@ def test_trackio_writes_into_the_run_folder_and_asks_no_server(
         "    raise OSError('no network here')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
     )
-    config = write_toml(VALIDATION.format(picture_folder))
+    config = write_toml(VALIDATION.format(image_folder))
     environment = {**without_keys(tmp_path / "home"), "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
     environment |= {"TRACKIO_SPACE_ID": "someone/space", "TRACKIO_SERVER_URL": "http://127.0.0.1:9"}
     printed = in_a_process(blocked + TRAIN, config, '["trackio"]', 4, **environment)
@@ -178,7 +178,7 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._see(step)
 
-    def log_pictures(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
+    def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
         self._see((step, key, len(files), len(captions)))
 
     def finish(self) -> None:
@@ -192,7 +192,7 @@ class Recorder:
 
 def test_a_tracker_that_fails_warns_once_and_is_still_called(
     write_toml: Callable[..., Path],
-    picture_folder: Path,
+    image_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -200,9 +200,9 @@ def test_a_tracker_that_fails_warns_once_and_is_still_called(
     monkeypatch.setattr(
         "cosmos_rl.policy.trainer.loop.start_loggers", lambda *args: [Guarded("remote", failing), healthy]
     )
-    run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=3")
-    pictures = [(step, "val/images", 4, 4) for step in (2, 3)]
-    assert healthy.seen == failing.seen == [1, pictures[0], 2, pictures[1], 3, "finish"]
+    run = train(write_toml(VALIDATION.format(image_folder)), "--train.max_num_steps=3")
+    images = [(step, "val/images", 4, 4) for step in (2, 3)]
+    assert healthy.seen == failing.seen == [1, images[0], 2, images[1], 3, "finish"]
     printed = capsys.readouterr().out
     assert printed.count("WARNING") == 1
     assert "remote failed at step 1: ConnectionError('the server is away')" in printed

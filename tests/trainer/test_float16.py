@@ -254,9 +254,9 @@ def test_nft_reports_a_gradient_of_zeros_unless_all_rewards_are_equal() -> None:
 
 @pytest.mark.slow
 def test_nft_with_real_samples_trains_in_float16_as_in_float32(
-    tmp_path: Path, tiny_sd3: Path, picture_folder: Path
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path
 ) -> None:
-    data = f'--train.train_policy.data_term={{beta = 0.5, local_dir = "{picture_folder}", batch_size = 4}}'
+    data = f'--train.train_policy.data_term={{beta = 0.5, local_dir = "{image_folder}", batch_size = 4}}'
     found = {}
     for dtype in ("float32", "float16"):
         trainer: OnlineTask = nft_trainer(nft_toml(tmp_path, tiny_sd3), data, f"--train.param_dtype={dtype}")

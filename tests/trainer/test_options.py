@@ -131,14 +131,14 @@ def test_test_size_holds_out_the_first_samples(write_toml: Callable[..., Path]) 
             train(config, "--train.train_policy.dataset.test_size=4", val_dataset=given)
 
 
-def test_an_unreadable_validation_picture_is_left_out_named_and_counted(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unreadable_validation_image_is_left_out_named_and_counted(
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def validated(broken: set[str], removed: set[str], name: str) -> dict[str, float]:
         folder = tmp_path / name
-        shutil.copytree(picture_folder, folder)
+        shutil.copytree(image_folder, folder)
         for stem in broken:
-            (folder / f"{stem}.png").write_bytes(b"not a picture")
+            (folder / f"{stem}.png").write_bytes(b"not an image")
         for stem in removed:
             (folder / f"{stem}.png").unlink()
             (folder / f"{stem}.json").unlink()
@@ -156,12 +156,12 @@ def test_an_unreadable_validation_picture_is_left_out_named_and_counted(
         validated({"000", "001", "002"}, set(), "too many")
 
 
-def test_broken_pictures_are_counted_in_the_metrics(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+def test_broken_images_are_counted_in_the_metrics(
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
 
     folder = tmp_path / "some_broken"
-    shutil.copytree(picture_folder, folder)
+    shutil.copytree(image_folder, folder)
     (folder / "003.png").write_bytes(b"")
     options = (f'--train.train_policy.dataset.local_dir="{folder}"', "--train.train_policy.max_skipped_frac=0.1")
     lines = read_metrics(train(write_toml(), *options) / "metrics.jsonl")

@@ -89,7 +89,7 @@ def test_the_average_of_a_reinforced_run_is_that_of_its_weights() -> None:
 
 
 def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draws_fresh_noise(
-    write_toml: Callable[..., Path], picture_folder: Path, monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path], image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noised: list[NoisedSamples] = []
     prepare = Noising.prepare
@@ -99,7 +99,7 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         return noised[-1]
 
     monkeypatch.setattr(Noising, "prepare", note)
-    config = write_toml(f'[validation]\nenable = true\ndataset.local_dir = "{picture_folder}"')
+    config = write_toml(f'[validation]\nenable = true\ndataset.local_dir = "{image_folder}"')
     trainer = sft_trainer(config, "--train.ema_enable=true", "--train.optm_warmup_steps=4")
     weights, grads = recorded_weights(trainer), []
     clip = torch.nn.utils.clip_grad_norm_
@@ -131,7 +131,7 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         live = trainer.held_out_loss(silent)
         with trainer.ema.swapped_in():
             averaged = trainer.held_out_loss(silent)
-    monkeypatch.setattr(trainer, "_pictures", lambda prompts: [])
+    monkeypatch.setattr(trainer, "_images", lambda prompts: [])
     assert trainer.validate(3, silent).metrics["val/loss_mean"] == averaged != live
 
 
@@ -337,9 +337,9 @@ def test_a_data_loss_that_is_not_finite_is_not_applied() -> None:
 
 
 def test_real_samples_change_with_every_optimiser_step_and_are_counted(
-    tmp_path: Path, tiny_sd3: Path, picture_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    term = f'{{beta = 0.5, local_dir = "{picture_folder}", batch_size = 4}}'
+    term = f'{{beta = 0.5, local_dir = "{image_folder}", batch_size = 4}}'
     options = (f"--train.train_policy.data_term={term}", "--train.train_policy.batch_size_per_optimize=8")
     options += ("--train.train_policy.caption_dropout=0.5", "--policy.diffusers.sample.num_steps=2")
     options += ("--train.train_policy.mini_batch=2",)

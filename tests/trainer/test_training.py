@@ -28,15 +28,15 @@ def losses(run: Path) -> list[float]:
     return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
 
 
-def test_training_lowers_the_held_out_loss(write_toml: Callable[..., Path], picture_folder: Path) -> None:
-    config = write_toml(VALIDATION.format(picture_folder), lora=False)
+def test_training_lowers_the_held_out_loss(write_toml: Callable[..., Path], image_folder: Path) -> None:
+    config = write_toml(VALIDATION.format(image_folder), lora=False)
     run = train(config, "--train.max_num_steps=20", "--validation.freq=10", "--train.optm_lr=3e-3")
     lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
     held_out = [lines[step]["val/loss_mean"] for step in (0, 10, 20)]
     assert held_out[2] < held_out[1] < held_out[0]
     wanted = {"time/iteration", "train/loss_mean", "train/loss_max", "optim/learning_rate", "train/epoch"}
     assert wanted | {"optim/grad_norm"} <= lines[1].keys()
-    assert lines[20]["train/epoch"] == 6  # 12 pictures, 4 per step
+    assert lines[20]["train/epoch"] == 6  # 12 images, 4 per step
 
 
 def test_the_first_loss_is_the_mean_over_the_batch_whatever_the_micro_batch(write_toml: Callable[..., Path]) -> None:
@@ -45,8 +45,8 @@ def test_the_first_loss_is_the_mean_over_the_batch_whatever_the_micro_batch(writ
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # float32 summation order
 
 
-def test_validation_changes_no_weight_and_no_later_step(write_toml: Callable[..., Path], picture_folder: Path) -> None:
-    with_it = train(write_toml(VALIDATION.format(picture_folder)), "--train.ema_enable=true")
+def test_validation_changes_no_weight_and_no_later_step(write_toml: Callable[..., Path], image_folder: Path) -> None:
+    with_it = train(write_toml(VALIDATION.format(image_folder)), "--train.ema_enable=true")
     without = train(write_toml(), "--train.ema_enable=true")
     assert losses(with_it) == losses(without)
     weights = [load_file(run / "safetensors/step_6/lora/model.safetensors") for run in (with_it, without)]
@@ -54,8 +54,8 @@ def test_validation_changes_no_weight_and_no_later_step(write_toml: Callable[...
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
-def test_validation_pictures_have_fixed_noise_and_an_index(
-    write_toml: Callable[..., Path], picture_folder: Path, tmp_path: Path
+def test_validation_images_have_fixed_noise_and_an_index(
+    write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([{"prompt": "a/b: c?"}, {"prompt": "a/b: c?"}]))
@@ -64,10 +64,10 @@ def test_validation_pictures_have_fixed_noise_and_an_index(
     folders = [run / "media/validation/step_6" for run in runs]
     rows = json.loads((folders[0] / "index.json").read_text())
     assert [row["prompt"] for row in rows] == ["a/b: c?"] * 4
-    pictures = [[np.asarray(Image.open(folder / row["file"])) for row in rows] for folder in folders]
-    assert all(np.array_equal(a, b) for a, b in zip(*pictures, strict=True))
-    assert not np.array_equal(pictures[0][0], pictures[0][1])  # pictures of one prompt differ
-    assert pictures[0][0].shape == (32, 32, 3)
+    images = [[np.asarray(Image.open(folder / row["file"])) for row in rows] for folder in folders]
+    assert all(np.array_equal(a, b) for a, b in zip(*images, strict=True))
+    assert not np.array_equal(images[0][0], images[0][1])  # images of one prompt differ
+    assert images[0][0].shape == (32, 32, 3)
     assert (runs[0] / "media/validation/step_0").is_dir()
     assert "val/loss_mean" not in read_metrics(runs[0] / "metrics.jsonl")[-1]
 
@@ -118,7 +118,7 @@ def test_the_step_limit_and_epochs_bound_the_run(write_toml: Callable[..., Path]
 
 
 def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
-    write_toml: Callable[..., Path], picture_folder: Path
+    write_toml: Callable[..., Path], image_folder: Path
 ) -> None:
     seen: list[tuple[int, float]] = []
     hooks: list[tuple[str, str, dict[str, object]]] = []
@@ -130,7 +130,7 @@ def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
         raise OSError("disk of the logger is full")
 
     run = train(
-        write_toml(VALIDATION.format(picture_folder)),
+        write_toml(VALIDATION.format(image_folder)),
         "--validation.val_before_train=false",
         "--validation.freq=6",
         "--validation.batch_size=6",
@@ -231,24 +231,24 @@ def test_durations_read_well() -> None:
     assert [duration(s) for s in (0.04, 119.94, 125, 3720)] == ["0.0s", "119.9s", "2m05s", "1h02m"]
 
 
-def test_validation_pictures_that_are_partly_not_finite_are_counted_and_named(
+def test_validation_images_that_are_partly_not_finite_are_counted_and_named(
     write_toml: Callable[..., Path],
-    picture_folder: Path,
+    image_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     decode, values = AutoencoderKL.decode, itertools.cycle((math.nan, math.inf))
 
     def spoilt(self: AutoencoderKL, z: torch.FloatTensor, **options: bool) -> tuple[torch.Tensor]:
-        (pictures,) = decode(self, z, **options)
-        pictures[0, 1, 5, 6] = next(values)  # of one in two
-        return (pictures,)
+        (images,) = decode(self, z, **options)
+        images[0, 1, 5, 6] = next(values)  # of one in two
+        return (images,)
 
     monkeypatch.setattr(AutoencoderKL, "decode", spoilt)
     with caplog.at_level("WARNING", logger="cosmos"):
-        run = train(write_toml(VALIDATION.format(picture_folder)), "--train.max_num_steps=1")
+        run = train(write_toml(VALIDATION.format(image_folder)), "--train.max_num_steps=1")
     (first, _) = read_metrics(run / "metrics.jsonl")
     assert (first["val/nonfinite_images"], first["val/empty_images"]) == (2.0, 0.0)
-    told = "Step 0: 2 of 4 validation pictures have pixels that are not finite, as for 'a photo of the number 0', "
+    told = "Step 0: 2 of 4 validation images have pixels that are not finite, as for 'a photo of the number 0', "
     assert [message for message in caplog.messages if message.startswith(told)]
     assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()

@@ -49,7 +49,7 @@ def options(path: Path) -> list[str]:
     ]
 
 
-def pictures(run: Path) -> list[np.ndarray]:
+def images(run: Path) -> list[np.ndarray]:
     folder = run / "media/validation/step_0"
     return [
         np.asarray(Image.open(folder / row["file"]), dtype=int)
@@ -60,7 +60,7 @@ def pictures(run: Path) -> list[np.ndarray]:
 def drawn_by_diffusers(base: Path, row: dict[str, Any], k: int) -> np.ndarray:
     pipe = DiffusionPipeline.from_pretrained(base)
     pipe.set_progress_bar_config(disable=True)
-    picture = pipe(
+    image = pipe(
         row["prompt"],
         negative_prompt=row.get("negative_prompt"),
         height=32,
@@ -70,12 +70,12 @@ def drawn_by_diffusers(base: Path, row: dict[str, Any], k: int) -> np.ndarray:
         max_sequence_length=16,
         generator=torch.Generator().manual_seed(row["seed"] + k),
     ).images[0]
-    return np.asarray(picture, dtype=int)
+    return np.asarray(image, dtype=int)
 
 
 def assert_rows_act(run: Path, base: Path) -> None:
-    """Negative prompts and seeds change their pictures; a row with a seed gives what diffusers makes of that seed."""
-    found = pictures(run)
+    """Negative prompts and seeds change their images; a row with a seed gives what diffusers makes of that seed."""
+    found = images(run)
     assert len(found) == 2 * len(ROWS)
     for one, other in ((0, 2), (0, 4), (2, 6), (4, 6), (4, 5)):
         assert np.abs(found[one] - found[other]).max() > 1, (one, other)

@@ -26,7 +26,7 @@ from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 
 _LEAST_PSNR = 20.0
-"""dB; less, and not much better than one colour for the whole picture, and the VAE is not to be trusted."""
+"""dB; less, and not much better than one colour for the whole image, and the VAE is not to be trusted."""
 _ABOVE_FLAT = 3.0
 _STEPS = 2
 
@@ -147,22 +147,22 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
 
 
-# ---- one picture, one step ---------------------------------------------------------------------------------------
+# ---- one image, one step ---------------------------------------------------------------------------------------
 
 
 def _reconstruction(model: DiffuserModel, item: Item, latents: Tensor) -> Finding:
-    """A picture through the VAE and back, against the picture and against its mean colour."""
-    picture = (item.visual.to(latents.device).float() + 1) / 2
-    again = model.decode(latents)[0].to(picture.device)
-    reached = _psnr(again, picture)
-    flat = _psnr(picture.mean(dim=(-2, -1), keepdim=True).expand_as(picture), picture)
+    """An image through the VAE and back, against the image and against its mean colour."""
+    image = (item.visual.to(latents.device).float() + 1) / 2
+    again = model.decode(latents)[0].to(image.device)
+    reached = _psnr(again, image)
+    flat = _psnr(image.mean(dim=(-2, -1), keepdim=True).expand_as(image), image)
     bad = not math.isfinite(reached) or reached < min(_LEAST_PSNR, flat + _ABOVE_FLAT)
     text = f"{item.name}: PSNR {reached:.1f} dB after encode and decode; one flat colour gives {flat:.1f} dB"
-    return Finding(WARN if bad else OK, "VAE", text, "the VAE destroys pictures: is it a trained one?" if bad else "")
+    return Finding(WARN if bad else OK, "VAE", text, "the VAE destroys images: is it a trained one?" if bad else "")
 
 
-def _psnr(picture: Tensor, target: Tensor) -> float:
-    return -10 * math.log10(max(float((picture - target).square().mean()), 1e-10))
+def _psnr(image: Tensor, target: Tensor) -> float:
+    return -10 * math.log10(max(float((image - target).square().mean()), 1e-10))
 
 
 def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> Iterator[Finding]:

@@ -134,7 +134,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
 
 
 def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
-    """Every reward gives numbers, and different ones for different pictures."""
+    """Every reward gives numbers, and different ones for different images."""
     job = config.train.train_policy
     assert isinstance(job, GrpoPolicyConfig)
     if job.bypass_reward:
@@ -153,8 +153,8 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         count, probes = len(made.samples), _probes(made.media)
         ids = [sample.sample_id for sample in made.samples]
         table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids), job)
-        pictures = len(probes)
-        request = ScoringRequest(probes, prompts[:1] * pictures, metadata[:1] * pictures, list(range(pictures)))
+        images = len(probes)
+        request = ScoringRequest(probes, prompts[:1] * images, metadata[:1] * images, list(range(images)))
         probed = _scored(rewards, request, job)
     except (UserError, TimeoutError) as error:
         yield Finding(FAIL, "rewards", str(error))
@@ -192,9 +192,9 @@ def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
     if _varied(valid):
         return Finding(OK, subject, text)
     if not _varied(probed[probed.isfinite()]):
-        text = f"always {float(valid[0]):.4g}, also for plain and noisy pictures: it tells nothing"
+        text = f"always {float(valid[0]):.4g}, also for plain and noisy images: it tells nothing"
         return Finding(FAIL, subject, text)
-    return Finding(WARN, subject, f"{float(valid[0]):.4g} for all samples; other pictures get other scores")
+    return Finding(WARN, subject, f"{float(valid[0]):.4g} for all samples; other images get other scores")
 
 
 def _varied(values: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The configuration of a run: schema, loading, overrides and checks. Imports no torch."""
 
 from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, notes, world_size
-from cosmos_rl.policy.config.chunks import CACHED_AT_ONCE, pictures_at_once, rollout_chunk, validation_chunk
+from cosmos_rl.policy.config.chunks import CACHED_AT_ONCE, images_at_once, rollout_chunk, validation_chunk
 from cosmos_rl.policy.config.load import checked_config, dump_toml, load_config, read_toml
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
@@ -57,10 +57,10 @@ __all__ = [
     "cross_check",
     "data_ranks",
     "dump_toml",
+    "images_at_once",
     "load_config",
     "not_runnable_yet",
     "notes",
-    "pictures_at_once",
     "read_toml",
     "rollout_chunk",
     "validation_chunk",

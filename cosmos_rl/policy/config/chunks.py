@@ -1,5 +1,5 @@
 """How many samples reinforcement learning makes in one call, where the configuration leaves it open, and how many
-pictures are encoded at once for a cache.
+images are encoded at once for a cache.
 
 A function of the configuration alone: check, estimate and trainer agree, and a resumed run makes the same calls, whose
 size decides the last bits of a sample.
@@ -18,11 +18,11 @@ _OVERLAPPING = 2
 """Calls at least where a service scores one while the next is made."""
 _ENCODED_PIXELS = 2**20
 CACHED_AT_ONCE = 8
-"""Texts, or pictures at most, that are encoded at once for a cache: the same number whatever is missing."""
+"""Texts, or images at most, that are encoded at once for a cache: the same number whatever is missing."""
 
 
-def pictures_at_once(config: Config) -> int:
-    """Pictures that are encoded in one pass; for a cache always as many, filled up where fewer are missing."""
+def images_at_once(config: Config) -> int:
+    """Images that are encoded in one pass; for a cache always as many, filled up where fewer are missing."""
     job = config.train.train_policy
     if not job.cached_latents:
         return job.mini_batch

@@ -31,7 +31,7 @@ def adapter_name_problems(adapters: Iterable[str], modules: Iterable[str]) -> li
 
 
 def size_problem(size: tuple[int, int], model: str, factor: int, positions: int | None = None) -> str | None:
-    """Why pictures of ``size`` do not fit a model; None: they fit.
+    """Why images of ``size`` do not fit a model; None: they fit.
 
     Args:
         size: height and width in pixels.

@@ -73,7 +73,7 @@ class LoraConfig(Table):
 
 
 class SampleConfig(Table):
-    """`[policy.diffusers.sample]`: how pictures and videos are sampled."""
+    """`[policy.diffusers.sample]`: how images and videos are sampled."""
 
     num_steps: PositiveInt = 40
     """Sampling steps, in rollouts and in validation."""
@@ -111,7 +111,7 @@ class DiffusersConfig(Table):
     """Type of the text encoders. Trained weights are held in float32, a frozen base in train.param_dtype, the VAE in
     float32."""
     is_video: Later[StrictBool] = False
-    """Train on videos in place of pictures."""
+    """Train on videos in place of images."""
     max_prompt_length: PositiveInt = 300
     """Longest prompt in tokens, for T5 and its like; CLIP always takes 77. Exports hold it: use it at inference too."""
     weighting_scheme: Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"] = "logit_normal"
@@ -127,7 +127,7 @@ class DiffusersConfig(Table):
     offload: StrictBool = True
     """Keep VAE and text encoders on the CPU between uses."""
     inference_size: tuple[PositiveInt, PositiveInt] = (1024, 1024)
-    """[height, width] of training, validation and rollout pictures, in pixels."""
+    """[height, width] of training, validation and rollout images, in pixels."""
     train_frames: ForVideo[PositiveInt] = 41
     """Frames of a training video and of a rollout: a multiple of 4, plus 1."""
     inference_frames: ForVideo[PositiveInt] = 41
@@ -139,7 +139,7 @@ class DiffusersConfig(Table):
     weight_copy_decay_type: ForRl[Literal[0, 1, 2]] = 0
     """How slowly the old policy follows: 0 copies, 1 and 2 are schedules of DiffusionNFT."""
     sample: SampleConfig = SampleConfig()
-    """How pictures and videos are sampled."""
+    """How images and videos are sampled."""
     tokenizer: ForVideo[TokenizerConfig] = TokenizerConfig()
     """The VAE that packs videos for the reward service."""
 

@@ -15,7 +15,7 @@ from cosmos_rl.policy.config.train_policy import ValidationDatasetConfig
 
 
 class ValidationConfig(Table):
-    """`[validation]`: held-out loss and pictures while training."""
+    """`[validation]`: held-out loss and images while training."""
 
     enable: StrictBool = False
     """Validate at all."""
@@ -26,7 +26,7 @@ class ValidationConfig(Table):
     batch_size: PositiveInt | None = None
     """Samples per forward pass (reinforcement learning: prompts); unset: as in training."""
     n_generation: PositiveInt = 1
-    """Pictures per validation prompt."""
+    """Images per validation prompt."""
     dataset: ValidationDatasetConfig = ValidationDatasetConfig()
     """Where the validation data is."""
     use_remote_reward: ForRl[StrictBool | None] = None
@@ -69,7 +69,7 @@ class LoggingConfig(Table):
     log_interval: PositiveInt = 1
     """Steps between two lines on the console."""
     multi_modal_log_interval: ForRl[PositiveInt | None] = None
-    """Steps between two galleries of generated training samples. Validation shows its pictures each time anyway."""
+    """Steps between two galleries of generated training samples. Validation shows its images each time anyway."""
     project_name: str = "cosmos_rl"
     """Project in wandb."""
     group_name: str | None = None
@@ -126,7 +126,7 @@ class Config(Table):
     rollout: ForRl[RolloutConfig] = RolloutConfig()
     """How samples are generated for reinforcement learning."""
     validation: ValidationConfig = ValidationConfig()
-    """Held-out loss and pictures while training."""
+    """Held-out loss and images while training."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are shown."""
     profiler: ProfilerConfig = ProfilerConfig()

@@ -57,7 +57,7 @@ class CacheConfig(Table):
     """`[train.train_policy.cache]`: what the frozen encoders give, kept on disk so that it is computed once."""
 
     latents: StrictBool = False
-    """Keep the VAE's latents of the training pictures."""
+    """Keep the VAE's latents of the training images."""
     text: StrictBool = False
     """Keep the text encoders' output for the training prompts."""
     dir: str | None = None

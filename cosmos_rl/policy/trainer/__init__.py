@@ -33,7 +33,7 @@ def run(
         config: a checked configuration.
         run_folder: where everything is written.
         dataset: training data: a sequence, or ``f(config)`` that makes one.
-        val_dataset: pairs (held-out loss and pictures) or prompts (pictures), likewise.
+        val_dataset: pairs (held-out loss and images) or prompts (images), likewise.
         custom_logger_fns: called as ``fn(metrics, step)`` after each step; their errors are logged, not raised.
         hook_fns: callables by documented name.
         reward_fns, val_reward_fns: functions that score samples, for reinforcement learning.

@@ -344,29 +344,27 @@ class TrainLoop:
         about = {"current_epoch": self._task.epoch(done)}
         self._notify("pre_validation_hook", {**about, "is_last_step": done == self._task.total_steps})
         report = self._task.validate(done, lambda name, data: self._notify(name, {**about, **data}))
-        if report.pictures and self._context.is_main:
+        if report.images and self._context.is_main:
             folder = self._run.media / "validation" / f"step_{done}"
-            files = save_gallery(folder, report.pictures)
+            files = save_gallery(folder, report.images)
             for tracker in self._trackers:
-                tracker.log_pictures(done, "val/images", files, list(map(caption, report.pictures)))
-        metrics = {**report.metrics, **self._wrong_pictures(done, report.pictures)}
+                tracker.log_images(done, "val/images", files, list(map(caption, report.images)))
+        metrics = {**report.metrics, **self._wrong_images(done, report.images)}
         if report.objective is not None:
             self._judged = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/loss_mean")})
         return {**metrics, "time/validation": time.perf_counter() - began}
 
-    def _wrong_pictures(self, done: int, pictures: Sequence[Shown]) -> dict[str, float]:
-        """How many validation pictures show nothing or are not finite; they are named once, on the main rank."""
-        if not pictures:
+    def _wrong_images(self, done: int, images: Sequence[Shown]) -> dict[str, float]:
+        """How many validation images show nothing or are not finite; they are named once, on the main rank."""
+        if not images:
             return {}
-        broken = [one for one in pictures if not one.finite]
-        empty = [one for one in of_one_colour(pictures) if one.finite]
+        broken = [one for one in images if not one.finite]
+        empty = [one for one in of_one_colour(images) if one.finite]
         for wrong, what in ((broken, "have pixels that are not finite"), (empty, "have one colour only")):
             if wrong and self._context.is_main:
                 first = ", ".join(repr(one.prompt[:40]) for one in wrong[:3])
-                logger.warning(
-                    f"Step {done}: {len(wrong)} of {len(pictures)} validation pictures {what}, as for {first}"
-                )
+                logger.warning(f"Step {done}: {len(wrong)} of {len(images)} validation images {what}, as for {first}")
         return {"val/empty_images": float(len(empty)), "val/nonfinite_images": float(len(broken))}
 
     def _show(self, done: int, gallery: Sequence[Shown]) -> None:
@@ -375,7 +373,7 @@ class TrainLoop:
             return
         files = save_gallery(self._run.media / "rollout" / f"step_{done}", gallery)
         for tracker in self._trackers:
-            tracker.log_pictures(done, "rollout_images", files, list(map(caption, gallery)))
+            tracker.log_images(done, "rollout_images", files, list(map(caption, gallery)))
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         if self._metrics is not None:

@@ -49,7 +49,7 @@ class ValidationReport:
     """What one validation found."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    pictures: Sequence[Shown] = ()
+    images: Sequence[Shown] = ()
     """From the same prompts and noise at every validation; the same on all ranks."""
     objective: float | None = None
     """What the best checkpoint has the lowest of."""

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a folder of captioned pictures: `cosmos-rl --config X.toml THIS_MODULE`."""
+"""Supervised fine-tuning on a folder of captioned images: `cosmos-rl --config X.toml THIS_MODULE`."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def training_pairs(config: Config) -> "LocalPairs":
 
     folder = config.train.train_policy.dataset.local_dir
     if not folder:
-        raise UserError("train.train_policy.dataset.local_dir: missing; give the folder of training pictures")
+        raise UserError("train.train_policy.dataset.local_dir: missing; give the folder of training images")
     return LocalPairs(folder, *config.policy.diffusers.inference_size)
 
 

@@ -8,15 +8,15 @@ from cosmos_rl.storage import atomic
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.report import words
 from cosmos_rl.tracking.report.curves import Charts
-from cosmos_rl.tracking.report.inlined import Inliner, escaped
-from cosmos_rl.tracking.report.measures import warnings
-from cosmos_rl.tracking.report.pictures import (
-    chosen_pictures,
+from cosmos_rl.tracking.report.images import (
+    chosen_images,
     extremes_section,
     only_section,
     pairs_section,
     strip_section,
 )
+from cosmos_rl.tracking.report.inlined import Inliner, escaped
+from cosmos_rl.tracking.report.measures import warnings
 from cosmos_rl.tracking.report.record import Record, read_record
 
 # the browser itself refuses everything from elsewhere and every script, whatever a prompt may hold
@@ -37,19 +37,19 @@ def write_report(run_root: Path) -> Path:
 def page(record: Record) -> str:
     """The whole document."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    pictures = chosen_pictures(record)
-    inliner = Inliner(pictures.placed())
+    images = chosen_images(record)
+    inliner = Inliner(images.placed())
     name = escaped(words.title(record))
     parts = [
         f"<header><h1>{name}</h1><p>{words.what(record)}</p>"
-        f'<p class="state">{words.how_it_ended(record, now)}</p>{words.tiles(record, pictures.pairs)}</header>',
+        f'<p class="state">{words.how_it_ended(record, now)}</p>{words.tiles(record, images.pairs)}</header>',
         _warnings(record),
-        pairs_section(pictures.pairs, inliner, finished=record.finished) if pictures.pairs else "",
-        only_section(*pictures.only, inliner) if pictures.only else "",
+        pairs_section(images.pairs, inliner, finished=record.finished) if images.pairs else "",
+        only_section(*images.only, inliner) if images.only else "",
         words.key_numbers(record),
         Charts(record).sections(),
-        strip_section(pictures, inliner),
-        extremes_section(pictures, inliner),
+        strip_section(images, inliner),
+        extremes_section(images, inliner),
         words.how_to_use(record),
         words.provenance(record),
         f"<footer>Made by cosmos-rl on {escaped(now)} from {escaped(record.root.name)}.</footer>",

@@ -1,4 +1,4 @@
-"""Pictures inside a page: scaled down, as data URIs, all of them together below a number of bytes."""
+"""Images inside a page: scaled down, as data URIs, all of them together below a number of bytes."""
 
 import base64
 import html
@@ -13,13 +13,13 @@ from PIL import Image
 MAX_BYTES = 3_500_000
 """Of all data URIs of a page."""
 _SMALL = 96
-"""Pictures up to this size in pixels stay as they are and are enlarged by the browser, with hard edges."""
+"""Images up to this size in pixels stay as they are and are enlarged by the browser, with hard edges."""
 _JPEG_QUALITY = 85
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A picture that the page wants."""
+    """An image that the page wants."""
 
     file: Path
     side: int
@@ -27,7 +27,7 @@ class Placed:
 
 
 class Inliner:
-    """Encodes the pictures of a page once they are all known, so that the page stays below its size."""
+    """Encodes the images of a page once they are all known, so that the page stays below its size."""
 
     def __init__(self, wanted: Sequence[Placed]) -> None:
         """Encode ``wanted``; sides are halved as often as it takes, one step for all."""
@@ -39,25 +39,25 @@ class Inliner:
             shrink *= 2
 
     def tag(self, placed: Placed, alt: str) -> str:
-        """The ``<img>``, or words when the file is not there or no picture."""
+        """The ``<img>``, or words when the file is not there or no image."""
         uri = self._found[placed]
         if uri is None:
-            return '<span class="missing">picture missing</span>'
+            return '<span class="missing">image missing</span>'
         sharp = ' class="sharp"' if uri.startswith("data:image/png") else ""
         return f'<img{sharp} src="{uri}" alt="{escaped(alt, 120)}">'
 
 
 def encoded(file: Path, side: int) -> str | None:
-    """The picture as a data URI: small ones as PNG without loss, others as JPEG with a longest side of ``side``."""
+    """The image as a data URI: small ones as PNG without loss, others as JPEG with a longest side of ``side``."""
     try:
         with Image.open(file) as opened:
-            picture = opened.convert("RGB")
+            image = opened.convert("RGB")
     except OSError:
         return None
-    if max(picture.size) <= min(_SMALL, side):
-        return _uri(picture, "png")
-    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return _uri(picture, "jpeg", quality=_JPEG_QUALITY)
+    if max(image.size) <= min(_SMALL, side):
+        return _uri(image, "png")
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return _uri(image, "jpeg", quality=_JPEG_QUALITY)
 
 
 def escaped(text: object, limit: int | None = None) -> str:
@@ -80,7 +80,7 @@ def _harmless(character: str) -> str:
     return "\ufffd" if unicodedata.category(character) in ("Cc", "Cs") else character
 
 
-def _uri(picture: Image.Image, kind: str, **options: int) -> str:
+def _uri(image: Image.Image, kind: str, **options: int) -> str:
     target = io.BytesIO()
-    picture.save(target, kind, optimize=True, **options)
+    image.save(target, kind, optimize=True, **options)
     return f"data:image/{kind};base64,{base64.b64encode(target.getvalue()).decode()}"

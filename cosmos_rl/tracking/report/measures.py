@@ -48,8 +48,8 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"optim/learning_rate", Measure("Learning rate")),
     (r"train/nfe", Measure("Network evaluations so far")),
     (r"time/iteration", Measure("Time per step", unit="s")),
-    (r"val/empty_images", Measure("Validation pictures of one colour", -1)),
-    (r"val/nonfinite_images", Measure("Validation pictures with pixels that are not finite", -1)),
+    (r"val/empty_images", Measure("Validation images of one colour", -1)),
+    (r"val/nonfinite_images", Measure("Validation images with pixels that are not finite", -1)),
     (r"time/validation", Measure("Time per validation", unit="s")),
     (r"time/(.+)", Measure("Time: {}", unit="s")),
 )
@@ -112,11 +112,11 @@ def warnings(record: Record) -> list[str]:
     lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
     if lost:
         found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
-    pictures = {"val/empty_images": "one colour only", "val/nonfinite_images": "pixels that are not finite"}
-    for key, what in pictures.items():
+    images = {"val/empty_images": "one colour only", "val/nonfinite_images": "pixels that are not finite"}
+    for key, what in images.items():
         steps = [step for step, value in record.series(key).known if value]
         if steps:
-            found.append(f"Validation pictures had {what} at {_listed(steps)}.")
+            found.append(f"Validation images had {what} at {_listed(steps)}.")
     equal = [step for step, value in zip(spread.steps, spread.values, strict=True) if value == 1.0]
     if equal:
         found.append(

@@ -25,7 +25,7 @@ _BLOCK = 1000
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture of a gallery on the disk."""
+    """One image of a gallery on the disk."""
 
     file: Path
     prompt: str
@@ -180,8 +180,8 @@ def read_record(root: Path) -> Record:
     )
 
 
-def same_pictures(record: Record) -> dict[int, Gallery]:
-    """Step -> pictures from the same prompts and noise: of validations, else the fixed ones among the rollouts."""
+def same_images(record: Record) -> dict[int, Gallery]:
+    """Step -> images from the same prompts and noise: of validations, else the fixed ones among the rollouts."""
     if record.validation:
         return dict(record.validation)
     fixed = {step: [one for one in gallery if one.group == "fixed"] for step, gallery in record.rollout.items()}

@@ -114,7 +114,7 @@ def smoothed(values: Sequence[float | None], width: int) -> list[float | None]:
 
 @dataclass(frozen=True)
 class _Area:
-    """From steps and values to places in the picture."""
+    """From steps and values to places in the image."""
 
     x_low: float
     x_high: float

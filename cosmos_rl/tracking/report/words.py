@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.tracking.console import duration
+from cosmos_rl.tracking.report.images import Pairs
 from cosmos_rl.tracking.report.inlined import escaped
 from cosmos_rl.tracking.report.measures import limit_of, main_keys, measure, reward_names, shown_change
-from cosmos_rl.tracking.report.pictures import Pairs
 from cosmos_rl.tracking.report.record import Record
 from cosmos_rl.tracking.report.svg import number
 
@@ -34,7 +34,7 @@ def what(record: Record) -> str:
     data = _data(record)
     kind = record.setting("train.train_policy.type")
     if kind == "sft":
-        on = f" on the captioned pictures of <b>{escaped(data)}</b>" if data else ""
+        on = f" on the captioned images of <b>{escaped(data)}</b>" if data else ""
         return f"Fine-tuning of {part} <b>{escaped(model)}</b>{on}."
     trainer = str(record.setting("train.train_policy.trainer_type") or kind or "")
     how = _ALGORITHMS.get(trainer, trainer)
@@ -64,7 +64,7 @@ def tiles(record: Record, pairs: Pairs | None) -> str:
     keys += [key for key in record.keys if re.fullmatch(r"guard/\w+_ratio", key) and record.series(key).ends]
     found = [_tile(record, key) for key in keys[:3]]
     if pairs and pairs.means and not rewards:
-        found.insert(0, _change_tile("Mean score of the pictures", *pairs.means, 1))
+        found.insert(0, _change_tile("Mean score of the images", *pairs.means, 1))
     return f'<div class="tiles">{"".join(found)}</div>' if found else ""
 
 

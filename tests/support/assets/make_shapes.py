@@ -2,7 +2,7 @@
 
     python -m tests.support.assets.make_shapes
 
-About two minutes on one core. It stops early on purpose: the count is still wrong in a third of the pictures, which is
+About two minutes on one core. It stops early on purpose: the count is still wrong in a third of the images, which is
 what reinforcement learning has to mend.
 """
 
@@ -32,7 +32,7 @@ def accuracy(model: ShapesModel, each: int = 20, num_steps: int = 20) -> tuple[f
 
 
 def pretrain(steps: int = STEPS) -> ShapesModel:
-    """Flow matching on fresh pictures, constant rate and then a linear fall."""
+    """Flow matching on fresh images, constant rate and then a linear fall."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = ShapesModel(weights=None)

@@ -133,7 +133,7 @@ class DiffuserModel(VelocityModel):
 
     @abc.abstractmethod
     def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
-        """Pictures ``[3, H, W]`` (videos ``[3, T, H, W]``) in [-1, 1] -> latents ``[B, C, (T',) h, w]`` float32."""
+        """Images ``[3, H, W]`` (videos ``[3, T, H, W]``) in [-1, 1] -> latents ``[B, C, (T',) h, w]`` float32."""
 
     def set_scheduler_timestep(self, num_steps: int) -> None:
         """Set the scheduler to the training grid and cache ``timestep_map`` and ``sigma_map``, both ascending."""
@@ -205,15 +205,15 @@ class DiffuserModel(VelocityModel):
         )
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` float32 in [0, 1]."""
+        """Latents ``[N, C, h, w]`` -> images ``[N, 3, H, W]`` float32 in [0, 1]."""
         scale = self.vae.config.scaling_factor
         shift = getattr(self.vae.config, "shift_factor", None) or 0.0
         pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
         parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_AT_ONCE // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
-            pictures = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
-        pictures = pictures.masked_fill_(pictures.isinf(), torch.nan)  # else its pixel would be a plain white or black
-        return self.output_process.postprocess(pictures, output_type="pt").float()
+            images = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
+        images = images.masked_fill_(images.isinf(), torch.nan)  # else its pixel would be a plain white or black
+        return self.output_process.postprocess(images, output_type="pt").float()
 
     def counted_encoders(self) -> list[TextEncoder]:
         """What counts the tokens of prompts, for each tokenizer that the family names."""
@@ -247,7 +247,7 @@ class DiffuserModel(VelocityModel):
     def encode_visuals(
         self, visuals: Sequence[Tensor], height: int, width: int, *, at_once: int | None = None
     ) -> Tensor:
-        """Pictures in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place).
+        """Images in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place).
 
         ``at_once`` bounds how many are encoded in one pass.
         """
@@ -284,7 +284,7 @@ class DiffuserModel(VelocityModel):
     # ---- sampling ----------------------------------------------------------------------------------------------
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents for a picture of that size."""
+        """Shape of one sample's latents for an image of that size."""
         factor = self.pipeline.vae_scale_factor
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
@@ -365,7 +365,7 @@ class DiffuserModel(VelocityModel):
         self.output_process = getattr(self.pipeline, found[0])
         is_video = found[0] == "video_processor"
         if is_video != self.config.is_video:
-            kind = "videos" if is_video else "pictures"
+            kind = "videos" if is_video else "images"
             raise UserError(
                 f"policy.diffusers.is_video = {str(self.config.is_video).lower()}, but {type(self.pipeline).__name__} "
                 f"makes {kind}"

@@ -47,12 +47,12 @@ class SD3Model(DiffuserModel):
 
     def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
         """Latents ``(mean - shift_factor) * scaling_factor``, ``[B, C, H/8, W/8]`` float32 (the posterior's mean)."""
-        pictures = torch.stack(visual_list).to(device, self.vae.dtype)
-        if pictures.shape[-2:] != (height, width):
+        images = torch.stack(visual_list).to(device, self.vae.dtype)
+        if images.shape[-2:] != (height, width):
             raise UserError(
-                f"the data set gives pictures of {tuple(pictures.shape[-2:])} pixels, policy.diffusers.inference_size "
+                f"the data set gives images of {tuple(images.shape[-2:])} pixels, policy.diffusers.inference_size "
                 f"is ({height}, {width})"
             )
-        mean = self.vae.encode(pictures).latent_dist.mode()
+        mean = self.vae.encode(images).latent_dist.mode()
         shift = self.vae.config.shift_factor or 0.0
         return ((mean - shift) * self.vae.config.scaling_factor).float()

@@ -123,7 +123,7 @@ class VelocityModel(abc.ABC):
     def sample(
         self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
     ) -> Tensor:
-        """Prompts and their start noise ``[N, C, h, w]`` -> pictures ``[N, 3, H, W]`` in [0, 1] on the device.
+        """Prompts and their start noise ``[N, C, h, w]`` -> images ``[N, 3, H, W]`` in [0, 1] on the device.
 
         ``negative`` is what guidance leads away from, one text for all or one each.
         """

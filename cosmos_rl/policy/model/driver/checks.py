@@ -371,10 +371,10 @@ def check_round_trip(probing: Probing) -> str:
     """
     driver, size = probing.driver, probing.driver.size
     shape = (1, size.frames, 3, size.height, size.width) if driver.frames_name else (1, 3, size.height, size.width)
-    pictures = 2 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1
+    images = 2 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1
     with torch.no_grad():
-        latents = media.latents_of(driver, pictures)
-        error = _relative(latents, driver.before_decoder(driver.encode_media(pictures), size))
+        latents = media.latents_of(driver, images)
+        error = _relative(latents, driver.before_decoder(driver.encode_media(images), size))
     if error > (1e-5 if probing.exact else 0.1):
         raise Failed(f"relative error {error:.1e}")
     return f"relative error {error:.1e}"

@@ -77,7 +77,7 @@ def latents_of(driver: "Driver", media: Tensor) -> Tensor:
     vae = driver.pipeline.vae
     if media.ndim == 5:
         media = media.movedim(2, 1)
-    elif len(driver.facts.latent_shape) == 4:  # a VAE for videos, of which a picture is one frame
+    elif len(driver.facts.latent_shape) == 4:  # a VAE for videos, of which an image is one frame
         media = media.unsqueeze(2)
     made = vae.encode(media.to(driver.device, vae.dtype))
     if hasattr(made, "latent_dist"):

@@ -11,7 +11,7 @@ class Row:
 
     Attributes:
         guidance: argument that is real classifier-free guidance; None: ``true_cfg_scale``, else ``guidance_scale``.
-        frames: argument with the number of frames; None: ``num_frames``, else ``frames``, else pictures.
+        frames: argument with the number of frames; None: ``num_frames``, else ``frames``, else images.
         negative: negative prompt where none is given; None leaves the pipeline its own default.
         call: arguments that every call of the pipeline gets.
         one_frame: a single step may be asked for with one frame, since the number only serves to prepare latents.

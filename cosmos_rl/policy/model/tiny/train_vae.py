@@ -2,9 +2,9 @@
 
     python -m cosmos_rl.policy.model.tiny.train_vae [--out DIR] [--steps N]
 
-A random autoencoder destroys pictures, so the tiny pipelines need a trained one. It sees synthetic coloured shapes
+A random autoencoder destroys images, so the tiny pipelines need a trained one. It sees synthetic coloured shapes
 and gradients, and scikit-learn's handwritten digits in grey and in colour: only the digits of `generator_digits()`,
-so whoever judges pictures can keep others unseen. One thread, fixed seed. Needs scikit-learn; nothing else in the
+so whoever judges images can keep others unseen. One thread, fixed seed. Needs scikit-learn; nothing else in the
 package does.
 """
 
@@ -23,9 +23,9 @@ SIZE = 32  # pixels; the convolutions take any multiple of 4
 
 
 def generator_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the digits that generators may learn from: pictures `[N, 8, 8]` in 0..1 and labels `[N]`.
+    """Returns the digits that generators may learn from: images `[N, 8, 8]` in 0..1 and labels `[N]`.
 
-    The k-th picture of a digit belongs here when k is even and k % 20 != 10; a rule instead of a shuffle keeps the
+    The k-th image of a digit belongs here when k is even and k % 20 != 10; a rule instead of a shuffle keeps the
     parts balanced over the digits and the same everywhere. `examples/quickstart/digits.py` names the other parts.
     """
     from sklearn.datasets import load_digits
@@ -57,8 +57,8 @@ def new_vae() -> AutoencoderKL:
     return AutoencoderKL(**settings)
 
 
-class PictureMaker:
-    """Draws batches of training pictures `[B, 3, 32, 32]` in -1..1 from one seeded generator."""
+class ImageMaker:
+    """Draws batches of training images `[B, 3, 32, 32]` in -1..1 from one seeded generator."""
 
     def __init__(self, digits: np.ndarray, seed: int) -> None:
         small = torch.from_numpy(digits)[:, None]
@@ -72,7 +72,7 @@ class PictureMaker:
         return low + (high - low) * torch.rand(*shape, generator=self.random)
 
     def batch(self, count: int) -> Tensor:
-        """Returns `count` pictures: half digits (half of them grey), a quarter shapes, a quarter gradients."""
+        """Returns `count` images: half digits (half of them grey), a quarter shapes, a quarter gradients."""
         quarter = count // 4
         grey = self._digit_masks(quarter).expand(-1, 3, -1, -1)
         tinted = self._paint(self._digit_masks(quarter))
@@ -105,7 +105,7 @@ class PictureMaker:
         return mask * ink + (1 - mask) * ground
 
     def _gradients(self, count: int) -> Tensor:
-        """Returns smooth colour fields: a random 3 x 3 picture enlarged, some nearly flat."""
+        """Returns smooth colour fields: a random 3 x 3 image enlarged, some nearly flat."""
         coarse = self.uniform(count, 3, 3, 3)
         flat = self.uniform(count, 3, 1, 1)
         mix = self.uniform(count, 1, 1, 1)
@@ -116,14 +116,14 @@ class PictureMaker:
 def train(steps: int, *, batch: int = 32, lr: float = 3e-3, kl_weight: float = 1e-4, seed: int = 0) -> AutoencoderKL:
     """Trains the autoencoder and returns it with `shift_factor` and `scaling_factor` measured on its own latents."""
     torch.manual_seed(seed)
-    pictures = PictureMaker(generator_digits()[0], seed)
+    images = ImageMaker(generator_digits()[0], seed)
     vae = new_vae()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.05)
     for step in range(steps):
-        target = pictures.batch(batch)
+        target = images.batch(batch)
         posterior = vae.encode(target, return_dict=False)[0]
-        latents = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=pictures.random)
+        latents = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=images.random)
         error = vae.decode(latents, return_dict=False)[0] - target  # pyright: ignore[reportArgumentType]
         # The KL term keeps the latents near unit size and the decoder tolerant of a generator's small errors.
         kl = posterior.kl().mean() / posterior.mean[0].numel()
@@ -136,13 +136,13 @@ def train(steps: int, *, batch: int = 32, lr: float = 3e-3, kl_weight: float = 1
         if step % 100 == 0 or step == steps - 1:
             spent = time.process_time()
             print(f"step {step} mse {error.square().mean():.5f} kl {kl:.3f} cpu {spent:.0f} s", flush=True)
-    return _measure(vae.eval(), pictures.batch(1024))
+    return _measure(vae.eval(), images.batch(1024))
 
 
 @torch.no_grad()
-def _measure(vae: AutoencoderKL, pictures: Tensor) -> AutoencoderKL:
-    """Writes the mean and the spread of the latents of `pictures` into the config, as SD3's pipelines read them."""
-    latents = vae.encode(pictures, return_dict=False)[0].mean
+def _measure(vae: AutoencoderKL, images: Tensor) -> AutoencoderKL:
+    """Writes the mean and the spread of the latents of `images` into the config, as SD3's pipelines read them."""
+    latents = vae.encode(images, return_dict=False)[0].mean
     shift, scale = latents.mean().item(), 1 / latents.std().item()
     vae.register_to_config(shift_factor=round(shift, 4), scaling_factor=round(scale, 4))
     return vae

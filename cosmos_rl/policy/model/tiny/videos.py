@@ -7,8 +7,8 @@ import diffusers as d
 import torch
 
 from cosmos_rl.policy.model.tiny import more_text as text
+from cosmos_rl.policy.model.tiny.images import CLIP_WIDTH, clip_encoder
 from cosmos_rl.policy.model.tiny.parts import alive, wan_vae
-from cosmos_rl.policy.model.tiny.pictures import CLIP_WIDTH, clip_encoder
 from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
 
 

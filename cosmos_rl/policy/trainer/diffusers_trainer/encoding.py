@@ -1,4 +1,4 @@
-"""Pictures and prompts -> latents and conditions, through the disk caches when they are on."""
+"""Images and prompts -> latents and conditions, through the disk caches when they are on."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from torch import Tensor
 from cosmos_rl.data.cache import TensorCache, files_digest
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
-from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, pictures_at_once
+from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 
@@ -20,7 +20,7 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 class Encoding:
     """The frozen encoders of a model.
 
-    For a cache pictures and texts are encoded in batches of one size, filled up where fewer are missing. The last bits
+    For a cache images and texts are encoded in batches of one size, filled up where fewer are missing. The last bits
     depend on the size of a batch and not on what else is in it: a resumed run, and any number of ranks, find what the
     undisturbed one computed, and several at once take much less time than one after the other.
     """
@@ -29,7 +29,7 @@ class Encoding:
         self._model = model
         self._size = config.policy.diffusers.inference_size
         job = config.train.train_policy
-        self._at_once = pictures_at_once(config)
+        self._at_once = images_at_once(config)
         self.latent_cache: TensorCache | None = None
         self.text_cache: TensorCache | None = None
         if not job.cached_latents and not job.cached_text:
@@ -51,17 +51,17 @@ class Encoding:
     def latents(self, items: Sequence[Item]) -> Tensor:
         """Latents ``[B, C, ...]`` float32 on the device."""
         if self.latent_cache is None:
-            return self._encoded_pictures([item.visual for item in items])
-        keys = [_picture_key(item.visual) for item in items]
+            return self._encoded_images([item.visual for item in items])
+        keys = [_image_key(item.visual) for item in items]
         visuals = {key: item.visual for key, item in zip(keys, items, strict=True)}
 
         def encode(batch: Sequence[Tensor]) -> Iterator[Mapping[str, Tensor]]:
-            return ({"latent": latent} for latent in self._encoded_pictures(batch))
+            return ({"latent": latent} for latent in self._encoded_images(batch))
 
         found = _filled(self.latent_cache, visuals, self._at_once, encode)
         return torch.stack([found[key]["latent"] for key in keys]).to(self._model.device)
 
-    def _encoded_pictures(self, visuals: Sequence[Tensor]) -> Tensor:
+    def _encoded_images(self, visuals: Sequence[Tensor]) -> Tensor:
         return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)
 
     @memory_phase("encoding")
@@ -85,7 +85,7 @@ class Encoding:
         return {name: value.to(self._model.device) for name, value in text.items()}
 
 
-def _picture_key(visual: Tensor) -> str:
+def _image_key(visual: Tensor) -> str:
     return hashlib.blake2b(visual.numpy().tobytes(), digest_size=16).hexdigest() + str(tuple(visual.shape))
 
 

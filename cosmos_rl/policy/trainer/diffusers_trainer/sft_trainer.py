@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by flow matching: captioned pictures -> a transformer (or its adapters)."""
+"""Supervised fine-tuning by flow matching: captioned images -> a transformer (or its adapters)."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
 MAX_VALIDATION_PROMPTS = 16
-"""Pictures are sampled for at most so many distinct captions of a held-out folder."""
+"""Images are sampled for at most so many distinct captions of a held-out folder."""
 
 
 class SFTTrainer(TaskBase):
@@ -160,22 +160,22 @@ class SFTTrainer(TaskBase):
         return StepReport(metrics, result.refusal)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
-        """Held-out loss at fixed levels and noise, and pictures from fixed noise, both with the EMA weights if kept."""
+        """Held-out loss at fixed levels and noise, and images from fixed noise, both with the EMA weights if kept."""
         if self._val_dataset is None:
             return ValidationReport()
         with self.averaged_weights(), torch.no_grad(), self.model.evaluating():
             if self._val_records is not None:
-                return ValidationReport(pictures=self._pictures(self._val_records))
+                return ValidationReport(images=self._images(self._val_records))
             metrics = {"val/loss_mean": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
-            pictures = self._pictures([PromptRecord(prompt) for prompt in self._held_out_prompts()])
-            return ValidationReport(metrics, pictures, objective=metrics["val/loss_mean"])
+            images = self._images([PromptRecord(prompt) for prompt in self._held_out_prompts()])
+            return ValidationReport(metrics, images, objective=metrics["val/loss_mean"])
 
     def _validated_records(self) -> list[PromptRecord] | None:
         """The validation prompts; None where validation has pairs."""
         data = self._val_dataset
         try:
             first = data[0]
-        except BadSample:  # a picture, named when its turn comes
+        except BadSample:  # an image, named when its turn comes
             return None
         if isinstance(first, Item) or (isinstance(first, Mapping) and "visual" in first):
             return None
@@ -211,7 +211,7 @@ class SFTTrainer(TaskBase):
         """Up to ``MAX_VALIDATION_PROMPTS`` distinct captions of the held-out pairs, in their order."""
         if self._val_prompts is None:
             data = self._val_dataset
-            # a data set that knows its captions need not decode its pictures for them
+            # a data set that knows its captions need not decode its images for them
             prompts = getattr(data, "prompts", None) or (
                 item.prompt
                 for i in range(len(data))
@@ -242,8 +242,8 @@ class SFTTrainer(TaskBase):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _pictures(self, records: Sequence[PromptRecord]) -> list[Shown]:
-        """``validation.n_generation`` pictures per prompt; picture k of prompt i has the same noise in every run."""
+    def _images(self, records: Sequence[PromptRecord]) -> list[Shown]:
+        """``validation.n_generation`` images per prompt; image k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
         shape = self.model.latent_shape(*config.inference_size)
         samples = validation_samples(records, self._config.validation.n_generation)
@@ -259,9 +259,9 @@ class SFTTrainer(TaskBase):
             found = self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)
             return to_uint8(found), are_finite(found)
 
-        pictures, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
-        rows = zip(pictures, samples, finite.tolist(), strict=True)
-        return [Shown(picture, one.prompt, one.sample_id, "fixed", finite=whole) for picture, one, whole in rows]
+        images, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
+        rows = zip(images, samples, finite.tolist(), strict=True)
+        return [Shown(image, one.prompt, one.sample_id, "fixed", finite=whole) for image, one, whole in rows]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -223,21 +223,21 @@ def gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
 
 
 def gallery(step: ScoredBatch, context: Context) -> list[Shown]:
-    """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no picture."""
+    """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no image."""
     if step.own.media.dtype != torch.uint8:
         return []
     best, worst = pick_best_and_worst(step.reward_N, step.group_N, GALLERY)
     names, own = list(step.scores), len(step.own.samples)
     table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
     chosen = [*((row, "best") for row in best), *((row, "worst") for row in worst)]
-    pictures = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
+    images = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
     for place, (row, _) in enumerate(chosen):
         if step.first <= row < step.first + own:
-            pictures[place] = step.own.media[row - step.first]
-    found = context.gather_rows(pictures)  # rank after rank; the rank that has a sample fills its place
+            images[place] = step.own.media[row - step.first]
+    found = context.gather_rows(images)  # rank after rank; the rank that has a sample fills its place
     return [
         Shown(
-            found[(row // own) * len(pictures) + place],
+            found[(row // own) * len(images) + place],
             step.samples[row].prompt,
             step.samples[row].sample_id,
             group,

@@ -1,11 +1,11 @@
-"""The galleries of the page: before and after, the same pictures over time, best and worst."""
+"""The galleries of the page: before and after, the same images over time, best and worst."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.tracking.media import TOTAL
 from cosmos_rl.tracking.report.inlined import Inliner, Placed, escaped
-from cosmos_rl.tracking.report.record import Entry, Gallery, Record, first_of_each_prompt, same_pictures
+from cosmos_rl.tracking.report.record import Entry, Gallery, Record, first_of_each_prompt, same_images
 from cosmos_rl.tracking.report.svg import number
 
 _PAIRS, _PAIR_SIDE = 6, 320
@@ -16,7 +16,7 @@ _PROMPT_CHARS = 160
 
 @dataclass(frozen=True)
 class Pairs:
-    """The same pictures in the first and in the last gallery."""
+    """The same images in the first and in the last gallery."""
 
     first_step: int
     last_step: int
@@ -24,14 +24,14 @@ class Pairs:
     """Those that are shown."""
     in_all: int
     scored: int
-    """Pictures that have a total in both."""
+    """Images that have a total in both."""
     means: tuple[float, float] | None
     """Their mean total before and after."""
 
 
 def before_and_after(record: Record) -> Pairs | None:
     """The first against the last gallery of the same prompts and noise; None with fewer than two galleries."""
-    galleries = same_pictures(record)
+    galleries = same_images(record)
     if len(galleries) < 2:
         return None
     first, last = min(galleries), max(galleries)
@@ -44,19 +44,19 @@ def before_and_after(record: Record) -> Pairs | None:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Which pictures the page shows."""
+class Images:
+    """Which images the page shows."""
 
     pairs: Pairs | None
     only: tuple[int, Gallery] | None
-    """Step and pictures, when there is one gallery and nothing to compare it with."""
+    """Step and images, when there is one gallery and nothing to compare it with."""
     strip: Sequence[tuple[Entry, Sequence[tuple[int, Entry]]]]
-    """Row by row: the picture of the first column, and (step, picture) of every column."""
+    """Row by row: the image of the first column, and (step, image) of every column."""
     extremes: tuple[int, Mapping[str, Gallery]] | None
     """Step and the groups "best" and "worst" of the newest rollouts."""
 
     def placed(self) -> list[Placed]:
-        """All pictures with their sizes, as often as they are shown."""
+        """All images with their sizes, as often as they are shown."""
         found = [_pair(one) for both in (self.pairs.pairs if self.pairs else ()) for one in both]
         found += [_pair(one) for one in (self.only[1] if self.only else ())]
         found += [_small(one) for _, columns in self.strip for _, one in columns]
@@ -64,14 +64,14 @@ class Pictures:
         return found + [_extreme(one) for gallery in groups.values() for one in gallery]
 
 
-def chosen_pictures(record: Record) -> Pictures:
+def chosen_images(record: Record) -> Images:
     """What is shown of the galleries of a run."""
-    galleries, pairs = same_pictures(record), before_and_after(record)
+    galleries, pairs = same_images(record), before_and_after(record)
     only = None
     if len(galleries) == 1:
         ((step, gallery),) = galleries.items()
         only = step, first_of_each_prompt(gallery, lambda one: True, _PAIRS)
-    return Pictures(pairs, only, _strip(galleries), _extremes(record))
+    return Images(pairs, only, _strip(galleries), _extremes(record))
 
 
 def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
@@ -82,23 +82,23 @@ def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
         ended = "now"
     cards = [
         f'<figure class="pair"><figcaption>{_prompt(a)}</figcaption><div>'
-        f"{_picture(inliner, _pair(a), a, f'{began} · step {pairs.first_step}')}"
-        f"{_picture(inliner, _pair(b), b, f'{ended} · step {pairs.last_step}')}</div></figure>"
+        f"{_image(inliner, _pair(a), a, f'{began} · step {pairs.first_step}')}"
+        f"{_image(inliner, _pair(b), b, f'{ended} · step {pairs.last_step}')}</div></figure>"
         for a, b in pairs.pairs
     ]
     heading = f"<h2>{began.capitalize()} and {ended}</h2>"
     if not cards:
         return f"<section>{heading}<p>The first and the last gallery have no prompt and noise in common.</p></section>"
-    which = f"the first {len(cards)} of {pairs.in_all} pictures" if len(cards) < pairs.in_all else "all pictures"
+    which = f"the first {len(cards)} of {pairs.in_all} images" if len(cards) < pairs.in_all else "all images"
     about = (
         "Each pair has the same prompt and the same starting noise; only the training between step "
         f"{pairs.first_step} and step {pairs.last_step} differs. Not hand-picked: {which}."
     )
     if pairs.means:
         a, b = (number(mean, 3) for mean in pairs.means)
-        about += f' Mean score of {pairs.scored} pictures: <b class="score">{a}</b> → <b class="score">{b}</b>.'
+        about += f' Mean score of {pairs.scored} images: <b class="score">{a}</b> → <b class="score">{b}</b>.'
     if not from_start:
-        about += " No pictures were made before training: validation.val_before_train = true asks for them."
+        about += " No images were made before training: validation.val_before_train = true asks for them."
     return f'<section id="before-after">{heading}<p>{about}</p><div class="pairs">{"".join(cards)}</div></section>'
 
 
@@ -106,30 +106,30 @@ def only_section(step: int, gallery: Gallery, inliner: Inliner) -> str:
     """The only gallery that there is."""
     cards = "".join(_card(inliner, _pair(one), one) for one in gallery)
     return (
-        f"<section><h2>Pictures at step {step}</h2><p>One gallery so far: nothing to compare it with.</p>"
+        f"<section><h2>Images at step {step}</h2><p>One gallery so far: nothing to compare it with.</p>"
         f'<div class="cards">{cards}</div></section>'
     )
 
 
-def strip_section(pictures: Pictures, inliner: Inliner) -> str:
+def strip_section(images: Images, inliner: Inliner) -> str:
     """The same prompts and noise over the steps."""
-    if not pictures.strip:
+    if not images.strip:
         return ""
     rows = []
-    for first, columns in pictures.strip:
-        cells = "".join(_picture(inliner, _small(one), one, f"step {step}") for step, one in columns)
+    for first, columns in images.strip:
+        cells = "".join(_image(inliner, _small(one), one, f"step {step}") for step, one in columns)
         rows.append(f'<figure class="row"><figcaption>{_prompt(first)}</figcaption><div>{cells}</div></figure>')
     return (
-        '<section id="over-time"><h2>The same pictures over time</h2><p>One row for each prompt, from the same '
+        '<section id="over-time"><h2>The same images over time</h2><p>One row for each prompt, from the same '
         f"starting noise at every step shown.</p>{''.join(rows)}</section>"
     )
 
 
-def extremes_section(pictures: Pictures, inliner: Inliner) -> str:
+def extremes_section(images: Images, inliner: Inliner) -> str:
     """Best and worst of the newest rollouts with their scores."""
-    if pictures.extremes is None:
+    if images.extremes is None:
         return ""
-    step, groups = pictures.extremes
+    step, groups = images.extremes
     parts = [
         f'<h3>{name.capitalize()}</h3><div class="cards" id="{name}">'
         + "".join(_card(inliner, _extreme(one), one) for one in gallery)
@@ -172,13 +172,13 @@ def _card(inliner: Inliner, placed: Placed, one: Entry) -> str:
     rows = "".join(f"<tr><td>{escaped(name)}</td><td>{_score(one.scores[name])}</td></tr>" for name in names)
     table = "" if single else f"<table>{rows}</table>"
     words = f"<figcaption>{_prompt(one)}{table}</figcaption>"
-    return f'<figure class="card">{_picture(inliner, placed, one, "")}{words}</figure>'
+    return f'<figure class="card">{_image(inliner, placed, one, "")}{words}</figure>'
 
 
-def _picture(inliner: Inliner, placed: Placed, one: Entry, label: str) -> str:
+def _image(inliner: Inliner, placed: Placed, one: Entry, label: str) -> str:
     total = f'<b class="score">{_score(one.total)}</b>' if TOTAL in one.scores else ""
     text = f"<span>{label}</span> {total}"
-    return f'<div class="picture">{inliner.tag(placed, one.prompt)}<div class="under">{text}</div></div>'
+    return f'<div class="image">{inliner.tag(placed, one.prompt)}<div class="under">{text}</div></div>'
 
 
 def _prompt(one: Entry) -> str:

@@ -1,4 +1,4 @@
-"""A folder of captioned pictures to measure with."""
+"""A folder of captioned images to measure with."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 
-def write_pictures(folder: Path, count: int, size: int) -> None:
-    """``count`` random square pictures with ten different captions."""
+def write_images(folder: Path, count: int, size: int) -> None:
+    """``count`` random square images with ten different captions."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for i in range(count):

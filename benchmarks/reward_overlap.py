@@ -73,7 +73,7 @@ def measure() -> list[tuple[str, str, str]]:
         for step in range(ROUNDS + 2):
             metrics = trainer.train_step(step).metrics
             rollout = metrics["time/rollout"]
-            if step > 1:  # the first two warm up and tell how long a rollout takes
+            if step > 1:  # the first two warm up and show how long a rollout takes
                 serial = rollout + pause_s[0] * PROMPTS * GROUP
                 ratios.append((rollout + metrics["time/reward_wait"]) / serial)
             pause_s[0] = rollout / (PROMPTS * GROUP)

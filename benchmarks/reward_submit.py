@@ -1,4 +1,4 @@
-"""How long a request to a slow reward service holds up the trainer: the call of `submit` beside a computation."""
+"""How long a request to a slow reward service holds up the trainer: the call of `submit` alongside a computation."""
 
 import os
 import statistics

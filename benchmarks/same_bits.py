@@ -187,7 +187,7 @@ def train(config: Path, run: Run, *overrides: str) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", timeout=DEADLINE_S)
     if done.returncode not in ((0, 1) if run.extra == REWIND else (0,)):
         sys.exit(f"{run.name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    if run.extra == REWIND and "Going back to step" not in done.stdout:
+    if run.extra == REWIND and "Rewinding to step" not in done.stdout:
         sys.exit(f"{run.name} was not rewound:\n{done.stdout[-3000:]}")
 
 

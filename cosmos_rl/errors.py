@@ -1,4 +1,4 @@
-"""Errors that a user can mend. They are shown as one message without a traceback."""
+"""Errors that a user can fix. They are shown as one message without a traceback."""
 
 
 class UserError(Exception):
@@ -18,7 +18,7 @@ class TrainingStoppedError(UserError):
 
 
 class OutOfMemory(Exception):
-    """The memory of a device ran out; `phase` says during what. No mistake by itself, but the user can help it."""
+    """The memory of a device ran out; `phase` says during what. The user can do something about it."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(f"out of memory while {phase}")

@@ -29,7 +29,7 @@ _PRIVATE = {"custom", "redis", "eth_ips"}  # a user's own table may hold anythin
 
 
 def write_card(export: Path, config: Config, media: Path, *, step: int, repository: str | None = None) -> None:
-    """Write the card of the export of ``step`` and copies of up to four of its newest validation images beside it.
+    """Write the card of the export of ``step`` and copies of up to four of its newest validation images next to it.
 
     Args:
         export: the folder that is loaded: a pipeline, or a ``lora`` folder.

@@ -31,11 +31,11 @@ class SaveJob:
     trainer_state: dict[str, Any]
     export: WriteExport | None
     best: bool = False
-    """Whether ``best`` beside the checkpoints shall lead to this step once it is whole."""
+    """Whether the link ``best`` next to the checkpoints shall point to this step once it is whole."""
 
 
 class CheckpointManager:
-    """Writes ``checkpoints/step_<N>/policy`` (and the export beside it), one step at a time.
+    """Writes ``checkpoints/step_<N>/policy`` (and its export), one step at a time.
 
     A step is built aside and renamed once everything is on the disk, its marker last. An error of the background
     writer is raised by the next ``save`` or by ``wait``.
@@ -122,7 +122,7 @@ class CheckpointManager:
             dist.barrier(group=self._group)
 
     def _copied(self, state: StateDict) -> StateDict:
-        """A private copy on the CPU: the loop goes on changing the live tensors.
+        """A private copy on the CPU: the loop continues to change the live tensors.
 
         The memory is kept for the next save, since asking the system for it again takes longer than the copy itself.
         """

@@ -52,7 +52,7 @@ def restore(
     that are not there, or not of their shape, stay as they are.
 
     Raises:
-        UserError: the checkpoint holds other weights than the run at hand trains.
+        UserError: the checkpoint holds other weights than this run trains.
     """
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     copies = {kind: tensors for kind, tensors in copies.items() if kind not in OPTIONAL or _fits(stored, kind, tensors)}
@@ -137,4 +137,4 @@ def _check_shapes(folder: Path, stored: Mapping[str, object], target: StateDict)
     for key, value in target.items():
         size = getattr(stored[key], "size", None)
         if size is not None and tuple(size) != tuple(value.shape):
-            raise UserError(f"{folder}: {key} has shape {tuple(size)}, the run at hand needs {tuple(value.shape)}")
+            raise UserError(f"{folder}: {key} has shape {tuple(size)}, this run needs {tuple(value.shape)}")

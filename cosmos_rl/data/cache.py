@@ -48,7 +48,7 @@ class TensorCache:
     """Named tensors by key."""
 
     def __init__(self, folder: Path, kind: str, about: str, max_bytes: int) -> None:
-        """``about`` is everything besides the key that decides what the tensors are (weights, dtype, sizes, mode).
+        """``about`` is everything other than the key that decides what the tensors are (weights, dtype, sizes, mode).
 
         ``max_bytes`` bounds the whole ``folder``, which other kinds and runs share.
         """

@@ -13,7 +13,7 @@ from cosmos_rl.errors import UserError
 
 
 class BadSample(UserError):
-    """A sample that cannot be read. Training may leave it out; other mistakes of a data set end the run."""
+    """A sample that cannot be read. Training may leave it out; other errors of a data set end the run."""
 
 
 @dataclass(frozen=True)

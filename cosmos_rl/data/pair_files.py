@@ -84,7 +84,7 @@ def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
         return pairs, problems, ""
     text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _listed(problems, _SHOWN)
     if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
-        raise UserError(f"{text}\nMore is left out than used; {expected_layout()}")
+        raise UserError(f"{text}\nMore files are left out than used; {expected_layout()}")
     return pairs, problems, text
 
 
@@ -121,7 +121,7 @@ def _read_prompt(caption: str) -> tuple[str | None, str | None]:
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     if len(content) > _LARGEST_CAPTION:
-        return None, f"is no caption: it has more than {_LARGEST_CAPTION} bytes"
+        return None, f"is not a caption: it has more than {_LARGEST_CAPTION} bytes"
     row, problem = parse_json(content)
     problem = problem or prompt_problem(row)
     if problem is not None or not isinstance(row, Mapping):

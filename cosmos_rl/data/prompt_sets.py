@@ -148,7 +148,7 @@ def _download(url: str) -> bytes:
                 raise ValueError(f"larger than {_LARGEST} bytes or slower than {_FETCH_S:g} s")
         expected = answer.headers.get("content-length")
         if expected and "content-encoding" not in answer.headers and int(expected) != size:
-            raise ValueError(f"only {size} of {expected} bytes came")
+            raise ValueError(f"received only {size} of {expected} bytes")
     return b"".join(parts)
 
 

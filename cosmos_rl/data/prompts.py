@@ -31,7 +31,7 @@ class PromptRecord:
 
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What the rewards get beside the text, such as the objects that an image of `geneval` has to show."""
+    """What the rewards get in addition to the text, such as the objects that an image of `geneval` has to show."""
 
     @property
     def negative_prompt(self) -> str:
@@ -89,7 +89,7 @@ def check_sampling(records: Sequence[PromptRecord], guidance: float) -> None:
 
 
 def unused_keys(records: Sequence[PromptRecord], *, used: Sequence[str] = _SAMPLING_KEYS) -> list[str]:
-    """Keys of rows beside ``prompt`` and ``used``, sorted."""
+    """Keys of rows other than ``prompt`` and ``used``, sorted."""
     return sorted({key for record in records for key in record.metadata} - set(used))
 
 
@@ -143,7 +143,7 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
     path = Path(path).expanduser()
     if path.suffix not in _FORMS:
         raise UserError(
-            f"{printable(str(path.absolute()))}: is no file of prompts; known endings: {', '.join(SUFFIXES)}"
+            f"{printable(str(path.absolute()))}: is not a prompt file; known endings: {', '.join(SUFFIXES)}"
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -187,7 +187,7 @@ def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> 
 
 
 def _problem(row: object) -> str | None:
-    """What is wrong with a row; also a text beside the prompt must be one that can be written and sent."""
+    """What is wrong with a row; any other text in it must also be one that can be written and sent."""
     problem = prompt_problem(row)
     if problem is not None or not isinstance(row, dict):
         return problem

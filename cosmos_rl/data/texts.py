@@ -24,7 +24,7 @@ def parse_json(content: bytes | str) -> tuple[object, str | None]:
 def prompt_problem(row: object) -> str | None:
     """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one."""
     if not isinstance(row, Mapping):
-        return f"has no text under 'prompt'; it is no object but {_kind(row)}"
+        return f"has no text under 'prompt'; it is not an object but {_kind(row)}"
     if isinstance(row.get("prompt"), str):
         return text_problem(row["prompt"])
     if "prompt" in row:
@@ -40,7 +40,7 @@ def text_problem(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         half = printable(text[error.start : error.end])
-        return f"has half of a character ({half}) at place {error.start} of its text"
+        return f"has half of a character ({half}) at position {error.start} of its text"
     return None
 
 

@@ -254,7 +254,7 @@ def _check_nft(
     _check_lora("nft", lora)
     from_file = isinstance(prompts, str | Path)
     if not prompts or (from_file and not Path(prompts).expanduser().exists()):
-        found = f"found {str(prompts)!r}, which is no file" if prompts else "none given"
+        found = f"found {str(prompts)!r}, which is not a file" if prompts else "none given"
         raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
     if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
         raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of an image, or several in a list")
@@ -281,7 +281,7 @@ def _overridden(tree: dict[str, Any], overrides: Overrides | None) -> dict[str, 
         for name in tables:
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
-                raise UserError(f"overrides: {key}: {name} is no table")
+                raise UserError(f"overrides: {key}: {name} is not a table")
         if value is None:
             place.pop(leaf, None)
         else:

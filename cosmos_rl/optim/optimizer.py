@@ -79,7 +79,7 @@ class Optimizer:
         self._params = list(params.values())
         self._lr = lr
         self.lr_factor = 1.0
-        """Factor on all learning rates, beside the schedule's."""
+        """Factor on all learning rates, on top of the schedule's."""
         self._bases: list[float] = []
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm

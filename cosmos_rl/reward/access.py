@@ -110,7 +110,7 @@ def _wrong(name: str, value: str) -> str:
     except ValueError:
         scheme, host = "", None
     # the value itself is not shown: an address may hold a password
-    return "" if scheme in ("http", "https") and host else f"{name}: is no address that begins with http(s)://"
+    return "" if scheme in ("http", "https") and host else f"{name}: is not an address that begins with http(s)://"
 
 
 def _seconds(name: str, default: float) -> float:

@@ -110,7 +110,7 @@ def _check(scorers: Sequence[Scorer], validation: bool) -> None:
         )
     twice = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
     if twice:
-        raise UserError(f"rewards: the name {twice[0]} is there twice; give each a name of its own")
+        raise UserError(f"rewards: the name {twice[0]} appears twice; give each a name of its own")
     factors = [scorer.sum.factor(reward) for scorer in scorers for reward in scorer.sum.rewards]
     if not validation and not any(factors):
         names = ", ".join(reward.name for reward in rewards)

@@ -48,7 +48,7 @@ class LocalReward:
     def __post_init__(self) -> None:
         """Raises `UserError`: the function cannot be called as one that scores."""
         if not callable(self.function):
-            raise UserError(f"reward {self.name}: {self.function!r} is no function")
+            raise UserError(f"reward {self.name}: {self.function!r} is not a function")
         if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not math.isfinite(self.weight):
             raise UserError(f"reward {self.name}: found the weight {self.weight!r}; allowed: a finite number")
         accepted(self.function, self.name)
@@ -96,7 +96,7 @@ def configured_rewards(table: LocalRewardConfig, key: str) -> list[LocalReward]:
 
 
 def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str, Any]]:
-    """A function that picks from the known keywords those which ``function`` takes beside its media.
+    """A function that picks from the known keywords those which ``function`` takes in addition to its media.
 
     Raises:
         UserError: it takes no media, or needs arguments that nobody gives.

@@ -1,4 +1,4 @@
-"""Rewards from Python functions, called in a thread beside training."""
+"""Rewards from Python functions, called in a thread alongside training."""
 
 import math
 import queue
@@ -19,7 +19,7 @@ from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.utils.logging import logger
 
 _BUGS = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
-"""Errors that tell of the program rather than of a sample, as long as no call has gone well."""
+"""Errors that are of the program rather than of a sample, as long as no call has succeeded."""
 _CLOSE_S = 5.0
 
 

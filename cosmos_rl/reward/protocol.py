@@ -100,7 +100,7 @@ def request_body(
     start = head.tell()
     body = bytearray(start + media.nbytes)
     body[:start] = head.getbuffer()
-    # NumPy copies without the interpreter's lock, so that the trainer's thread goes on meanwhile
+    # NumPy copies without the interpreter's lock, so that the trainer's thread continues meanwhile
     np.ndarray(media.shape, media.dtype, body, start)[...] = media
     return body
 
@@ -130,7 +130,7 @@ def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
         UserError: the service has no such field.
     """
     if not isinstance(answer, Mapping):
-        return ["the service's answer is no result"] * count
+        return ["the service's answer is not a result"] * count
     scores = answer.get("scores")
     if not isinstance(scores, Mapping):
         return [str(answer.get("error") or "the service gave no scores and no reason")] * count

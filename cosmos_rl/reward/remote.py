@@ -43,7 +43,7 @@ class RemoteScorer:
         rewards = []
         for entry, one in zip(table.reward_fns, asked, strict=True):
             if one is None:
-                logger.info("reward %s has weight 0 and is not asked for", entry.name)
+                logger.info("reward %s has weight 0 and is not requested", entry.name)
                 continue
             origin = f"{entry.name} of the reward service"
             rewards.append(Reward(one.name, entry.weight, entry.lower, entry.upper, origin))
@@ -139,7 +139,7 @@ class RemoteScorer:
         if self._lost_in_a_row >= _BREAKER:
             raise UserError(
                 f"the reward service ({self._access.names['ENQUEUE_URL']}) has given no result for {_BREAKER} requests "
-                f"in a row, at last: {lost[-1]}; is it running, and does it have the rewards "
+                f"in a row, the last error: {lost[-1]}; is it running, and does it have the rewards "
                 f"{', '.join(self._reward_fn)}?"
             )
 

@@ -23,7 +23,7 @@ _LONGEST_WAIT_S = 20.0
 _PULL_S = 10.0
 _PIECE = 2**18
 """Bytes of a body that are sent at a time."""
-"""Seconds in which an answer to a pull has to come, beside what it waits."""
+"""Seconds in which an answer to a pull has to come, in addition to what it waits."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Between two pulls."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 15.0
@@ -125,14 +125,14 @@ class ServiceClient:
             raise self._refused(answer, "FETCH_URL")
 
     async def _post(self, url: str, tries: "_Tries", **request: Any) -> httpx.Response | None:
-        """The answer; None when there is none or one that may be better next time: then ``tries.why`` tells."""
+        """The answer; None when there is none or one that may be better next time: then ``tries.why`` says which."""
         try:
             async with asyncio.timeout_at(tries.until):
                 answer = await self._http.post(url, **request)
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError):
             raise  # ours
         except TimeoutError:
-            raise Lost(f"the service did not answer in time{tries.told}") from None
+            raise Lost(f"the service did not answer in time{tries.reason}") from None
         except httpx.RequestError as error:
             self._note(tries, f"{type(error).__name__} {error}".strip(), None)
             return None
@@ -173,8 +173,8 @@ class _Tries:
         self._pause_s = _FIRST_RETRY_S
 
     @property
-    def told(self) -> str:
-        return f" (at last: {self.why})" if self.why else ""
+    def reason(self) -> str:
+        return f" (last error: {self.why})" if self.why else ""
 
     async def pause(self) -> None:
         """Wait for the next try.
@@ -185,7 +185,7 @@ class _Tries:
         pause = max(self._pause_s * random.uniform(0.5, 1.5), self.asked_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
         if asyncio.get_running_loop().time() + pause >= self.until:
-            raise Lost(f"the service cannot be reached{self.told}")
+            raise Lost(f"the service cannot be reached{self.reason}")
         await asyncio.sleep(pause)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Metadata = Mapping[str, Any]
-"""What a prompt set knows about a prompt beside its text, handed on to the rewards."""
+"""What a prompt set knows about a prompt in addition to its text, passed on to the rewards."""
 
 
 @dataclass(frozen=True)

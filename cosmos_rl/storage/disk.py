@@ -22,7 +22,7 @@ _TORN_WORDS = ("unexpected pos", "PytorchStreamWriter failed writing")
 
 
 OF_A_RUN = (
-    " (older runs, lower train.ckpt.max_keep, higher train.ckpt.save_freq), then go on with the same command and "
+    " (older runs, lower train.ckpt.max_keep, higher train.ckpt.save_freq), then continue with the same command and "
     "--train.resume=true"
 )
 
@@ -49,7 +49,7 @@ def writing_into(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
         if reason is None:
             raise
         raise DiskFullError(
-            f"{path}: {reason}; {_free(path)}. What was whole before is kept. Make room there{remedy}"
+            f"{path}: {reason}; {_free(path)}. Files that were complete are kept. Free some space there{remedy}"
         ) from error
 
 
@@ -131,7 +131,7 @@ def _folder_sync(place: Path) -> None:
 _CONVENIENCES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_symbolic_link, "no symbolic links: checkpoints, safetensors and best are left out, look into the run folder"),
     (_hard_link, "no hard links: each export of a whole pipeline takes its full size"),
-    (_lock, "no locks: see to it that no two commands go on with the same run"),
+    (_lock, "no locks: make sure that no two commands continue the same run"),
     (_folder_sync, "no fsync of folders: a power cut may lose the newest step"),
 )
 """(attempt, what follows where it fails). What else a disk may refuse is done in another way without a word."""
@@ -148,7 +148,7 @@ def standing(path: Path) -> Path:
 def _free(path: Path) -> str:
     with contextlib.suppress(OSError):
         return f"{shutil.disk_usage(standing(path)).free / 1e6:,.0f} MB are free on that disk"
-    return "its free room is unknown"
+    return "its free space is unknown"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -16,7 +16,7 @@ _PACKAGES = ("wandb", "tensorboard", "trackio")  # each is the name of the choic
 
 
 class MetricLogger(Protocol):
-    """Where metrics and images of a run are shown beside ``metrics.jsonl``."""
+    """Where metrics and images of a run are shown in addition to ``metrics.jsonl``."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of one step."""
@@ -116,7 +116,7 @@ class Guarded:
         except Exception as error:
             if not self._warned:
                 logger.warning(
-                    f"{self._name} failed {when}: {error!r}; training goes on, metrics.jsonl has everything, "
+                    f"{self._name} failed {when}: {error!r}; training continues, metrics.jsonl has everything, "
                     "further errors of it are not shown"
                 )
             self._warned = True

@@ -75,6 +75,6 @@ def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; the last one may be half written while the run goes on."""
+    """All whole lines of a metrics file; the last one may be half written while the run is in progress."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [row for line in lines if (row := _row(line)) is not None]

@@ -14,7 +14,7 @@ class TrackedRun:
     group: str | None
     name: str
     run_id: str
-    """The name of the run folder, so that a resumed run goes on under the same id."""
+    """The name of the run folder, so that a resumed run continues under the same id."""
     config: dict[str, Any]
     start: int = 0
     """Steps that are done already; later ones of an interrupted attempt will be logged again."""

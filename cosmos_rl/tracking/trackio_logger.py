@@ -14,7 +14,7 @@ _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 
 
 class TrackioLogger:
-    """One database per run folder; a resumed run goes on in it, steps of an interrupted attempt appear twice."""
+    """One database per run folder; a resumed run continues in it, steps of an interrupted attempt appear twice."""
 
     def __init__(self, about: TrackedRun) -> None:
         """Open or make the database.

@@ -1,4 +1,4 @@
-"""Draws architecture.svg beside this file: `python docs/images/architecture.py`. A test compares file and drawing."""
+"""Draws architecture.svg next to this file: `python docs/images/architecture.py`. A test compares file and drawing."""
 
 from dataclasses import dataclass
 from html import escape

@@ -3,7 +3,7 @@
     python examples/quickstart/digits.py OUT
 
 writes `OUT/train`, `OUT/validation` (grey digits) and `OUT/red` (a few red digits for the LoRA run), each holding
-`<name>.png` beside `<name>.json` with {"prompt": ...}, and `OUT/prompts.txt` with the ten prompts. The 1,797 digits
+`<name>.png` next to `<name>.json` with {"prompt": ...}, and `OUT/prompts.txt` with the ten prompts. The 1,797 digits
 are split into five disjoint parts.
 """
 

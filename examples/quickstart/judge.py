@@ -2,7 +2,7 @@
 
     python examples/quickstart/judge.py FOLDER
 
-FOLDER holds images and, beside each, a `<name>.json` with {"prompt": ...}, as digits.py writes them.
+FOLDER holds images and, next to each, a `<name>.json` with {"prompt": ...}, as digits.py writes them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from sklearn.svm import SVC
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Scores:
     """What the judge says about a set of images. Every figure is a fraction."""
 
     accuracy: float
@@ -53,12 +53,12 @@ class Judge:
         """Returns the digit `[N]` that the judge sees in each image."""
         return self.classifier.predict(features(images))
 
-    def judge(self, images: Sequence[Image.Image], asked: np.ndarray) -> Verdict:
+    def judge(self, images: Sequence[Image.Image], asked: np.ndarray) -> Scores:
         """Compares images with the digits `[N]` that were asked for."""
         right = self.labels(images) == asked
         per_digit = {WORDS[digit]: float(right[asked == digit].mean()) for digit in np.unique(asked)}
         ratio = spread(features(images), asked) / self.spread_real
-        return Verdict(float(right.mean()), per_digit, self.accuracy_real, ratio, len(images))
+        return Scores(float(right.mean()), per_digit, self.accuracy_real, ratio, len(images))
 
 
 class SecondJudge:

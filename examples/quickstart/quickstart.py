@@ -27,7 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from digits import WORDS, enlarge, load_part, prompt_of, write_all
-from judge import Judge, SecondJudge, Verdict, features, spread
+from judge import Judge, Scores, SecondJudge, features, spread
 from PIL import Image
 
 HERE = Path(__file__).parent
@@ -240,7 +240,7 @@ def judge(out: Path, tuned: Path, adapter: Path, reinforced: Path, seed: int) ->
     red = sample(sampler(tuned, adapter), few, seed)
     before = sample(sampler(tuned), labels, seed, guidance=1.0)
     after = sample(sampler(reinforced), labels, seed, guidance=1.0)
-    verdict = Judge().judge(images, np.array(labels))
+    scores = Judge().judge(images, np.array(labels))
     free = compare(out, before, after, np.array(labels))
 
     real_digits, real_labels = load_part("judge_fit")
@@ -248,8 +248,8 @@ def judge(out: Path, tuned: Path, adapter: Path, reinforced: Path, seed: int) ->
     rows = [("real", real), ("random weights", untrained), ("fine-tuned", few_of(images)), ("+ LoRA", red)]
     rows += [("no guidance", few_of(before)), ("after RL", few_of(after))]
     draw_grid(rows, out / "grid.png")
-    write_summary(out, verdict, free, seed)
-    tuning = verdict.accuracy >= 0.85 and min(verdict.per_digit.values()) >= 0.6 and verdict.spread_ratio >= 0.7
+    write_summary(out, scores, free, seed)
+    tuning = scores.accuracy >= 0.85 and min(scores.per_digit.values()) >= 0.6 and scores.spread_ratio >= 0.7
     wanted = max(free["judge2_accuracy_real"] - 0.04, free["cfg_free_before"])
     learning = free["cfg_free_after"] >= wanted and free["loss_ratio"] <= 2.0 and free["diversity_ratio"] >= 0.6
     print(f"\n{met(tuning)}: fine-tuning: >= 85 % in all, >= 60 % for each digit, spread >= 0.7")
@@ -304,13 +304,13 @@ def draw_grid(rows: list[tuple[str, list[Image.Image]]], path: Path) -> None:
     grid.save(path)
 
 
-def write_summary(out: Path, verdict: Verdict, free: dict[str, float], seed: int) -> None:
+def write_summary(out: Path, scores: Scores, free: dict[str, float], seed: int) -> None:
     """Print the table and write `summary.json`."""
     print(f"\n{'digit':8} judged right")
     for word in WORDS:
-        print(f"{word:8} {verdict.per_digit[word]:12.1%}")
-    print(f"{'all':8} {verdict.accuracy:12.1%}   (the judge on real digits: {verdict.judge_accuracy_real:.1%})")
-    print(f"spread within a digit, against real digits: {verdict.spread_ratio:.2f}")
+        print(f"{word:8} {scores.per_digit[word]:12.1%}")
+    print(f"{'all':8} {scores.accuracy:12.1%}   (the judge on real digits: {scores.judge_accuracy_real:.1%})")
+    print(f"spread within a digit, against real digits: {scores.spread_ratio:.2f}")
     print(
         f"without guidance: {free['cfg_free_before']:.1%} before RL, {free['cfg_free_after']:.1%} after (the second "
         f"judge on real digits: {free['judge2_accuracy_real']:.1%}); held-out loss x "
@@ -319,7 +319,7 @@ def write_summary(out: Path, verdict: Verdict, free: dict[str, float], seed: int
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     print(f"CPU-seconds: {cpu_seconds:.0f}")
-    summary = {**asdict(verdict), **free, "cpu_seconds": round(cpu_seconds, 1), "seed": seed}
+    summary = {**asdict(scores), **free, "cpu_seconds": round(cpu_seconds, 1), "seed": seed}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

@@ -276,13 +276,13 @@ WRONG_CAPTIONS = {
     "another key": (b'{"caption": "a cat"}', "has no text under 'prompt'; it has 'caption'"),
     "text": (b'{"text": "a cat", "w": 1}', "has no text under 'prompt'; it has 'text', 'w'"),
     "null": (b'{"prompt": null}', "has no text under 'prompt'; that is null"),
-    "a list": (b'["a cat"]', "has no text under 'prompt'; it is no object but a list"),
+    "a list": (b'["a cat"]', "has no text under 'prompt'; it is not an object but a list"),
     "nothing": (b"{}", "has no text under 'prompt'; it has nothing"),
     "Latin-1": ('{"prompt": "M\u00fcller"}'.encode("latin-1"), "is not UTF-8 text"),
-    "half a character": (rb'{"prompt": "\ud83d x"}', r"has half of a character (\ud83d) at place 0"),
+    "half a character": (rb'{"prompt": "\ud83d x"}', r"has half of a character (\ud83d) at position 0"),
     "deeply nested": (b"[" * 100_000 + b"]" * 100_000, "is not valid JSON (nested too deeply)"),
     "many digits": (b'{"prompt": ' + b"9" * 5000 + b"}", "is not valid JSON"),
-    "a film": (b'{"prompt": "' + b"x" * 2**20 + b'"}', "is no caption: it has more than"),
+    "a film": (b'{"prompt": "' + b"x" * 2**20 + b'"}', "is not a caption: it has more than"),
 }
 
 
@@ -297,7 +297,7 @@ def test_captions_that_are_all_wrong_are_named_with_the_reason(tmp_path: Path, n
     assert "and 3 more" in message
     assert len(message) < 2000
     save_pair(tmp_path, "good")
-    with pytest.raises(UserError, match="More is left out than used"):
+    with pytest.raises(UserError, match="More files are left out than used"):
         LocalPairs(tmp_path, 8, 8)
     for i in range(8):
         save_pair(tmp_path, f"good{i}")

@@ -67,13 +67,13 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
         ("x.jsonl", '{"prompt": "a"}\n{"text": "b"}\n[1]\n', 'no text under "prompt" in line 2, line 3; expected a l'),
         ("x.jsonl", '{"prompt": " "}', 'no text under "prompt" in line 1;'),
         ("x.jsonl", '{"text": "b"}', r"\(line 1 has no text under 'prompt'; it has 'text'\)"),
-        ("x.jsonl", r'{"prompt": "\ud83d x"}', r"line 1; .* \(line 1 has half of a character \(.ud83d\) at place 0"),
+        ("x.jsonl", r'{"prompt": "\ud83d x"}', r"line 1; .* \(line 1 has half of a character \(.ud83d\) at position 0"),
         ("x.json", r'[{"prompt": "a", "tag": "\udc00"}]', "row 0; .* has half of a character"),
         ("x.json", "[" * 100_000 + "]" * 100_000, r"x.json: is not valid JSON \(nested too deeply\)"),
         ("x.json", '{"prompt": "a"}', "holds no list of prompts"),
         ("x.json", json.dumps([{}] * 13), "in row 0, .* row 9 and 3 more; expected"),
         ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
-        ("x.csv", "a", "is no file of prompts; known endings: .txt, .jsonl, .json"),
+        ("x.csv", "a", "is not a prompt file; known endings: .txt, .jsonl, .json"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:

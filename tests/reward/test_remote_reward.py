@@ -346,14 +346,14 @@ def test_five_requests_without_a_result_in_a_row_stop_the_run(start, server) -> 
     scorer.submit(request(1)).result(WAIT)
     server.pull = lambda job, reward, tries: (400, {"message": "gone"}, {"X-Job-State": "cancelled"})
     scorer.submit(request(4)).result(WAIT)
-    with pytest.raises(UserError, match="no result for 5 requests in a row, at last: .*gone; is it running"):
+    with pytest.raises(UserError, match="no result for 5 requests in a row, the last error: .*gone; is it running"):
         scorer.submit(request(1)).result(WAIT)
 
 
 def test_a_service_that_is_not_there_is_missing_after_the_deadline(start, server, monkeypatch, capsys) -> None:
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://127.0.0.1:9/enqueue")  # the discard port: nobody listens
     scores = start(timeout_s=1.0).submit(request()).result(WAIT)
-    assert "cannot be reached (at last: ConnectError" in scores.reasons["a"][0]
+    assert "cannot be reached (last error: ConnectError" in scores.reasons["a"][0]
     assert "reward service: ConnectError" in capsys.readouterr().out
 
 
@@ -427,7 +427,7 @@ def test_secrets_are_in_no_text(server, monkeypatch, start, capsys) -> None:
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "ftp://user:pa55word@host/x")
     with pytest.raises(UserError) as caught:
         service_access()
-    assert "REMOTE_REWARD_ENQUEUE_URL: is no address" in str(caught.value)
+    assert "REMOTE_REWARD_ENQUEUE_URL: is not an address" in str(caught.value)
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", server.url.replace("//", "//user:pa55word@") + "/enqueue")
     server.take = lambda number, headers: (401, {"detail": "no"})
     with pytest.raises(UserError) as refused:

@@ -202,7 +202,7 @@ def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of) -> None
         (lambda image, tokenizer: 1, 'needs "tokenizer", which is not known; after the media it may take reference'),
         (lambda media, prompts: 1, "or mark it with cosmos_rl.reward.batch_reward"),
         (batch_reward(lambda media, prompt: 1), "it may take prompts, metadata, fps$"),
-        (3, "3 is no function"),
+        (3, "3 is not a function"),
         ((examples.ink, "1"), "found the weight '1'"),
         ((examples.ink, 1.0, 2.0), "a function or a pair"),
     ],

@@ -65,7 +65,7 @@ def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Pat
     trainer._job = trainer._job.model_copy(
         update={"remote_reward": trainer._job.remote_reward.model_copy(update={"timeout_s": -29.9})}
     )
-    with pytest.raises(TrainingStoppedError, match=r"the rewards smooth of 0 samples are not there after 0.2 s"):
+    with pytest.raises(TrainingStoppedError, match=r"the rewards smooth of 0 samples have not arrived after 0.2 s"):
         trainer._wait_for_scores(Future())
 
 

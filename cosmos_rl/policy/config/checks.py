@@ -57,7 +57,7 @@ def not_runnable_yet(config: Config) -> list[str]:
 
 
 def notes(config: Config) -> list[str]:
-    """What is worth knowing about `config` but is no mistake, one line each."""
+    """What is worth knowing about `config` but not invalid, one line each."""
     changed = [key for key in keys_of(config) if key.value != key.default]
     read = _kinds_read(config)
     lines = []

@@ -12,8 +12,8 @@ from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
 PIXELS_AT_ONCE = 2**23
-"""So many pixels of a call are small beside weights and update: 1.5 GB for SD3.5 medium in bfloat16. More of them at
-once would hardly be faster, and fewer keep no device busy."""
+"""Pixels of a call: enough to keep a device busy, and 1.5 GB for SD3.5 medium in bfloat16, little compared with weights
+and update. More of them at once would hardly be faster."""
 _OVERLAPPING = 2
 """Calls at least where a service scores one while the next is made."""
 _ENCODED_PIXELS = 2**20

@@ -42,7 +42,7 @@ def checked_config(tree: Mapping[str, object], source: str) -> Config:
     """The configuration of tables as a TOML file would hold them; `source` names them in messages.
 
     Raises:
-        ConfigError: names every mistake.
+        ConfigError: names every problem.
     """
     config, problems = _checked(tree, [], lambda config: config)
     if problems or config is None:
@@ -53,7 +53,7 @@ def checked_config(tree: Mapping[str, object], source: str) -> Config:
 def _checked(
     tree: Mapping[str, object], known: Sequence[Problem], sized: Callable[[Config], Config]
 ) -> tuple[Config | None, list[Problem]]:
-    """The configuration, and all that is wrong with its values and between them beside what is `known`."""
+    """The configuration, and all that is wrong with its values and between them, except what is `known`."""
     config, problems = validated(Config, tree)
     if config is None:
         return None, problems
@@ -68,7 +68,7 @@ def _checked(
 
 
 def read_toml(path: str | Path) -> dict[str, object]:
-    """The content of a TOML file; `UserError` names file and line of a mistake."""
+    """The content of a TOML file; `UserError` names file and line of an error."""
     try:
         return tomllib.loads(_text_of(path))
     except FileNotFoundError:

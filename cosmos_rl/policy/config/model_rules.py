@@ -19,7 +19,7 @@ def target_problems(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
 
 
 def adapter_name_problems(adapters: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Why an adapter cannot have its name: PEFT tells adapters from modules by it, between dots."""
+    """Why an adapter cannot have its name: PEFT distinguishes adapters from modules by it, between dots."""
     parts = {part for name in modules for part in name.split(".")}
     taken = [name for name in adapters if name in parts or not name.isidentifier()]
     if not taken:

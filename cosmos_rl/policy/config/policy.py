@@ -59,7 +59,7 @@ class LoraConfig(Table):
     r_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
     """r for layers whose name matches the regular expression."""
     modules_to_save: Later[tuple[str, ...] | None] = None
-    """Layers trained as a whole beside the adapters."""
+    """Layers trained as a whole, in addition to the adapters."""
 
     @property
     def active_adapter(self) -> str:
@@ -220,5 +220,5 @@ class PolicyConfig(Table):
             return not any(re.search(pattern, name) for pattern in self.freeze_pattern)
         if self.trainable_pattern:
             return any(re.search(pattern, name) for pattern in self.trainable_pattern)
-        verdicts = [trained for pattern, trained in (self.trainable_map or {}).items() if re.search(pattern, name)]
-        return verdicts[-1] if verdicts else True
+        matches = [trained for pattern, trained in (self.trainable_map or {}).items() if re.search(pattern, name)]
+        return matches[-1] if matches else True

@@ -98,7 +98,7 @@ def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 
 def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    """Samples of a step = prompts x samples per prompt, dealt evenly over the ranks, in whole micro-batches."""
+    """Samples of a step = prompts x samples per prompt, split evenly over the ranks, in whole micro-batches."""
     total, key = config.train.train_batch_per_replica, "train.train_batch_per_replica"
     if config.train.global_batch_size is not None:
         total, key = config.train.global_batch_size, "train.global_batch_size"

@@ -39,9 +39,9 @@ class CheckpointConfig(Table):
     save_freq_in_epoch: NonNegativeInt = 0
     """Epochs between two saves; more than 0 replaces save_freq."""
     save_mode: Literal["async", "sync"] = "async"
-    """"async" writes in the background while training goes on."""
+    """"async" writes in the background while training continues."""
     max_keep: Annotated[StrictInt, Field(ge=-1)] = 5
-    """How many checkpoints are kept, each together with its export; -1 keeps all. The best one is kept besides."""
+    """How many checkpoints are kept, each together with its export; -1 keeps all. The best one is kept in any case."""
     export_safetensors: StrictBool = True
     """Export a loadable pipeline or adapter at every save; false: only at the end."""
     upload_hf: StrictBool = False
@@ -69,9 +69,10 @@ class TrainConfig(Table):
     max_num_steps: PositiveInt | None = None
     """Stop after so many optimiser steps."""
     train_batch_per_replica: PositiveInt = 8
-    """Samples per data parallel rank and optimiser step."""
+    """Fine-tuning: samples per data parallel rank and optimiser step. Reinforcement learning: samples per step over all
+    ranks, prompts times samples per prompt."""
     global_batch_size: PositiveInt | None = None
-    """Samples per optimiser step over all ranks; replaces train_batch_per_replica."""
+    """Samples per step over all ranks, in both kinds of job; replaces train_batch_per_replica."""
     resume: StrictBool | str = False
     """true: continue the newest run of output_dir; a path: start from that checkpoint in a new run folder."""
     seed: NonNegativeInt = 42

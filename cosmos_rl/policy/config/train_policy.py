@@ -28,7 +28,7 @@ class DatasetConfig(Table):
     """`[train.train_policy.dataset]`: where the training data is."""
 
     local_dir: str = ""
-    """Folder of pairs: `x.json` beside `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
+    """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
     prompts (`.txt`, `.jsonl`, `.json`), or a folder with one for each split."""
     test_size: PositiveInt | OpenFraction | None = None
     """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
@@ -94,7 +94,7 @@ class TrainPolicyConfig(Table):
     dataloader_batch_size: NoEffect[StrictInt | None] = 1
     """Samples per message between upstream's processes."""
     data_dispatch_as_rank_in_mesh: NoEffect[StrictBool] = False
-    """Upstream's way to deal samples."""
+    """Upstream's way to split samples over ranks."""
     balance_dp_token: NoEffect[StrictBool] = True
     """Weigh samples by their tokens: losses are always divided by their global weight."""
 

@@ -180,7 +180,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
     """Load an exported adapter (diffusers or PEFT key style) into ``adapter``; every weight must fit.
 
     Raises:
-        UserError: other modules, ranks or scales than the adapter at hand.
+        UserError: other modules, ranks or scales than the current adapter.
     """
     file = adapter_file(path)
     with safe_open(file, framework="pt") as opened:
@@ -213,11 +213,11 @@ def _plain_key(key: str) -> str:
 
 
 def _stored_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Rank, alpha and patterns as the file's header or the ``adapter_config.json`` beside it tells them."""
+    """Rank, alpha and patterns from the file's header or the ``adapter_config.json`` next to it."""
     if METADATA_KEY in metadata:
         return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
-    beside = file.parent / "adapter_config.json"
-    return json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    sidecar = file.parent / "adapter_config.json"
+    return json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else {}
 
 
 def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> bool:
@@ -239,6 +239,6 @@ def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Pat
         if name in stored and (stored[name] or None) != (getattr(own, name) or None):
             raise UserError(
                 f"policy.lora.lora_path: {file} was trained with {name} = {stored[name]!r}, policy.lora says "
-                f"{getattr(own, name)!r}; the adapter would act with another strength"
+                f"{getattr(own, name)!r}; the adapter would have a different strength"
             )
     return False

@@ -27,7 +27,7 @@ def single_file_problem(name: str) -> str | None:
         with safe_open(path, framework="np") as file:
             keys = list(file.keys())
     except (SafetensorError, OSError) as error:
-        return f"{what}; it is no whole .safetensors file either ({error})"
+        return f"{what}; it is not a complete .safetensors file either ({error})"
     if any(".lora_" in key or ".lora." in key for key in keys):
         return f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path"
     base = base_of(keys)

@@ -134,7 +134,7 @@ class TrainLoop:
         return 0
 
     def _rewind(self, done: int, alarm: Alarm) -> int:
-        """Restore the newest whole checkpoint that the alarm calls good; the step to go on with.
+        """Restore the newest whole checkpoint that the alarm calls good; the step to continue from.
 
         Raises:
             TrainingStoppedError: the alarm asks to stop, or there is no such checkpoint; what there is, is saved.
@@ -157,7 +157,7 @@ class TrainLoop:
                 "lower train.optm_lr make this rarer; train.train_policy.reward_hacking_guard.action = "
                 '"rewind" tries that by itself, "warn" continues'
             )
-        logger.warning(f"{alarm.text}\n  Going back to step {good}")
+        logger.warning(f"{alarm.text}\n  Rewinding to step {good}")
         self._manager.discard_after(good)
         if self._best is not None and self._best[0] > good:
             self._best = None
@@ -288,7 +288,7 @@ class TrainLoop:
             logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
     def _restore(self, resume_from: Path | None) -> int:
-        """Load a checkpoint; the 0-based step to go on with. All ranks take rank 0's: a shared disk may lag behind."""
+        """Load a checkpoint; the 0-based next step. All ranks take rank 0's: a shared disk may lag behind."""
         agreed = self._context.as_on_main(str(resume_from or ""))
         resume_from = Path(agreed) if agreed else None
         if resume_from is None:
@@ -318,7 +318,7 @@ class TrainLoop:
             self._best = (int(best[0]), float(best[1]))
         self._truncate_metrics(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
-        logger.info(f"Resumed from {resume_from}: going on after step {step} of {self._task.total_steps}")
+        logger.info(f"Resumed from {resume_from}: continuing after step {step} of {self._task.total_steps}")
         data = {"checkpoint_path": str(resume_from), "extra_vars": state}
         self._notify("load_checkpoint_hook", data, owner=self._manager)
         return step
@@ -328,7 +328,7 @@ class TrainLoop:
             self._metrics.rewind(step)
 
     def _extra_tensors(self) -> Mapping[str, Mapping[str, Any]]:
-        """Named tensors beside the trained weights: the EMA's and the task's own."""
+        """Named tensors other than the trained weights: the EMA's and the task's own."""
         ema = self._task.ema
         return {**({} if ema is None else {"ema": ema.shadow}), **self._task.extra_tensors()}
 

@@ -87,7 +87,7 @@ def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         if name in saved and before != value and None not in (before, value):
             raise UserError(
                 f"{checkpoint} was saved with {name} = {before!r}, this run has {value!r}: data, noise or the policy "
-                "would not go on where they stopped. Use the old value, or start a new run."
+                "would not continue where they stopped. Use the old value, or start a new run."
             )
     if unknown:
         logger.info(f"not compared, since an older version has saved {checkpoint}: {', '.join(unknown)}")

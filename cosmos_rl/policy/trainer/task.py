@@ -101,7 +101,7 @@ class Task(Protocol):
         ...
 
     def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Tensors that must survive a restart beside weights, moments and EMA: kind -> name -> live tensor."""
+        """Tensors a restart needs besides weights, optimiser state and EMA: kind -> name -> live tensor."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:

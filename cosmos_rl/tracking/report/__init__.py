@@ -27,7 +27,7 @@ def write_report(run_root: Path) -> Path:
     """Write ``<run_root>/report.html`` from what the folder holds by now; the path. An older one is replaced whole.
 
     The page needs no network and no other file and stays below 5 MB; it works for runs of every kind, also for one
-    that goes on or has not begun.
+    that is in progress or has not begun.
     """
     run = RunFolder(Path(run_root))
     atomic.write_text(run.report, page(read_record(run.root)))
@@ -66,4 +66,4 @@ def page(record: Record) -> str:
 
 def _warnings(record: Record) -> str:
     found = "".join(f"<li>{escaped(text)}</li>" for text in warnings(record))
-    return f'<section id="warnings" role="alert"><h2>Look out</h2><ul>{found}</ul></section>' if found else ""
+    return f'<section id="warnings" role="alert"><h2>Warnings</h2><ul>{found}</ul></section>' if found else ""

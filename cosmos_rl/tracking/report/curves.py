@@ -84,7 +84,7 @@ class Charts:
         spreads: dict[str, str] | None = None,
         also: Sequence[str] = (),
     ) -> str:
-        """One chart of ``keys``; empty when the run has none of them. ``also`` are told by it as well."""
+        """One chart of ``keys``; empty when the run has none of them. ``also`` are shown by it as well."""
         keys = [key for key in keys if key in self._record.keys]
         if not keys:
             return ""

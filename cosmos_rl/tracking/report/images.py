@@ -138,7 +138,7 @@ def extremes_section(images: Images, inliner: Inliner) -> str:
     ]
     return (
         f'<section id="extremes"><h2>What the reward likes and dislikes</h2><p>Training samples of step {step} with '
-        f"the highest and the lowest total. Look here for a reward that is being tricked.</p>{''.join(parts)}</section>"
+        f"the highest and the lowest total. Look here for signs of reward hacking.</p>{''.join(parts)}</section>"
     )
 
 

@@ -121,7 +121,7 @@ def warnings(record: Record) -> list[str]:
     if equal:
         found.append(
             f"At {_listed(equal)} the samples of each prompt all had the same reward: nothing was learnt from them. "
-            "Does the reward tell good from bad?"
+            "Does the reward distinguish good from bad?"
         )
     return found
 

@@ -17,7 +17,7 @@ from cosmos_rl.tracking.media import TOTAL
 from cosmos_rl.tracking.metrics import read_metrics
 
 _STILL_GOING_S = 60.0
-"""A run whose last line is younger than this, or than a few steps, is taken to be going on."""
+"""A run whose last line is younger than this, or than a few steps, is taken to be in progress."""
 
 _BLOCK = 1000
 """Rows that are turned into columns at once; so many stay in the processor's cache."""

@@ -97,7 +97,7 @@ def shortened(curve: Curve) -> Curve:
 
 
 def is_noisy(values: Sequence[float | None]) -> bool:
-    """Whether the values go up and down so much that a smoothed line tells more."""
+    """Whether the values go up and down so much that a smoothed line says more."""
     known = [value for value in values if value is not None]
     if len(known) < _SMOOTH_FROM:
         return False

@@ -57,7 +57,7 @@ def how_it_ended(record: Record, now: str) -> str:
 
 
 def tiles(record: Record, pairs: Pairs | None) -> str:
-    """The two or three numbers that tell the outcome, first → last."""
+    """The two or three numbers that sum up the outcome, first → last."""
     rewards = [key for key in ("val/reward/mean", "reward/mean") if _several(record, key)]
     losses = [key for key in ("val/loss_mean", "train/loss_mean") if _several(record, key)]
     keys = rewards[:1] or losses[:1]

@@ -18,7 +18,7 @@ class Cond:
 
     text: TextTensors
     negative: TextTensors | None = None
-    """Twin of ``text`` for classifier-free guidance; None when the guidance is 1."""
+    """Conditions of the negative prompts, for classifier-free guidance; None when the guidance is 1."""
     element_mask: Tensor | None = None
     """``[B, C, ...]``, broadcastable to the latents: which elements count in means. None: all."""
 

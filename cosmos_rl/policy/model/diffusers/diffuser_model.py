@@ -128,7 +128,7 @@ class DiffuserModel(VelocityModel):
     def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Tensor | None]:
         """Prompts -> keyword arguments of the transformer's forward, each ``[B, ...]`` (None entries are dropped).
 
-        ``max_sequence_length`` arrives as a keyword. No guidance twin: that is asked for with other prompts.
+        ``max_sequence_length`` arrives as a keyword. Negative embeddings: call it with the negative prompts.
         """
 
     @abc.abstractmethod

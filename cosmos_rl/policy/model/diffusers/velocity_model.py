@@ -97,7 +97,7 @@ class VelocityModel(abc.ABC):
             self.evaluations += len(latents)
             return self.predict(latents, timestep, cond)
         if cond.negative is None:
-            raise ValueError("guidance above 1 needs conditions with a negative twin")
+            raise ValueError("guidance above 1 needs conditions of negative prompts")
         both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
         self.evaluations += 2 * len(latents)
         out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
@@ -157,8 +157,8 @@ class VelocityModel(abc.ABC):
         """One rollout: N conditions -> media and how they came about. Families may bring a sampler of their own.
 
         Args:
-            prompt_embeds, ...: conditions of N samples as ``text_embedding`` gives them; negative twins for guidance
-                above 1.
+            prompt_embeds, ...: conditions of N samples as ``text_embedding`` gives them; negative ones for
+                guidance above 1.
             height, width: size of the media in pixels.
             generator: N generators; each gives its sample's start noise, unless there are ``latents``, and then the
                 noise of the steps.
@@ -174,9 +174,9 @@ class VelocityModel(abc.ABC):
             Media; the ``num_inference_steps + 1`` states ``[N, C, ...]``; log-probabilities ``[N]`` of the stochastic
             steps, None without any.
         """
-        given = (prompt_embeds, prompt_attention_mask, pooled_prompt_embeds)
-        twins = (negative_prompt_embeds, negative_prompt_attention_mask, negative_pooled_prompt_embeds)
-        text, negative = _keywords(given), _keywords(twins)
+        positives = (prompt_embeds, prompt_attention_mask, pooled_prompt_embeds)
+        negatives = (negative_prompt_embeds, negative_prompt_attention_mask, negative_pooled_prompt_embeds)
+        text, negative = _keywords(positives), _keywords(negatives)
         cond = Cond(text=text, negative=negative or None)
         if latents is None:
             shape = self.latent_shape(height, width)
@@ -296,7 +296,7 @@ class VelocityModel(abc.ABC):
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     def policies(self, *, keep_old: bool, keep_reference: bool) -> Policies:
-        """The old policy and the reference beside the trained one; both start as the weights are now.
+        """The old policy and the reference of the trained one; both start as the weights are now.
 
         With LoRA ``old`` is the adapter of that name; the reference is the base, or a copy of an adapter that does
         something from the start.

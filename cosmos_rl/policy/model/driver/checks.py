@@ -139,7 +139,7 @@ def find_guidance(probing: Probing) -> str:
 def check_loop(probing: Probing) -> str:
     """The driven loop is the stock loop, bit for bit
 
-    The pipeline's loop does something beside the seams; it needs a model class of its own.
+    The pipeline's loop does something outside the seams; it needs a model class of its own.
     """
     driver = probing.driver
     for mode, guidance in probing.guidance.items():

@@ -467,7 +467,7 @@ class Driver:
         if self.guidance_name is not None and guidance is not None:
             made[self.guidance_name] = guidance
         if negatives is None and (self.row.negative is not None or self.guidance_name == "true_cfg_scale"):
-            negatives = [self.row.negative or ""] * n  # this argument works only beside a negative prompt
+            negatives = [self.row.negative or ""] * n  # this argument works only with a negative prompt
         if negatives is not None and "negative_prompt" in self._accepted:
             made["negative_prompt"] = list(negatives)
         return made

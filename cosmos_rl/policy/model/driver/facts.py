@@ -1,4 +1,4 @@
-"""What was found out about a pipeline by running it: printable, and kept beside other caches."""
+"""What was found out about a pipeline by running it: printable, and kept next to other caches."""
 
 import dataclasses
 import hashlib
@@ -89,7 +89,7 @@ class Facts:
             ("sigmas", " ".join(f"{sigma:.4g}" for sigma in self.sigmas)),
             ("timesteps", " ".join(f"{t:.5g}" for t in self.timesteps) + self._time()),
             ("decoder", f"{_shape(self.latent_shape)} by {self.tail}; {self.affine}"),
-            ("weights", "degenerate: examined with noise added, then restored" if self.perturbed else "as they are"),
+            ("weights", "degenerate: checked with noise added, then restored" if self.perturbed else "as they are"),
         ]
 
     def _time(self) -> str:

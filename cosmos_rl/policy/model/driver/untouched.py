@@ -15,7 +15,7 @@ from cosmos_rl.policy.model.driver.contract import Level
 
 @contextlib.contextmanager
 def not_degenerate(probing: Probing) -> Iterator[None]:
-    """Inside the block the denoisers' outputs follow state and prompts, so that checks can see a mistake.
+    """Inside the block the denoisers' outputs follow state and prompts, so that checks can see an error.
 
     A model whose output layer or gates are zero says the same whatever it is asked. Noise is added to the weights that
     are all zero, to all of them if that is not enough; afterwards every bit is as before.

@@ -1,4 +1,4 @@
-"""Tiny text-to-image pipelines beside SD3: one function each, the real classes, random weights."""
+"""Tiny text-to-image pipelines other than SD3: one function each, the real classes, random weights."""
 
 # pyright: reportArgumentType=false
 # diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant

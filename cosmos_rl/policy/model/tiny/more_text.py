@@ -1,4 +1,4 @@
-"""Tokenizers that spell (one token per character or byte) and random encoders, for the families beside SD3."""
+"""Tokenizers that spell (one token per character or byte) and random encoders, for the families other than SD3."""
 
 # pyright: reportArgumentType=false
 # diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant

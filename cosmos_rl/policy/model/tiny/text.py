@@ -51,7 +51,7 @@ def clip_tokenizer(max_length: int) -> CLIPTokenizer:
     )
     backend.train_from_iterator(captions(), trainer)
     merges = [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    # The trainer numbers the tokens differently in every process, so the vocabulary is laid out anew. It also gets
+    # The trainer numbers the tokens differently in every process, so the vocabulary is numbered again. It also gets
     # each byte as the end of a word: otherwise a rare last character reads as <|endoftext|> and cuts the prompt.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = CLIP_SPECIALS + alphabet + [f"{byte}</w>" for byte in alphabet] + [left + right for left, right in merges]

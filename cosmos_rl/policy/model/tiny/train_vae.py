@@ -1,4 +1,4 @@
-"""Train the small AutoencoderKL that the tiny pipelines ship with, and write it beside this file.
+"""Train the small AutoencoderKL that the tiny pipelines ship with, and write it next to this file.
 
     python -m cosmos_rl.policy.model.tiny.train_vae [--out DIR] [--steps N]
 

@@ -66,7 +66,7 @@ class Encoding:
 
     @memory_phase("encoding")
     def conditions(self, prompts: Sequence[str], negative: str | None = None) -> Cond:
-        """Conditions of B prompts on the device; ``negative`` is the text of their guidance twin."""
+        """Conditions of B prompts on the device; ``negative`` is the text that guidance leads away from."""
         if self.text_cache is None:
             return self._model.encode_prompts(prompts, negative)
         texts = {text: text for text in (*prompts, *([] if negative is None else [negative]))}
@@ -76,8 +76,8 @@ class Encoding:
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
         found = _filled(self.text_cache, texts, CACHED_AT_ONCE, encode)
-        twin = None if negative is None else self._stacked(found, [negative] * len(prompts))
-        return Cond(text=self._stacked(found, prompts), negative=twin)
+        negatives = None if negative is None else self._stacked(found, [negative] * len(prompts))
+        return Cond(text=self._stacked(found, prompts), negative=negatives)
 
     def _stacked(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
         names = found[prompts[0]].keys()

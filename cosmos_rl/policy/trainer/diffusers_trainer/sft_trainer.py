@@ -78,7 +78,7 @@ class SFTTrainer(TaskBase):
         self._val_prompts: list[str] | None = None
         self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
         held_out = len(self._val_dataset) if self._val_dataset is not None else 0
-        self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation goes on without")
+        self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation continues without")
         self._items, self._val_items = self._readable()
         self._describe()
 

@@ -16,7 +16,7 @@ class Meter:
     """One for each training step."""
 
     def __init__(self, maxima: Sequence[str]) -> None:
-        """``maxima``: terms of which the largest value is reported beside the mean."""
+        """``maxima``: terms of which the largest value is reported next to the mean."""
         self._with_maxima = maxima
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}

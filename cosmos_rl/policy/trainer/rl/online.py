@@ -175,7 +175,7 @@ class OnlineTask(TaskBase):
         if not self._equal_warned and not self._job.bypass_reward and batches.teaches_nothing(batch):
             logger.warning(
                 f"step {step + 1}: the samples of each prompt all have the same reward, so nothing can be learnt from "
-                "them; cosmos-rl doctor --config examines the rewards"
+                "them; cosmos-rl doctor --config checks the rewards"
             )
             self._equal_warned = True
         return batch
@@ -414,7 +414,7 @@ class OnlineTask(TaskBase):
         seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
         if not wait([future], seconds).done:
             raise TrainingStoppedError(
-                f"the rewards {', '.join(self._rewards.names)} of {self._chunk} samples are not there after "
+                f"the rewards {', '.join(self._rewards.names)} of {self._chunk} samples have not arrived after "
                 f"{seconds:g} s (the sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
             )
         return future.result()

@@ -22,13 +22,28 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RewardArgs(_Table):
+class WorkerArgs(_Table):
+    """How worker processes are run."""
+
+    venv_python: str = "python"
+    """Interpreter of their environment; ``python`` means the service's own."""
+    device: str = "auto"
+    """``auto``: a GPU when the environment's torch sees one, else the CPU."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Worker processes."""
+    environment: dict[str, str] = {}
+    """Extra environment variables, such as ``CUDA_VISIBLE_DEVICES``."""
+    deadline_s: float = Field(300.0, gt=0)
+    """A call that takes longer is stopped: the worker is killed and the job counts one attempt."""
+    start_timeout_s: float = Field(900.0, gt=0)
+    """Loading the model may take this long."""
+
+
+class RewardArgs(WorkerArgs):
     """One ``[[reward_args]]`` table: a reward and how it is run."""
 
     reward_type: str = Field("cosmos_reason1", pattern=r"^[A-Za-z0-9.-][A-Za-z0-9_.-]{0,63}$")
     """Name that clients use in ``reward_fn``."""
-    venv_python: str = "python"
-    """Interpreter of the reward's environment; ``python`` means the service's own."""
     reward_class: str = ""
     """``module:Class`` of a third-party handler, importable in that environment."""
     function: str = ""
@@ -40,8 +55,6 @@ class RewardArgs(_Table):
     setup_script: str = ""
     """Script that ``prepare`` runs instead of installing requirements: ``script <download_path> <venv folder>``."""
     dtype: str = "float16"
-    device: str = "auto"
-    """``auto``: a GPU when the environment's torch sees one, else the CPU."""
     endpoint_url: str = ""
     """OpenAI-compatible server of rewards that ask one."""
     endpoint_api_key: str = Field("", repr=False)
@@ -54,18 +67,10 @@ class RewardArgs(_Table):
     enable: bool = True
     options: dict[str, Any] = {}
     """The reward's own options."""
-    replicas: int = Field(1, ge=1, le=64)
-    """Worker processes."""
-    environment: dict[str, str] = {}
-    """Extra environment variables of its workers, such as ``CUDA_VISIBLE_DEVICES``."""
     max_batch: int = Field(0, ge=0)
     """Most samples of several jobs in one call; 0 leaves it to the reward."""
     max_wait_ms: float = Field(2.0, ge=0)
     """How long a batch waits for more jobs."""
-    deadline_s: float = Field(300.0, gt=0)
-    """A call that takes longer is stopped: the worker is killed and the job counts one attempt."""
-    start_timeout_s: float = Field(900.0, gt=0)
-    """Loading the model may take this long."""
     required: bool = True
     """``/readyz`` waits for it."""
     self_test: bool = True
@@ -82,11 +87,9 @@ class RewardArgs(_Table):
         return self
 
 
-class DecodeArgs(_Table):
-    """``[decode_args]``: the VAE that turns latents into pictures."""
+class DecodeArgs(WorkerArgs):
+    """``[decode_args]``: the VAE that turns latents into pixels; its environment needs torch and diffusers."""
 
-    venv_python: str = "python"
-    """Interpreter of an environment with torch and diffusers."""
     model_path: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     """AutoencoderKLWan for 16 channels: a diffusers folder (or hub name), or a .pth or .safetensors file."""
     wan2pt2_model_path: str = ""
@@ -94,17 +97,13 @@ class DecodeArgs(_Table):
     wan2pt2_credential_path: str = ""
     """Accepted from older files, without effect."""
     dtype: str = "bfloat16"
-    device: str = "auto"
     chunk_duration: int = 81
     """Accepted from older files, without effect: latents are decoded whole."""
     temporal_window: int = 16
     """Accepted from older files, without effect."""
     load_mean_std: bool = False
     """Accepted from older files, without effect: the VAE's own statistics are used."""
-    replicas: int = Field(1, ge=1)
-    environment: dict[str, str] = {}
     deadline_s: float = Field(600.0, gt=0)
-    start_timeout_s: float = Field(900.0, gt=0)
 
 
 class ServiceConfig(_Table):

@@ -87,9 +87,9 @@ async def _fetch(args: RewardArgs, spec: PoolSpec, tools: _Tools) -> dict[str, A
 
 async def _start(spec: PoolSpec, more: dict[str, Any] | None = None, downloads: bool = False) -> dict[str, Any]:
     """Start the worker as the service would, and end it."""
-    replica = Replica(spec.name, spec.venv_python, spec.environment, downloads)
+    replica = Replica(spec.name, spec.workers.venv_python, spec.workers.environment, downloads)
     try:
-        return await replica.start({**spec.message, **(more or {})}, spec.start_timeout_s)
+        return await replica.start({**spec.message, **(more or {})}, spec.workers.start_timeout_s)
     finally:
         await replica.kill()
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cosmos_rl_reward.errors import StoreAway, UserError
+from cosmos_rl_reward.locks import try_lock
 from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Upload, pack_header, unpack
 
 logger = logging.getLogger(__name__)
@@ -90,25 +91,15 @@ def own_folder(base: Path) -> tuple[Path, IO[str]]:
         with open(base / "lock", "a", encoding="utf-8") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)  # one process at a time tidies up and makes a folder
             for folder in base.iterdir():
-                if folder.is_dir() and (left := _lock(folder)) is not None:
+                if folder.is_dir() and (left := try_lock(folder / "lock")) is not None:
                     shutil.rmtree(folder, ignore_errors=True)
                     left.close()
             folder = Path(tempfile.mkdtemp(dir=base))
-            lock = _lock(folder)
+            lock = try_lock(folder / "lock")
     except OSError as error:
         raise UserError(f"state_dir: {base}: {error.strerror}; set state_dir to a folder of your own") from error
     assert lock is not None
     return folder, lock
-
-
-def _lock(folder: Path) -> IO[str] | None:
-    file = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115 - open as long as the folder is in use
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
 
 
 class S3Spool(Spool):
@@ -209,14 +200,13 @@ class S3Spool(Spool):
 
     def _pages(self, below: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
         """Objects whose keys begin with ``below``, a page at a time: key without the prefix, and what S3 says of it."""
-        token: dict[str, str] = {}
-        while True:
-            page = self._call("list_objects_v2", Prefix=self.prefix + below, MaxKeys=_PAGE, **token)
-            self._now = _date(page)
-            yield [(entry["Key"].removeprefix(self.prefix), entry) for entry in page.get("Contents", ())]
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+        where = {"Bucket": self.bucket, "Prefix": self.prefix + below, "PaginationConfig": {"PageSize": _PAGE}}
+        try:
+            for page in self._client.get_paginator("list_objects_v2").paginate(**where):
+                self._now = _date(page)
+                yield [(entry["Key"].removeprefix(self.prefix), entry) for entry in page.get("Contents", ())]
+        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
+            raise self._explain(error) from error
 
     def _remove(self, keys: list[str]) -> None:
         for i in range(0, len(keys), _PAGE):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from cosmos_rl_reward.broker.embedded import (
 from cosmos_rl_reward.config import RESTARTS_VARIABLE, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
+from cosmos_rl_reward.locks import try_lock
 from cosmos_rl_reward.store import open_spool
 from cosmos_rl_reward.worker import family
 
@@ -137,14 +137,11 @@ def lock(folder: Path) -> IO[str]:
     """
     try:
         private_folder(folder)
-        file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the service runs
+        file = try_lock(folder / "lock")
     except OSError as error:
         raise UserError(f"state_dir {folder}: {error.strerror}; set state_dir to a folder of your own") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UserError(f"state_dir {folder} is in use by another service; stop it, or set another state_dir") from None
+    if file is None:
+        raise UserError(f"state_dir {folder} is in use by another service; stop it, or set another state_dir")
     return file
 
 

@@ -135,7 +135,7 @@ def test_a_replica_that_is_killed_takes_everything_along(tmp_path, monkeypatch):
     spec = reward_spec(RewardArgs(**MOODY), 3)
 
     async def run():
-        replica = Replica(spec.name, spec.venv_python, spec.environment)
+        replica = Replica(spec.name, spec.workers.venv_python, spec.workers.environment)
         await replica.start(spec.message, 120)
         assert replica._process.pid in Replica.running
         note = tmp_path / "note"

@@ -40,18 +40,7 @@ def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
         "self_test": args.self_test,
         "kwargs": kwargs,
     }
-    return PoolSpec(
-        name=args.reward_type,
-        message=message,
-        venv_python=args.venv_python,
-        environment=args.environment,
-        replicas=args.replicas,
-        max_batch=args.max_batch,
-        max_wait_s=args.max_wait_ms / 1000,
-        deadline_s=args.deadline_s,
-        start_timeout_s=args.start_timeout_s,
-        max_attempts=max_attempts,
-    )
+    return PoolSpec(args.reward_type, message, args, max_attempts, args.max_batch, args.max_wait_ms / 1000)
 
 
 def decode_spec(config: ServiceConfig) -> PoolSpec:
@@ -59,19 +48,7 @@ def decode_spec(config: ServiceConfig) -> PoolSpec:
     args = config.decode_args
     kwargs = {name: getattr(args, name) for name in ("model_path", "wan2pt2_model_path", "dtype", "device")}
     kwargs["max_decoded_bytes"] = config.max_decoded_bytes
-    return PoolSpec(
-        name=DECODE_QUEUE,
-        message={"op": "decode", "kwargs": kwargs},
-        venv_python=args.venv_python,
-        environment=args.environment,
-        replicas=args.replicas,
-        max_batch=1,
-        max_wait_s=0,
-        deadline_s=args.deadline_s,
-        start_timeout_s=args.start_timeout_s,
-        max_attempts=config.max_attempts,
-        lazy=True,
-    )
+    return PoolSpec(DECODE_QUEUE, {"op": "decode", "kwargs": kwargs}, args, config.max_attempts, lazy=True)
 
 
 class Host:

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from cosmos_rl_reward.config import WorkerArgs
+
 DECODE_QUEUE = "_decode"
 HOST = "_host"  # key of a host's own state among those of its rewards; no reward can have either name
 
@@ -14,14 +16,10 @@ class PoolSpec:
 
     name: str
     message: dict[str, Any]
-    venv_python: str
-    environment: dict[str, str]
-    replicas: int
-    max_batch: int
-    max_wait_s: float
-    deadline_s: float
-    start_timeout_s: float
+    workers: WorkerArgs
     max_attempts: int
+    max_batch: int = 1
+    max_wait_s: float = 0.0
     lazy: bool = False
 
     @property

@@ -8,7 +8,6 @@ import torch
 
 from cosmos_rl_reward.decode import LatentDecoder
 from cosmos_rl_reward.handler import BadInput
-from cosmos_rl_reward.rewards.pictures import as_images
 from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker.inputs import read_input
 from cosmos_rl_reward.worker.scorer import Scorer
@@ -84,13 +83,12 @@ def test_black_float_pictures_are_pictures(tmp_path):
 
 
 def test_float_pixels_are_rounded_by_one_rule(tmp_path):
-    """What a decoder leaves around 0 and 255 is a picture; 99.9 is 100 at the door and in a handler."""
+    """What a decoder leaves around 0 and 255 is a picture; 99.9 is 100."""
     levels = [-0.4, 0.5, 1.5, 99.4, 99.9, 254.6, 255.3]
     array = np.repeat(np.array(levels, np.float32)[None, None, :, None], 3, -1)  # [1, 1, 7, 3]
     expected = np.clip(np.rint(levels), 0, 255).astype(int).tolist()
     assert expected == [0, 0, 2, 99, 100, 255, 255]
     assert one_input(tmp_path, array).images[0, 0, :, 0].tolist() == expected
-    assert as_images(array)[0, 0, :, 0].tolist() == expected
 
 
 @pytest.fixture(scope="module")

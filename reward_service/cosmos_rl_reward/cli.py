@@ -114,8 +114,9 @@ def _redis(options: argparse.Namespace) -> int:
         'save ""',
         "maxmemory-policy noeviction",
         f'logfile "{logfile}"',
-        *([f'requirepass "{password}"'] if password else []),
     ]
+    if password:
+        lines.append(f'requirepass "{password}"')
     done = subprocess.run(
         [find_server(), "-"],
         input="\n".join(lines),

@@ -12,7 +12,9 @@ from pathlib import Path
 
 def uptime() -> float:
     """Seconds since this machine was started, time asleep included; it only grows."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 def boot() -> str:

@@ -179,12 +179,12 @@ class ServiceConfig(_Table):
     def state(self) -> Path:
         """The state folder."""
         base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(self.state_dir) if self.state_dir else Path(base) / "cosmos_rl_reward"
+        return Path(self.state_dir or Path(base) / "cosmos_rl_reward")
 
     @property
     def spool_dir(self) -> Path:
         """Folder of jobs and results, when they lie in a folder."""
-        return Path(self.blob_store) if self.blob_store else self.state / "spool"
+        return Path(self.blob_store or self.state / "spool")
 
     @property
     def external_broker(self) -> str:
@@ -247,7 +247,9 @@ def _explain(error: Any) -> str:
     close = difflib.get_close_matches(name, table.model_fields, 1)
     if not close and table is RewardArgs:
         return f"{key}: unknown key; a reward's own settings go into [reward_args.options]"
-    return f"{key}: unknown key" + (f"; did you mean {close[0]!r}?" if close else "")
+    if close:
+        return f"{key}: unknown key; did you mean {close[0]!r}?"
+    return f"{key}: unknown key"
 
 
 def for_rewards(names: list[str], **overrides: Any) -> ServiceConfig:

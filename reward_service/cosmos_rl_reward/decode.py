@@ -52,7 +52,9 @@ class LatentDecoder:
                 folder_of(name, _FILES, offline=offline)
             elif Path(name).is_file() and not offline:  # its configuration comes from the hub
                 self._load(name, False)
-        return f"latent decoder: {', '.join(names)}" if names else None
+        if not names:
+            return None
+        return f"latent decoder: {', '.join(names)}"
 
     def set_up(self) -> None:
         """Load the VAEs; nothing is downloaded.
@@ -82,9 +84,9 @@ class LatentDecoder:
         try:
             if Path(path).is_file():
                 return AutoencoderKLWan.from_single_file(path, local_files_only=offline, **how)
-            inside = (Path(path) / "vae").is_dir() or not Path(path).exists()
-            folder = {"subfolder": "vae"} if inside else {}
-            return AutoencoderKLWan.from_pretrained(path, local_files_only=offline, **folder, **how)
+            if (Path(path) / "vae").is_dir() or not Path(path).exists():
+                how["subfolder"] = "vae"
+            return AutoencoderKLWan.from_pretrained(path, local_files_only=offline, **how)
         except (OSError, ValueError) as error:
             raise NotReady(
                 f"decode_args: the VAE {path!r} cannot be loaded: {str(error)[:300]}; run cosmos-rl-reward-prepare"

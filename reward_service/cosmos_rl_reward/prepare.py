@@ -14,7 +14,7 @@ from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.rewards.weights import write_whole
 from cosmos_rl_reward.worker.host import decode_spec, reward_spec
-from cosmos_rl_reward.worker.replica import Failed, Replica
+from cosmos_rl_reward.worker.replica import Failed, Replica, interpreter
 from cosmos_rl_reward.worker.spec import PoolSpec
 
 _ALWAYS = ("numpy", "pillow")  # what every reward's environment needs
@@ -60,7 +60,10 @@ async def prepare(
     failed, wants_decoder = 0, False
     for name, args, spec in jobs:
         try:
-            note = await (_start(spec) if check else _fetch(args, spec, tools))
+            if check:
+                note = await _start(spec)
+            else:
+                note = await _fetch(args, spec, tools)
             print(f"{name}: ok{_words(note)}", flush=True)
             if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
                 wants_decoder = True
@@ -74,14 +77,15 @@ async def prepare(
 
 
 def _words(note: dict[str, object]) -> str:
-    words = [str(note[key]) for key in ("warning", "fetched") if note.get(key)]
-    return f" ({'; '.join(words)})" if words else ""
+    if words := [str(note[key]) for key in ("warning", "fetched") if note.get(key)]:
+        return f" ({'; '.join(words)})"
+    return ""
 
 
 async def _fetch(args: RewardArgs, spec: PoolSpec, tools: _Tools) -> dict[str, Any]:
     """Make the environment, and have the worker download what it needs."""
     await _install(args, tools)
-    op = "fetch decoder" if spec.message["op"] == "decode" else "fetch"
+    op = {"score": "fetch", "decode": "fetch decoder"}[spec.message["op"]]
     return await _start(spec, {"op": op, "offline": tools.offline}, downloads=not tools.offline)
 
 
@@ -96,7 +100,7 @@ async def _start(spec: PoolSpec, more: dict[str, Any] | None = None, downloads: 
 
 async def _install(args: RewardArgs, tools: _Tools) -> None:
     """Make the environment and install into it: by the reward's script, by a lock file, or by the package's extra."""
-    python = sys.executable if args.venv_python == "python" else str(Path(args.venv_python).expanduser())
+    python = interpreter(args.venv_python)
     folder = Path(python).parents[1]
     if not Path(python).exists() or (args.setup_script and await _half_made(python)):
         venv.EnvBuilder(with_pip=bool(args.setup_script)).create(folder)
@@ -105,17 +109,26 @@ async def _install(args: RewardArgs, tools: _Tools) -> None:
     if args.setup_script:
         await _run(["bash", args.setup_script, args.download_path, str(folder)], "setup_script")
         return
-    lock = tools.locks / f"{args.reward_type}.txt" if tools.locks is not None else None
-    locked = lock is not None and lock.exists()
-    # a lock names everything, and pip would find what is installed without dependencies at odds with it
-    what = ["--no-deps", "-r", str(lock)] if locked else requirements(args.reward_type)
-    source = ["--no-index"] if tools.offline else []
-    source += ["--find-links", str(tools.wheels)] if tools.wheels is not None else []
+    await _install_packages(args.reward_type, python, tools)
+
+
+async def _install_packages(reward: str, python: str, tools: _Tools) -> None:
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input"]
-    await _run([*pip, "install", "--quiet", *source, *what], "pip")
-    if bare := [] if locked else _WITHOUT_DEPENDENCIES.get(args.reward_type, []):
-        await _run([*pip, "install", "--quiet", "--no-deps", *source, *bare], "pip")
-    if lock is not None and not locked:
+    install = [*pip, "install", "--quiet"]
+    if tools.offline:
+        install.append("--no-index")
+    if tools.wheels is not None:
+        install += ["--find-links", str(tools.wheels)]
+    lock = None
+    if tools.locks is not None:
+        lock = tools.locks / f"{reward}.txt"
+        if lock.exists():  # it names everything, and pip would reject what is installed without its dependencies
+            await _run([*install, "--no-deps", "-r", str(lock)], "pip")
+            return
+    await _run([*install, *requirements(reward)], "pip")
+    if bare := _WITHOUT_DEPENDENCIES.get(reward):
+        await _run([*install, "--no-deps", *bare], "pip")
+    if lock is not None:
         lock.parent.mkdir(parents=True, exist_ok=True)
         write_whole(lock, (await _run([*pip, "freeze", "--exclude-editable"], "pip freeze")).encode())
 

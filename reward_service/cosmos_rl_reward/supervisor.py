@@ -79,7 +79,9 @@ class Child:
             if code == 2:
                 return 2
             self.restarts += 1
-            failures = failures + 1 if asyncio.get_running_loop().time() - began < 10 else 0
+            failures += 1
+            if asyncio.get_running_loop().time() - began >= 10:
+                failures = 0
             logger.error("%s ended with code %s, starting it again%s", self.name, code, self._last_lines())
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
         return 0
@@ -88,7 +90,9 @@ class Child:
         if self.log is None or not self.log.is_file():
             return ""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-        return "; its last lines: " + " | ".join(lines) if lines else ""
+        if not lines:
+            return ""
+        return "; its last lines: " + " | ".join(lines)
 
     def signal(self, number: int) -> None:
         """Send a signal if it runs."""
@@ -169,7 +173,9 @@ class Service:
         self.front = Child("front", role_command("front", str(fd)), text, (fd,))
         self.workers = Child("workers", role_command("workers"), text)
         self.broker = Child("broker", [], before=lambda: self._socket.unlink(missing_ok=True))
-        self._children = [self.front, *([self.workers] if workers else [])]
+        self._children = [self.front]
+        if workers:
+            self._children.append(self.workers)
         if not config.external_broker:
             self.broker.command = server_command(self._socket, self._run)
             self.broker.log = self._run / BROKER_LOG
@@ -183,7 +189,9 @@ class Service:
         stop, now = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
-            (now if stop.is_set() else stop).set()
+            if stop.is_set():
+                now.set()
+            stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
@@ -213,7 +221,8 @@ class Service:
         draining = asyncio.create_task(self.workers.end(self.config.drain_s + 5))
         hurry = asyncio.create_task(now.wait())
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        self.workers.signal(signal.SIGKILL if now.is_set() else 0)
+        if now.is_set():
+            self.workers.signal(signal.SIGKILL)
         await draining
         hurry.cancel()
         await asyncio.to_thread(family.kill_leftovers)

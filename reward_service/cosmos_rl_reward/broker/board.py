@@ -51,8 +51,9 @@ class Board:
             await channel.subscribe(_EVENTS)
             while True:
                 message = await channel.get_message(timeout=_LISTEN_S)
-                for event in msgspec.json.decode(message["data"]) if message is not None else ():
-                    yield event
+                if message is not None:
+                    for event in msgspec.json.decode(message["data"]):
+                        yield event
 
     async def set_status(self, host: str, status: dict[str, Any]) -> None:
         """Say how this host's rewards are; forgotten a few seconds after the last call."""

@@ -195,8 +195,10 @@ class _Consumer:
         self._cursor = found[0]
         for entry, fields in found[1]:
             if entry not in self._leases:
-                pending = await self._client.xpending_range(stream, _GROUP, entry, entry, 1)
-                self._start(entry, fields, pending[0]["times_delivered"] if pending else 2)
+                delivered = 2
+                for pending in await self._client.xpending_range(stream, _GROUP, entry, entry, 1):
+                    delivered = pending["times_delivered"]
+                self._start(entry, fields, delivered)
 
     def _start(self, entry: str, fields: dict[str, str], delivered: int) -> None:
         lease = _Lease(fields["job"], int(fields["tries"]) + delivered - 1)
@@ -216,8 +218,10 @@ class _Consumer:
             raise
 
     def _note_end(self, entry: str, lease: _Lease, running: asyncio.Task[None]) -> None:
-        done = not running.cancelled() and running.exception() is None
-        self._ended += [entry, lease.job_id, 0 if done else lease.tries + 1]
+        next_try = 0
+        if running.cancelled() or running.exception() is not None:
+            next_try = lease.tries + 1
+        self._ended += [entry, lease.job_id, next_try]
         del self._leases[entry]
         self._changed.set()
 

@@ -61,13 +61,17 @@ def state_of(data: bytes) -> str:
 async def look_all(ledger: Ledger, job_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
     """All rewards of a job at once; None when the job is not known (any more)."""
     job = await known_job(ledger, job_id)
-    return await look_at(ledger, job, wait_s) if job is not None else None
+    if job is None:
+        return None
+    return await look_at(ledger, job, wait_s)
 
 
 async def known_job(ledger: Ledger, job_id: str) -> Job | None:
     """A job by its id; from the disk only when it is not open here."""
     entry = ledger.open.get(job_id)
-    return entry.job if entry is not None else await asyncio.to_thread(ledger.spool.job, job_id)
+    if entry is not None:
+        return entry.job
+    return await asyncio.to_thread(ledger.spool.job, job_id)
 
 
 async def look_at(ledger: Ledger, job: Job, wait_s: float) -> dict[str, Any]:

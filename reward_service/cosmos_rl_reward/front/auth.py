@@ -31,7 +31,9 @@ def parse_tokens(text: str, source: str) -> dict[bytes, frozenset[str]]:
         words = line.split("#", 1)[0].split()
         if not words:
             continue
-        scopes = frozenset(words[1].split(",")) if len(words) > 1 else frozenset(SCOPES)
+        scopes = frozenset(SCOPES)
+        if len(words) > 1:
+            scopes = frozenset(words[1].split(","))
         if len(words) > 2 or not scopes <= set(SCOPES):
             raise UserError(f"{source}, line {number}: after the token come scopes out of {', '.join(SCOPES)}")
         if len(words[0]) < 16:

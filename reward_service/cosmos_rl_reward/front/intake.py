@@ -105,7 +105,9 @@ class Intake:
             if data.get("media_type") not in ("image", "video"):
                 room += await self._disk(lambda: self._examine(coming.flush(), data, line_end).decoded_bytes)
             hold.ask(room)
-            job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}") if key else uuid.uuid4())
+            job_id = str(uuid.uuid4())
+            if key is not None:
+                job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}"))
             job, older = await self._disk(self._store, coming, data, line_end, job_id)
         finally:
             self._release(coming)

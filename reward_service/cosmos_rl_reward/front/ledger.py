@@ -70,7 +70,8 @@ class Hold:
             Refused: there is no room.
         """
         size, written = max(size, self._size), max(written, self._written)
-        rewards = self._rewards if rewards is None else rewards
+        if rewards is None:
+            rewards = self._rewards
         self.release()
         self._ledger.admit(rewards, size, size - written)
         self._rewards, self._size, self._written = rewards, size, written
@@ -179,10 +180,11 @@ class Ledger:
         wanted: dict[str, list[str]] = {}
         undecoded = await ask(self.spool, self.spool.undecoded, jobs)
         for job in jobs:
-            entry = self.open.get(job.id)
-            names = entry.missing if entry else set()
+            names: set[str] = set()
             if job.id in undecoded:
                 names = {DECODE_QUEUE}
+            elif (entry := self.open.get(job.id)) is not None:
+                names = entry.missing
             for name in names & {*self.rewards, DECODE_QUEUE}:
                 wanted.setdefault(name, []).append(job.id)
         async with asyncio.timeout(BROKER_S):

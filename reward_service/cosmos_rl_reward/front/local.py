@@ -17,8 +17,9 @@ class LocalOnly:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = _foreign(scope["headers"]) if scope["type"] == "http" else ""
-        app = JSONResponse({"message": reason, "error": reason}, 403) if reason else self.app
+        app = self.app
+        if scope["type"] == "http" and (reason := _foreign(scope["headers"])):
+            app = JSONResponse({"message": reason, "error": reason}, 403)
         await app(scope, receive, send)
 
 

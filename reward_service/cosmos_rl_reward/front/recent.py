@@ -26,6 +26,7 @@ class Recent:
         for key, rows in self._scores.items():
             mean = sum(value * items for value, items in rows) / sum(items for _, items in rows)
             scores[key] = {"mean": mean, "last": [value for value, _ in rows][-_POINTS:]}
-        ordered = sorted(self._latencies)
-        latency = {f"p{p}": ordered[(len(ordered) - 1) * p // 100] for p in (50, 95)} if ordered else {}
+        latency = {}
+        if ordered := sorted(self._latencies):
+            latency = {f"p{p}": ordered[(len(ordered) - 1) * p // 100] for p in (50, 95)}
         return {"latency_s": latency, "scores": scores}

@@ -22,7 +22,9 @@ _MAX_BATCH = 256
 def _preferred_wait(request: Request) -> float:
     """Seconds of ``Prefer: wait=N``."""
     found = re.search(r"\bwait=(\d{1,6})\b", request.headers.get("prefer", ""))
-    return min(MAX_WAIT_S, float(found[1])) if found else 0.0
+    if found is None:
+        return 0.0
+    return min(MAX_WAIT_S, float(found[1]))
 
 
 def _not_found(job_id: str) -> JSONResponse:
@@ -30,7 +32,9 @@ def _not_found(job_id: str) -> JSONResponse:
 
 
 async def _job(front: Front, job_id: str, wait_s: float) -> dict[str, Any] | None:
-    return await look_all(front.ledger, job_id, wait_s) if JOB_ID.fullmatch(job_id) else None
+    if not JOB_ID.fullmatch(job_id):
+        return None
+    return await look_all(front.ledger, job_id, wait_s)
 
 
 @router.post("/jobs")
@@ -40,9 +44,8 @@ async def submit(request: Request) -> Response:
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
     with front.poll(_preferred_wait(request)) as wait_s:
         state = await look_at(front.ledger, ticket.job, wait_s)
-    return JSONResponse(
-        state, 202 if state["state"] == "queued" else 200, headers={"Location": f"/v2/jobs/{ticket.job.id}"}
-    )
+    status = {"queued": 202}.get(state["state"], 200)
+    return JSONResponse(state, status, headers={"Location": f"/v2/jobs/{ticket.job.id}"})
 
 
 @router.post("/score")
@@ -52,7 +55,7 @@ async def score(request: Request) -> Response:
     ticket = await front.intake.receive(request, front.allow(request, "submit"))
     with front.poll(MAX_WAIT_S) as wait_s:
         state = await look_at(front.ledger, ticket.job, wait_s)
-    return JSONResponse(state, 504 if state["state"] == "queued" else 200)
+    return JSONResponse(state, {"queued": 504}.get(state["state"], 200))
 
 
 @router.get("/jobs/{job_id}")
@@ -62,7 +65,9 @@ async def get(job_id: str, request: Request) -> Response:
     front.allow(request, "read")
     with front.poll(_preferred_wait(request)) as wait_s:
         state = await _job(front, job_id, wait_s)
-    return _not_found(job_id) if state is None else JSONResponse(state)
+    if state is None:
+        return _not_found(job_id)
+    return JSONResponse(state)
 
 
 @router.delete("/jobs/{job_id}")

@@ -102,8 +102,8 @@ class Watcher:
         wanted |= self.ledger.waited_for()
         for job_id, reward, data in self.ledger.spool.answered(wanted):
             result = json.loads(data)
-            error = {"error": result["error"]} if "error" in result else {}
-            found.append({"id": job_id, "reward": reward, "state": result["state"], **error})
+            known = {key: result[key] for key in ("state", "error") if key in result}
+            found.append({"id": job_id, "reward": reward, **known})
         return found
 
     def _note_states(self, now: float) -> None:
@@ -121,13 +121,15 @@ class Watcher:
         if age > config.job_ttl_s:
             return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
         if reward not in self.ledger.rewards:
-            return (FAILED, f"reward {reward} is no longer enabled") if age > config.fail_after_s else None
+            if age <= config.fail_after_s:
+                return None
+            return FAILED, f"reward {reward} is no longer enabled"
         if stuck and now - max(self._unwell[DECODE_QUEUE, "absent"], entry.since) > config.no_worker_after_s:
             return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
         state, reason = self.ledger.state(reward)
         since = max(self._unwell.get((reward, state), now), entry.since)
-        limit = config.fail_after_s if state == "failed" else config.no_worker_after_s
-        if state in ("failed", "absent") and now - since > limit:
+        limits = {"failed": config.fail_after_s, "absent": config.no_worker_after_s}
+        if state in limits and now - since > limits[state]:
             return FAILED, f"reward {reward} is not available: {reason}"
         return None
 
@@ -188,6 +190,8 @@ async def _every(seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         try:
             await action()
         except Exception as error:
-            away = isinstance(error, (OSError, TimeoutError, ConnectionError)) or "onnection" in type(error).__name__
-            logger.log(logging.DEBUG if away else logging.ERROR, "%s: %r", action.__name__, error)
+            level = logging.ERROR
+            if isinstance(error, (OSError, TimeoutError)) or "onnection" in type(error).__name__:  # of the broker
+                level = logging.DEBUG
+            logger.log(level, "%s: %r", action.__name__, error)
         await asyncio.sleep(seconds)

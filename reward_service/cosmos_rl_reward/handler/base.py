@@ -105,8 +105,9 @@ class BaseRewardHandler:
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         for name in options:
             if name not in self.OPTIONS:
-                close = difflib.get_close_matches(name, self.OPTIONS, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(self.OPTIONS) or 'none'}"
+                hint = f"known are: {', '.join(self.OPTIONS) or 'none'}"
+                if close := difflib.get_close_matches(name, self.OPTIONS, 1):
+                    hint = f"did you mean {close[0]!r}?"
                 raise NotReady(f"reward_args.options.{name}: no such option of {self.reward_name}; {hint}")
         return options
 
@@ -147,15 +148,15 @@ class BaseRewardHandler:
         gradient with the same prompt; override it where these two would rightly score the same (text, objects).
         """
         ramp = np.linspace(0, 255, 64, dtype=np.uint8)
-        gradient = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None, :], ramp[::-1, None]), -1)[
-            None
-        ]  # [1,64,64,3]
-        pictures = [np.full_like(gradient, 127), gradient]
+        channels = np.broadcast_arrays(ramp[:, None], ramp[None, :], ramp[::-1, None])
+        gradient = np.stack(channels, -1)[None]  # [1, 64, 64, 3]
+        media = [np.full_like(gradient, 127), gradient]
+        metadata: dict[str, Any] = {"prompts": ["a photo of a cat"]}
         if "image" not in self.media_types:
-            moving = [np.stack([np.roll(p[0], 4 * t, 1) for t in range(8)]) for p in pictures]  # [T, H, W, 3]
-            pictures = [np.ascontiguousarray(m.transpose(3, 0, 1, 2)[None]) for m in moving]
-        extra = {"video_infos": [{"video_fps": 8.0}]} if "image" not in self.media_types else {}
-        return [(p, {"prompts": ["a photo of a cat"], **extra}) for p in pictures]
+            moving = [np.stack([np.roll(p[0], 4 * t, 1) for t in range(8)]) for p in media]  # [T, H, W, 3]
+            media = [np.ascontiguousarray(m.transpose(3, 0, 1, 2)[None]) for m in moving]
+            metadata["video_infos"] = [{"video_fps": 8.0}]
+        return [(sample, dict(metadata)) for sample in media]
 
     def provenance(self) -> dict[str, Any]:
         """What a number depends on; stored with each result so that two runs can be compared."""
@@ -189,18 +190,21 @@ def digest(paths: Iterable[str | os.PathLike[str]]) -> str:
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    total, sampled = hashlib.sha256(), False
+        if path.is_dir():
+            files += sorted(p for p in path.rglob("*") if p.is_file())
+        else:
+            files.append(path)
+    total, kind = hashlib.sha256(), "sha256"
     for path in files:
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
         with open(path, "rb") as file:
             if size > _SMALL:
-                sampled = True
+                kind = "sampled-sha256"
                 for offset in (0, size // 2, size - (1 << 20)):
                     file.seek(offset)
                     total.update(file.read(1 << 20))
             else:
                 while chunk := file.read(1 << 20):
                     total.update(chunk)
-    return ("sampled-sha256:" if sampled else "sha256:") + total.hexdigest()
+    return f"{kind}:{total.hexdigest()}"

@@ -37,7 +37,7 @@ class ArrayRef:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return 2 if self.dtype == BFLOAT16 else np.dtype(self.dtype).itemsize
+        return _numpy_type(self.dtype).itemsize
 
     @property
     def size(self) -> int:
@@ -62,6 +62,13 @@ class ArrayRef:
         return False
 
 
+def _numpy_type(dtype: str) -> np.dtype:
+    """numpy has no bfloat16: its bits."""
+    if dtype == BFLOAT16:
+        return np.dtype("<u2")
+    return np.dtype(dtype)
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-ordered array."""
     strides = [1] * len(shape)
@@ -78,7 +85,7 @@ def load(path: str, ref: ArrayRef) -> np.ndarray:
     Raises:
         OSError: the file is gone or too short.
     """
-    kind = np.dtype("<u2" if ref.dtype == BFLOAT16 else ref.dtype)
+    kind = _numpy_type(ref.dtype)
     with open(path, "rb") as file:
         file.seek(ref.offset)
         data = np.empty(ref.span, np.uint8)
@@ -111,7 +118,9 @@ def read_npy(file: BinaryIO, start: int, end: int) -> ArrayRef:
     file.seek(start + begin)
     text = file.read(length)
     dtype, fortran, shape = _npy_fields(text)
-    strides = row_major(shape[::-1])[::-1] if fortran else row_major(shape)
+    strides = row_major(shape)
+    if fortran:
+        strides = row_major(shape[::-1])[::-1]
     ref = ArrayRef(dtype.str, shape, strides, start + begin + length)
     have, want = end - ref.offset, ref.size * dtype.itemsize
     if have != want:

@@ -11,7 +11,7 @@ from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef, read_npy
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.torch_file import read_torch
 
-LATENT_CHANNELS = (16, 48)  # Wan 2.1, Wan 2.2
+LATENT_SCALE = {16: 8, 48: 16}  # channels of Wan 2.1 and Wan 2.2: pixels per latent in height and width
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Media:
         _, channels, frames, height, width = self.array.shape
         if self.kind == "video":
             return frames * height * width
-        scale = 8 if channels == 16 else 16
-        return (4 * frames - 3) * height * width * scale * scale
+        return (4 * frames - 3) * height * width * LATENT_SCALE[channels] ** 2
 
     @property
     def decoded_bytes(self) -> int:
@@ -62,7 +61,10 @@ def read_payload(file: BinaryIO, start: int, end: int, media_type: str | None) -
     if start >= end:
         raise Refused("payload: empty")
     file.seek(start)
-    array = (read_npy if file.read(6) == b"\x93NUMPY" else read_torch)(file, start, end)
+    if file.read(6) == b"\x93NUMPY":
+        array = read_npy(file, start, end)
+    else:
+        array = read_torch(file, start, end)
     if array.shape and array.shape[0] == 0:
         raise Refused("payload: the batch is empty (B = 0)")
     if media_type == "image":
@@ -90,9 +92,11 @@ def _video(array: ArrayRef) -> ArrayRef:
 
 def _latent(array: ArrayRef, media_type: str | None) -> ArrayRef:
     shape = array.shape
-    hint = "" if media_type else " (metadata.media_type is absent, which means latents; set 'image' or 'video')"
-    if len(shape) != 5 or shape[1] not in LATENT_CHANNELS or not array.size:
-        raise Refused(f"payload: latents must be [B, 16 or 48, T, h, w], got {list(shape)}{hint}")
+    if len(shape) != 5 or shape[1] not in LATENT_SCALE or not array.size:
+        message = f"payload: latents must be [B, 16 or 48, T, h, w], got {list(shape)}"
+        if not media_type:
+            message += " (metadata.media_type is absent, which means latents; set 'image' or 'video')"
+        raise Refused(message)
     if array.dtype != BFLOAT16 and np.dtype(array.dtype) == np.uint8:
         # raw bytes of bfloat16: the last axis counts bytes
         if shape[-1] % 2 or array.strides[-1] != 1 or any(s % 2 for s in array.strides[:-1]):

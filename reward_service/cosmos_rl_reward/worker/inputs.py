@@ -19,6 +19,8 @@ from cosmos_rl_reward.payload.metadata import PER_ITEM, parse_line
 from cosmos_rl_reward.rewards.pictures import whole_pixels
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, unpack
 
+KINDS = {4: "image", 5: "video"}  # by the number of axes
+
 
 @dataclass(frozen=True)
 class Input:
@@ -59,7 +61,8 @@ def read_input(id: str, path: str, decoded: str) -> Input:
         info, bad = decoding["input_info"], {int(k): reason for k, reason in decoding["bad"].items()}
     else:
         raw = load(path, job.array)
-        raw = _bfloat16(raw) if job.array.dtype == BFLOAT16 else raw
+        if job.array.dtype == BFLOAT16:
+            raw = _bfloat16(raw)
         images, bad = to_pixels(raw)
         info, decoding = describe(raw), {"decode_duration": "0.00", "decoded_info": {}}
     if len(bad) == len(images):
@@ -68,7 +71,7 @@ def read_input(id: str, path: str, decoded: str) -> Input:
         info = {**info, "video_infos": metadata["video_infos"]}
     metadata.update(
         uuid=id,
-        media_type="image" if images.ndim == 4 else "video",
+        media_type=KINDS[images.ndim],
         input_info=info,
         decode_duration=decoding["decode_duration"],
         decoded_info=decoding["decoded_info"],

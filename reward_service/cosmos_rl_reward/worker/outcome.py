@@ -27,7 +27,9 @@ def check(returned: Any, count: int) -> tuple[dict[str, Any], dict[int, str]]:
     if not isinstance(returned["scores"], dict) or not returned["scores"]:
         raise BadOutput("calculate_reward returned no table of scores")
     given = returned.get("item_errors") or {}
-    errors = {int(i): str(e) for i, e in (given.items() if isinstance(given, dict) else enumerate(given)) if e}
+    if not isinstance(given, dict):
+        given = dict(enumerate(given))
+    errors = {int(i): str(e) for i, e in given.items() if e}
     if any(not 0 <= i < count for i in errors):
         raise BadOutput(f"item_errors names a sample outside 0..{count - 1}")
     scores = {str(key): _column(str(key), value, count, errors) for key, value in returned["scores"].items()}
@@ -68,15 +70,18 @@ def without(scores: Any, bad: dict[int, str]) -> Any:
 
 def part(value: Any, begin: int, end: int) -> Any:
     """Rows ``begin:end`` of a column or of a table of columns."""
-    return {k: part(v, begin, end) for k, v in value.items()} if isinstance(value, dict) else value[begin:end]
+    if isinstance(value, dict):
+        return {k: part(v, begin, end) for k, v in value.items()}
+    return value[begin:end]
 
 
 def means(scores: dict[str, Any]) -> dict[str, float]:
     """The mean of each column of numbers, over the samples that have one; at most 8 columns."""
     found = {}
     for key, column in scores.items():
-        numbers = [v for v in column if isinstance(v, (bool, int, float))] if isinstance(column, list) else []
-        if numbers:
+        if not isinstance(column, list):
+            continue
+        if numbers := [v for v in column if isinstance(v, (bool, int, float))]:
             found[key] = float(sum(numbers) / len(numbers))
     return dict(list(found.items())[:8])
 

@@ -31,13 +31,14 @@ class Pool:
     def __init__(self, spec: PoolSpec, spool: Spool, announce: Announce, requeue: Requeue) -> None:
         self.spec = spec
         self._jobs = jobs = Jobs(spec, spool, announce, requeue)
-        self.health = Health(state="idle" if spec.lazy else "loading")
+        self.health = Health()
         self.wanted, self.available = asyncio.Event(), asyncio.Event()
         self._delivery = Delivery(jobs, self.health)
         self._up: set[int] = set()
         self._deaths = 0
         self._failures: dict[int, int] = {}  # of each replica, in a row: what its back-off depends on
         if spec.lazy:
+            self.health.state = "idle"
             self.available.set()  # jobs may come; the first one starts the process
         else:
             self.wanted.set()
@@ -54,7 +55,9 @@ class Pool:
     @property
     def limit(self) -> int:
         """Samples in one call; 0 when jobs are not merged."""
-        return self._max_batch if self.health.about.get("mergeable") else 0
+        if not self.health.about.get("mergeable"):
+            return 0
+        return self._max_batch
 
     @property
     def concurrency(self) -> int:
@@ -109,7 +112,8 @@ class Pool:
 
     async def _work(self, replica: Replica, number: int, writing: list[asyncio.Task[None]]) -> None:
         """Start a replica and have batches scored until it ends. ``writing`` has the task that writes the last one."""
-        self._set("loading" if not self.health.reason else self.health.state, self.health.reason)
+        if not self.health.reason:
+            self._set("loading", "")
         self.health.about = await replica.start(self.spec.message, self.spec.workers.start_timeout_s)
         self._up.add(number)
         self._set("ready", "")
@@ -133,7 +137,7 @@ class Pool:
     def _set(self, state: str, reason: str) -> None:
         if (state, reason) != (self.health.state, self.health.reason):
             self.health.state, self.health.reason, self.health.since = state, reason, time.time()
-            logger.info("%s: %s%s", self.spec.name, state, f": {reason}" if reason else "")
+            logger.info("%s: %s", self.spec.name, ": ".join(filter(None, (state, reason))))
         if state == "ready":
             self.available.set()
 

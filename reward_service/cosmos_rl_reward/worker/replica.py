@@ -39,7 +39,9 @@ class Died(Exception):
 
 def interpreter(venv_python: str) -> str:
     """``python`` is the service's own interpreter; anything else is taken as it is."""
-    return sys.executable if venv_python == "python" else str(Path(venv_python).expanduser())
+    if venv_python == "python":
+        return sys.executable
+    return str(Path(venv_python).expanduser())
 
 
 class Replica:
@@ -153,9 +155,12 @@ class Replica:
         await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
         assert self._process is not None
         code = self._process.returncode or 0
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        last = " | ".join(list(self._log)[-3:])
-        return f"the worker process ended {how}" + (f"; its last lines: {last}" if last else "")
+        text = f"the worker process ended with exit code {code}"
+        if code < 0:
+            text = f"the worker process ended by signal {signal.Signals(-code).name}"
+        if last := " | ".join(list(self._log)[-3:]):
+            text += f"; its last lines: {last}"
+        return text
 
     async def kill(self, patience_s: float = 0.0) -> None:
         """End the process and whatever it started; it may end by itself within ``patience_s``."""

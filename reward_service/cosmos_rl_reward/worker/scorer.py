@@ -53,18 +53,22 @@ class Scorer:
         self.fetched: dict[str, Any] = {}
         kind = find_handler(self.name, start["reward_class"], start["function"])
         self.torch: Any = None
-        device = start["kwargs"]["device"]
         if kind.array_type == "torch":
             self.torch = _import_torch(self.name)
-            if device == "auto":
-                device = "cuda" if self.torch.cuda.is_available() else "cpu"
-        self.handler = kind(**{**start["kwargs"], "device": "cpu" if device == "auto" else device})
+        device = start["kwargs"]["device"]
+        if device == "auto":
+            device = "cpu"
+            if self.torch is not None and self.torch.cuda.is_available():
+                device = "cuda"
+        self.handler = kind(**{**start["kwargs"], "device": device})
         if start["op"] == "fetch":
             fetched, wanted = self.handler.fetch(start["offline"]), self.handler.NEEDS_LATENT_DECODER
             self.fetched = {"fetched": fetched, "needs_latent_decoder": wanted}
             return
         self.handler.set_up()
-        self.warning = _joined(self.handler.warning, self._self_test() if start["self_test"] else "")
+        self.warning = self.handler.warning
+        if start["self_test"]:
+            self.warning = _join(self.warning, self._self_test())
         self.provenance = _plain(self.handler.provenance())
 
     def about(self) -> dict[str, Any]:
@@ -89,12 +93,11 @@ class Scorer:
             return self.handler.calculate_reward(images, metadata)
 
     def _self_test(self) -> str:
-        from cosmos_rl_reward.worker.inputs import describe
+        from cosmos_rl_reward.worker.inputs import KINDS, describe
         from cosmos_rl_reward.worker.outcome import self_test
 
         def score(images: Any, metadata: dict[str, Any]) -> Any:
-            media = "image" if images.ndim == 4 else "video"
-            info = {"uuid": "self-test", "media_type": media, "input_info": describe(images)}
+            info = {"uuid": "self-test", "media_type": KINDS[images.ndim], "input_info": describe(images)}
             return self._call(images, {"decode_duration": "0.00", "decoded_info": {}, **metadata, **info})
 
         return self_test(self.handler, score)
@@ -139,25 +142,28 @@ class Scorer:
         scores, errors = check(returned, len(images))
         bad = bad_samples(batch)
         scores, errors = without(scores, bad), {**errors, **bad}
-        warning = _joined(self.handler.warning, str(returned.get("warning") or ""))
+        warning = _join(self.handler.warning, str(returned.get("warning") or ""))
         answers, at = [], 0
         for one in batch:
             end = at + len(one.images)
             mine = {str(i - at): e for i, e in sorted(errors.items()) if at <= i < end}
-            extra = {k: v for k, v in returned.items() if k in ("duration", "input_info")} if len(batch) == 1 else {}
             own = part(scores, at, end)
             result = {
                 "scores": own,
                 "input_info": one.info,
                 "duration": f"{duration:.2f}",
                 "decoded_duration": one.metadata["decode_duration"],
-                **_plain(extra),
                 "type": self.name,
                 "state": SUCCEEDED,
-                **({"item_errors": mine} if mine else {}),
-                **({"warning": warning} if warning else {}),
+                "item_errors": mine,
+                "warning": warning,
                 "provenance": self.provenance,
             }
+            if len(batch) == 1:
+                result.update(_plain({k: returned[k] for k in ("duration", "input_info") if k in returned}))
+            for optional in ("item_errors", "warning"):
+                if not result[optional]:
+                    del result[optional]
             body = encode(result).decode()
             answer = {"id": one.id, "body": body, "failed": len(mine), "batch": len(images), "s": duration}
             answers.append({**answer, "means": means(own)})
@@ -230,7 +236,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _joined(*texts: str) -> str:
+def _join(*texts: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
@@ -246,10 +252,11 @@ def _failure(job_id: str, error: Exception) -> dict[str, Any]:
     from cosmos_rl_reward.worker.outcome import BadOutput
 
     final = isinstance(error, (BadInput, BadOutput, Refused))
+    text = str(error)
     if not final:
         traceback.print_exception(error)
-    text = printable(str(error) if final else f"{type(error).__name__}: {error}")
-    return {"id": job_id, "error": text or type(error).__name__, "again": not final}
+        text = f"{type(error).__name__}: {error}"
+    return {"id": job_id, "error": printable(text) or type(error).__name__, "again": not final}
 
 
 def serve(channel: socket.socket, log: Any) -> None:
@@ -266,14 +273,16 @@ def serve(channel: socket.socket, log: Any) -> None:
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
     try:
-        worker: Any = (Decoding if start["op"] in ("decode", "fetch decoder") else Scorer)(start)
+        kind: Any = {"decode": Decoding, "fetch decoder": Decoding}.get(start["op"], Scorer)
+        worker = kind(start)
     except BaseException as error:
+        reason = str(error)
         if not isinstance(error, NotReady):
             traceback.print_exception(error)
-        reason = str(error) if isinstance(error, NotReady) else f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
-    about = worker.fetched if start["op"].startswith("fetch") else worker.about()
+    about = worker.fetched or worker.about()
     channel.sendall(pack({"ready": True, "about": about}))
     while (message := receive(channel)) is not None:
         replies = worker.score(message["jobs"])

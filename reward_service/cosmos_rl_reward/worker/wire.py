@@ -18,16 +18,18 @@ def pack(message: dict[str, Any]) -> bytes:
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
     """Wait for the next message; None when the other side is gone."""
-    head = _exactly(channel, HEAD.size)
-    data = _exactly(channel, HEAD.unpack(head)[0]) if head else b""
-    return json.loads(data) if data else None
+    try:
+        (length,) = HEAD.unpack(_read_exactly(channel, HEAD.size))
+        return json.loads(_read_exactly(channel, length))
+    except EOFError:
+        return None
 
 
-def _exactly(channel: socket.socket, count: int) -> bytes:
+def _read_exactly(channel: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
         part = channel.recv(min(count - len(parts), 1 << 20))
         if not part:
-            return b""
+            raise EOFError
         parts += part
     return bytes(parts)

@@ -12,47 +12,30 @@ from pathlib import Path
 import torch
 
 from cosmos_rl.errors import UserError
-from tests.support.toy_models import PlaneModel
-from tests.support.toy_shapes import RECORDS, REWARDS, ShapesModel, held_out_shapes, shapes_tables
-from tests.support.toy_tasks import (
-    POINT,
-    TABLE,
-    base_and_tilt,
-    bump,
-    metrics_of,
-    mmd2,
-    plane_samples,
-    plane_tables,
-    run_loop,
-    toy_config,
-    toy_trainer,
-)
+from tests.support.toy_shapes import shapes_tables, shapes_trainer
+from tests.support.toy_tasks import TABLE, measure_plane, metrics_of, plane_task, run_loop, toy_config
 
 SEEDS = (0, 1, 2)
 Row = tuple[str, str, str]
 
 
 def plane(seed: int, kl_beta: float) -> str:
-    """100 steps; judged by 40 steps of the ODE."""
-    config = toy_config({**plane_tables(seed, 100), "train.train_policy.kl_beta": kl_beta})
-    model = PlaneModel(seed=seed)
-    trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
+    """100 steps; measured by 40 steps of the ODE."""
+    trainer, model = plane_task(seed, 100, {"train.train_policy.kl_beta": kl_beta})
     began = time.process_time()
     for step in range(trainer.total_steps):
         nfe = trainer.train_step(step).metrics["train/nfe"]
     spent = time.process_time() - began
-    base, tilt = base_and_tilt(2000)
-    samples = plane_samples(model, 2000)
-    reward = float(bump(samples.numpy()).mean())
-    text = f"E[r] {reward:.3f}, MMD2 to tilt {mmd2(samples, tilt):.4f}, to base {mmd2(samples, base):.3f}"
-    return f"{text}, NFE {nfe / 512:.0f}, {spent:.1f} CPU-s"
+    end = measure_plane(model)
+    distances = f"MMD2 to tilt {end.to_tilt:.4f}, to base {end.to_base:.3f}"
+    return f"E[r] {end.reward:.3f}, {distances}, NFE {nfe / 512:.0f}, {spent:.1f} CPU-s"
 
 
 def images(seed: int, steps: int, tables: TABLE) -> str:
     """Up to ``steps`` steps through the loop, which the guard may end; counts are of 40 samples a prompt."""
     rarely = {"validation.freq": steps, "validation.n_generation": 40}
     config = toy_config({**shapes_tables(seed, steps, 0.4), **rarely, **tables})
-    trainer = toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))
+    trainer = shapes_trainer(config)
     began, ended = time.process_time(), "ran to the end"
     with tempfile.TemporaryDirectory() as name:
         try:
@@ -66,11 +49,10 @@ def images(seed: int, steps: int, tables: TABLE) -> str:
     looks = [row for row in rows if "guard/loss_ratio" in row]
     loss, spread = looks[-1]["guard/loss_ratio"], [row["guard/diversity_ratio"] for row in looks]
     norm = max(value for key, value in looks[-1].items() if key.startswith("guard/velocity_norm_ratio/"))
-    first_count, last_count = (row["val/reward/count_mean"] for row in (rows[0], last))
-    text = f"counts right {first_count:.3f} -> {last_count:.3f}, loss ratio {loss:.2f}, "
-    text += f"diversity {spread[-1]:.2f} (least {min(spread):.2f}), velocity norm {norm:.2f}"
+    counts = f"counts right {rows[0]['val/reward/count_mean']:.3f} -> {last['val/reward/count_mean']:.3f}"
+    counts += f", loss ratio {loss:.2f}, diversity {spread[-1]:.2f} (least {min(spread):.2f}), velocity norm {norm:.2f}"
     nfe = last["train/nfe"] / trainer.samples_per_step
-    return f"{text}, {ended} at step {last['step']}, NFE {nfe:.0f}, {spent:.0f} CPU-s with validation"
+    return f"{counts}, {ended} at step {last['step']}, NFE {nfe:.0f}, {spent:.0f} CPU-s with validation"
 
 
 def measure() -> list[Row]:

@@ -152,6 +152,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Callab
 
 
 @pytest.fixture
+def use_model() -> Iterator[Callable[[type], type]]:
+    """Registers a model class for the tiny pipeline, as a user's script would; the shipped one is back at the end."""
+    from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
+    from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+
+    register = ModelRegistry.register(WeightMapper, allow_override=True)
+    yield register
+    register(SD3Model)
+
+
+@pytest.fixture
 def rewards_of() -> Iterator[Callable[..., Any]]:
     """Makes the rewards of functions and of the table of local ones; all are closed at the end."""
     from tests.support.scored import make

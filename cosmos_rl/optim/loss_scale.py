@@ -9,20 +9,21 @@ from collections.abc import Sequence
 START = 2.0**16
 SMALLEST = 2.0**-8
 GROWTH_INTERVAL = 2000
-"""Optimiser steps without an overflow after which the factor is doubled."""
 
 
 class LossScale:
     """The factor on the losses of a run. It depends only on what all ranks know, so it is the same on all of them."""
 
-    def __init__(self) -> None:
-        self.value = START
+    def __init__(self, start: float = START, growth_interval: int = GROWTH_INTERVAL) -> None:
+        """``growth_interval``: optimiser steps without an overflow after which the factor is doubled."""
+        self.value = start
+        self._growth_interval = growth_interval
         self._good_steps = 0
 
     def note_good(self) -> None:
-        """A step was applied; every ``GROWTH_INTERVAL``-th in a row doubles the factor."""
+        """A step was applied; every ``growth_interval``-th in a row doubles the factor."""
         self._good_steps += 1
-        if self._good_steps == GROWTH_INTERVAL:
+        if self._good_steps == self._growth_interval:
             self.value *= 2.0
             self._good_steps = 0
 

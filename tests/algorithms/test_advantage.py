@@ -49,7 +49,7 @@ def test_one_group_has_the_golden_advantages(global_std: bool) -> None:
     assert found.tolist() == pytest.approx([-1.176236, -0.392078, 1.568314, 0.0], abs=1e-6)
 
 
-def test_global_and_group_deviation_by_hand() -> None:
+def test_global_and_group_std_by_hand() -> None:
     reward, group = rewards(1, 10, 3, 30), groups(7, 2, 7, 2)  # means 2 and 20
     own = group_advantages(reward, group, global_std=False)
     assert own.tolist() == pytest.approx([-1 / 1.0001, -10 / 10.0001, 1 / 1.0001, 10 / 10.0001], abs=1e-6)

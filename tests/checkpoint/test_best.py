@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,19 @@ import pytest
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.task import ValidationReport
-from tests.support.trainer_runs import Stop, train
+from tests.support.trainer_runs import Stop, train, train_task
 
 VALIDATION = '[validation]\nenable = true\nfreq = 1\ndataset.local_dir = "{}"'
 
 
-@pytest.fixture
-def held_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
-    """Makes validation after step 1, 2, ... report the given losses."""
+def with_losses(*losses: float) -> type[SFTTrainer]:
+    """A task whose validation after step 1, 2, ... reports the given losses."""
 
-    def script(losses: Sequence[float]) -> None:
-        def validate(self: SFTTrainer, step: int, notify: Any) -> ValidationReport:
+    class Scripted(SFTTrainer):
+        def validate(self, step: int, notify: Any) -> ValidationReport:
             return ValidationReport({"val/loss_mean": losses[step - 1]}, objective=losses[step - 1])
 
-        monkeypatch.setattr(SFTTrainer, "validate", validate)
-
-    return script
+    return Scripted
 
 
 def steps(run: Path, folder: str = "checkpoints") -> list[int]:
@@ -35,54 +32,46 @@ def steps(run: Path, folder: str = "checkpoints") -> list[int]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_best_leads_to_the_lowest_held_out_loss_and_survives_retention(
-    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None], mode: str
+    write_toml: Callable[..., Path], image_folder: Path, mode: str
 ) -> None:
-    held_out([5, 2, float("nan"), 2, 4, 3])
-    config = write_toml(VALIDATION.format(image_folder))
-    run = train(config, "--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1", f"--train.ckpt.save_mode={mode}")
+    task = with_losses(5, 2, float("nan"), 2, 4, 3)
+    options = ("--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1", f"--train.ckpt.save_mode={mode}")
+    run, _ = train_task(task, write_toml(VALIDATION.format(image_folder)), *options)
     assert os.readlink(run / "best") == "checkpoints/step_2"
     assert steps(run) == steps(run, "safetensors") == [2, 6]
     assert layout.find_checkpoint(run / "best") == layout.policy_dir(run / "checkpoints", 2)
 
 
-def test_only_steps_that_are_saved_can_be_the_best(
-    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
-) -> None:
-    held_out([1, 5, 0, 4, 1, 6])
-    run = train(write_toml(VALIDATION.format(image_folder)), "--train.ckpt.save_freq=2", "--train.ckpt.max_keep=1")
+def test_only_steps_that_are_saved_can_be_the_best(write_toml: Callable[..., Path], image_folder: Path) -> None:
+    config = write_toml(VALIDATION.format(image_folder))
+    options = ("--train.ckpt.save_freq=2", "--train.ckpt.max_keep=1")
+    run, _ = train_task(with_losses(1, 5, 0, 4, 1, 6), config, *options)
     assert os.readlink(run / "best") == "checkpoints/step_4"
     assert steps(run) == [4, 6]
 
 
-def test_a_resumed_run_knows_the_best_of_before(
-    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
-) -> None:
+def test_a_resumed_run_knows_the_best_of_before(write_toml: Callable[..., Path], image_folder: Path) -> None:
     stop = Stop()
 
     def ask_at_three(metrics: dict[str, object], step: int) -> None:
         if step == 3:
             stop.requested = "SIGTERM"
 
-    held_out([5, 2, 3, 2.5, 4, 3])
-    config, options = (
-        write_toml(VALIDATION.format(image_folder)),
-        ("--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1"),
-    )
-    run = train(config, *options, custom_logger_fns=[ask_at_three], stop=stop, expect=75)
+    task, config = with_losses(5, 2, 3, 2.5, 4, 3), write_toml(VALIDATION.format(image_folder))
+    options = ("--train.ckpt.save_freq=1", "--train.ckpt.max_keep=1")
+    run, _ = train_task(task, config, *options, custom_logger_fns=[ask_at_three], stop=stop, expect=75)
     assert steps(run) == [2, 3]
     state = json.loads((layout.policy_dir(run / "checkpoints", 3) / layout.TRAINER_STATE).read_text())
     assert state["loop"]["best"] == [2, 2]
     (run / "best").unlink()  # as if the process had died before it made the link
-    train(config, *options, resume=(run, 3))
+    train_task(task, config, *options, resume=(run, 3))
     assert os.readlink(run / "best") == "checkpoints/step_2"
     assert steps(run) == [2, 6]
 
 
-def test_without_checkpoints_best_leads_to_the_export(
-    write_toml: Callable[..., Path], image_folder: Path, held_out: Callable[..., None]
-) -> None:
-    held_out([5, 2, 3, 2, 4, 3])
-    run = train(write_toml(VALIDATION.format(image_folder)), "--train.ckpt.enable_checkpoint=false")
+def test_without_checkpoints_best_leads_to_the_export(write_toml: Callable[..., Path], image_folder: Path) -> None:
+    config = write_toml(VALIDATION.format(image_folder))
+    run, _ = train_task(with_losses(5, 2, 3, 2, 4, 3), config, "--train.ckpt.enable_checkpoint=false")
     assert os.readlink(run / "best") == "safetensors/step_6"
     assert not (run / "checkpoints/step_6").exists()
 

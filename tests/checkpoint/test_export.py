@@ -1,6 +1,7 @@
 """Exports are proved: loaded by the documents' own snippet they give the trainer's images."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.lora import adapter_state
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
-from tests.checkpoint.test_resume import saved_state
-from tests.support.trainer_runs import train
+from tests.support.exports import PROMPT, noise_for, policy_image, snippet
+from tests.support.states import saved_state
+from tests.support.trainer_runs import train, train_task
 
-PROMPT = "a photo of the number 3"
 LORAS = {
     "alpha is the rank": "r = 4\nlora_alpha = 4",
     "rank and alpha differ": "r = 4\nlora_alpha = 16",
@@ -28,20 +29,6 @@ LORAS = {
     "patterns": 'r = 4\nlora_alpha = 8\nr_pattern = { "attn.to_q" = 2, "transformer_blocks.1.attn.to_v" = 6 }\n'
     'alpha_pattern = { "attn.to_k" = 20 }',
 }
-
-
-def snippet(base: str, adapter_dir: Path | None, latents: torch.Tensor) -> torch.Tensor:
-    """The documented loading code; fp32, local, CPU, and fixed start noise."""
-    pipe = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    if adapter_dir is not None:
-        pipe.load_lora_weights(str(adapter_dir), weight_name="model.safetensors", adapter_name="default")
-        pipe.set_adapters("default")
-    pipe = pipe.to("cpu")
-    result = pipe(
-        prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=latents, height=32, width=32, output_type="pt"
-    )
-    return result.images
 
 
 def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor) -> torch.Tensor:
@@ -62,47 +49,20 @@ def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor
     return result.images
 
 
-@pytest.fixture
-def last_trainer(monkeypatch: pytest.MonkeyPatch) -> list[SFTTrainer]:
-    """The trainers that ran, so that a test can ask the trained policy itself for an image."""
-    made: list[SFTTrainer] = []
-    init = SFTTrainer.__init__
-
-    def remember(self: SFTTrainer, *args: object, **kwargs: object) -> None:
-        init(self, *args, **kwargs)  # type: ignore[arg-type]
-        made.append(self)
-
-    monkeypatch.setattr(SFTTrainer, "__init__", remember)
-    return made
-
-
-def noise_for(model: DiffuserModel) -> torch.Tensor:
-    return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
-
-
-def policy_image(trainer: SFTTrainer, noise: torch.Tensor) -> torch.Tensor:
-    """The image of the trained policy: the EMA weights when they are kept."""
-    ema = trainer.ema
-    if ema is None:
-        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
-    with ema.swapped_in():
-        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
-
-
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
 @pytest.mark.parametrize("name", LORAS)
 def test_the_lora_snippet_gives_the_trainers_image(
-    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], name: str, ema: bool
+    write_toml: Callable[..., Path], tiny_sd3: Path, name: str, ema: bool
 ) -> None:
     table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
     config = write_toml(table + 'init_lora_weights = "gaussian"', lora=False)
-    run = train(
+    run, trainer = train_task(
+        SFTTrainer,
         config,
         "--policy.diffusers.max_prompt_length=256",  # what the pipeline call of the snippet uses
         f"--train.ema_enable={str(ema).lower()}",
         "--train.ema_decay=0.5",
     )
-    trainer = last_trainer[-1]
     noise = noise_for(trainer.model)
     ours = policy_image(trainer, noise)
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
@@ -114,16 +74,16 @@ def test_the_lora_snippet_gives_the_trainers_image(
 
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
 def test_the_full_pipeline_snippet_gives_the_trainers_image(
-    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer], ema: bool
+    write_toml: Callable[..., Path], tiny_sd3: Path, ema: bool
 ) -> None:
-    run = train(
+    run, trainer = train_task(
+        SFTTrainer,
         write_toml(lora=False),
         "--policy.diffusers.max_prompt_length=256",
         f"--train.ema_enable={str(ema).lower()}",
         "--train.ema_decay=0.5",
         "--train.ckpt.save_freq=3",
     )
-    trainer = last_trainer[-1]
     noise = noise_for(trainer.model)
     export = run / "safetensors/step_6"
     theirs = snippet(str(export), None, noise)
@@ -139,11 +99,8 @@ def test_the_full_pipeline_snippet_gives_the_trainers_image(
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a_bf16_export_holds_the_bf16_cast_policy(
-    write_toml: Callable[..., Path], last_trainer: list[SFTTrainer], lora: bool
-) -> None:
-    run = train(write_toml(lora=lora), "--train.param_dtype=bfloat16")
-    trainer = last_trainer[-1]
+def test_a_bf16_export_holds_the_bf16_cast_policy(write_toml: Callable[..., Path], lora: bool) -> None:
+    run, trainer = train_task(SFTTrainer, write_toml(lora=lora), "--train.param_dtype=bfloat16")
     assert {p.dtype for p in trainer.params.values()} == {torch.float32}  # bf16 weights would not feel small steps
     export = run / "safetensors/step_6"
     if lora:
@@ -225,11 +182,10 @@ def test_a_warm_start_from_an_export_keeps_its_strength(
 
 
 def test_an_adapter_of_another_name_is_exported_alone_and_loads(
-    write_toml: Callable[..., Path], tiny_sd3: Path, last_trainer: list[SFTTrainer]
+    write_toml: Callable[..., Path], tiny_sd3: Path
 ) -> None:
     names = ('--policy.lora.lora_names=["first", "second"]', '--policy.lora.primary_adapter="second"')
-    run = train(write_toml(), *names, "--policy.diffusers.max_prompt_length=256")
-    trainer = last_trainer[-1]
+    run, trainer = train_task(SFTTrainer, write_toml(), *names, "--policy.diffusers.max_prompt_length=256")
     assert all(".second." in name for name in trainer.params)
     noise = noise_for(trainer.model)
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)
@@ -266,3 +222,15 @@ def test_the_end_of_a_resumed_run_is_always_exported(write_toml: Callable[..., P
     assert (run / f"safetensors/step_{step}/lora/model.safetensors").is_file()
     with pytest.raises(UserError, match="is step 6, but this run ends after 3 steps"):
         train(config, "--train.max_num_steps=3", resume=(run, 6))
+
+
+def lora_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / f"safetensors/step_{step}/lora/model.safetensors")
+
+
+def test_every_key_of_an_exported_adapter_is_one_of_a_pair(write_toml: Callable[..., Path]) -> None:
+    for names in ('["default"]', '["default", "old"]'):
+        weights = lora_weights(train(write_toml(), "--train.max_num_steps=1", f"--policy.lora.lora_names={names}"), 1)
+        assert all(re.fullmatch(r"transformer\.[\w.]+\.lora_[AB]\.weight", key) for key in weights)
+        assert not any(part in key for key in weights for part in ("default", "old", "_orig_mod", "_fsdp"))
+        assert len(weights) == 2 * 2 * 4  # two matrices, two blocks, four layers

@@ -4,22 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.policy.trainer.rl.online import OnlineTask
-from tests.checkpoint.test_export import noise_for, policy_image, snippet
-from tests.support.nft_runs import nft_toml, nft_train
+from tests.support.exports import noise_for, policy_image, snippet
+from tests.support.nft_runs import nft_toml, nft_train_task
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_the_documented_snippet_gives_the_policys_image(
-    tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
-    made: list[OnlineTask] = []
-    describe = OnlineTask._describe
-    monkeypatch.setattr(OnlineTask, "_describe", lambda self: (made.append(self), describe(self))[1])
+def test_the_documented_snippet_gives_the_policys_image(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     options = ("--policy.diffusers.max_prompt_length=256", "--train.ema_enable=true", "--train.ema_decay=0.5")
     rate = f"--train.optm_lr={3e-2 if lora else 3e-3}"
-    run = nft_train(nft_toml(tmp_path, tiny_sd3, lora=lora), *options, rate, "--train.ckpt.save_freq=3")
-    (trainer,) = made
+    config = nft_toml(tmp_path, tiny_sd3, lora=lora)
+    run, trainer = nft_train_task(config, *options, rate, "--train.ckpt.save_freq=3")
     noise, export = noise_for(trainer.model), run / "safetensors/step_3"
     theirs = snippet(str(tiny_sd3), export / "lora", noise) if lora else snippet(str(export), None, noise)
     assert (policy_image(trainer, noise) - theirs).abs().max() <= 1e-5

@@ -12,6 +12,7 @@ from cosmos_rl.checkpoint.layout import COMMIT_MARKER, TRAINER_STATE, marker_tex
 from cosmos_rl.data.pair_files import Pair, pairs_digest
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.digest import pipeline_digest
+from tests.support.pairs import other_captions, other_names
 from tests.support.trainer_runs import train
 
 Toml = Callable[..., Path]
@@ -21,15 +22,6 @@ Toml = Callable[..., Path]
 def saved(write_toml: Toml) -> tuple[Path, tuple[Path, int]]:
     config = write_toml()
     return config, (train(config, "--train.max_num_steps=2"), 2)
-
-
-def other_captions(folder: Path) -> None:
-    (folder / "003.json").write_text(json.dumps({"prompt": "another caption"}))
-
-
-def other_names(folder: Path) -> None:
-    for suffix in ("json", "png"):
-        (folder / f"003.{suffix}").rename(folder / f"0031.{suffix}")
 
 
 @pytest.mark.parametrize("change", [other_captions, other_names])
@@ -92,7 +84,7 @@ def test_what_may_change_is_one_line(saved: tuple[Path, tuple[Path, int]], caplo
     assert not [message for message in caplog.messages if "Changed since" in message]
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_and_says_what_was_not_compared(
+def test_a_checkpoint_of_an_older_version_resumes_and_says_what_was_not_compared(
     saved: tuple[Path, tuple[Path, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     config, (run, step) = saved
@@ -107,7 +99,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_and_says_what_was_not_compared
     assert [m for m in caplog.messages if m.startswith("not compared") and "base model" in m]
 
 
-def test_the_digest_of_captions_tells_names_and_texts_apart() -> None:
+def test_the_digest_of_captions_differs_by_name_and_text() -> None:
     def digest(*pairs: tuple[str, str]) -> str:
         return pairs_digest([Pair(name, Path(f"{name}.png"), prompt) for name, prompt in pairs])
 

@@ -10,9 +10,9 @@ import pytest
 
 from cosmos_rl.data.prompts import as_prompt_record, prompts_digest
 from cosmos_rl.errors import UserError
-from tests.checkpoint.test_resume import drop_steps_after
-from tests.checkpoint.test_same_run import other_captions, other_names
 from tests.support.nft_runs import nft_toml, nft_train
+from tests.support.pairs import other_captions, other_names
+from tests.support.states import drop_steps_after
 
 FEW = ("--policy.diffusers.sample.num_steps=2", "--train.ckpt.save_freq=1")
 ROWS = [
@@ -92,7 +92,7 @@ def test_other_draws_and_another_strength_are_refused(saved: Saved, option: str,
         resume(saved, option)
 
 
-def test_the_same_in_other_places_goes_on_and_what_may_change_is_one_line(
+def test_the_same_data_in_other_places_resumes_and_what_may_change_is_one_line(
     saved: Saved, tmp_path: Path, tiny_sd3: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     places = {
@@ -110,7 +110,7 @@ def test_the_same_in_other_places_goes_on_and_what_may_change_is_one_line(
     ]
 
 
-def test_the_digest_of_prompts_tells_texts_metadata_and_their_order_apart() -> None:
+def test_the_digest_of_prompts_differs_by_text_metadata_and_order() -> None:
     def digest(*rows: dict[str, Any]) -> str:
         return prompts_digest([as_prompt_record(row, place) for place, row in enumerate(rows)])
 

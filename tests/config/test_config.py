@@ -408,7 +408,7 @@ def test_keys_of_another_job_are_named_as_not_read(toml):
     ]
 
 
-def test_a_run_that_saves_nothing_is_told_so(toml):
+def test_a_run_that_saves_nothing_gets_a_note(toml):
     [note] = notes(load_config(toml(), ["train.ckpt.enable_checkpoint=false"]))
     assert note.startswith("train.ckpt.enable_checkpoint = false: a run that is interrupted")
 

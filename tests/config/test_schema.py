@@ -104,6 +104,13 @@ def test_every_shipped_toml_fits_the_schema_it_names():
     assert done.returncode == 0, done.stderr
 
 
+def with_schema(folder: Path, line: str) -> Path:
+    """A configuration of one line that names the schema."""
+    path = folder / "run.toml"
+    path.write_text(f"#:schema {ROOT}/configs/schemas/cosmos_rl_config.json\n{line}\n")
+    return path
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -118,9 +125,7 @@ def test_every_shipped_toml_fits_the_schema_it_names():
     ],
 )
 def test_an_editor_sees_a_slip(tmp_path, line):
-    path = tmp_path / "run.toml"
-    path.write_text(f"#:schema {ROOT}/configs/schemas/cosmos_rl_config.json\n{line}\n")
-    assert taplo(path).returncode != 0
+    assert taplo(with_schema(tmp_path, line)).returncode != 0
 
 
 @pytest.mark.parametrize(
@@ -135,8 +140,6 @@ def test_an_editor_sees_a_slip(tmp_path, line):
     ],
 )
 def test_an_editor_accepts_what_the_program_accepts(tmp_path, line):
-    path = tmp_path / "run.toml"
-    path.write_text(f"#:schema {ROOT}/configs/schemas/cosmos_rl_config.json\n{line}\n")
-    done = taplo(path)
+    done = taplo(with_schema(tmp_path, line))
     assert done.returncode == 0, done.stderr
     Config.from_dict(tomllib.loads(line))

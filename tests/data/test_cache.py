@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,21 +26,20 @@ def losses(run: Path) -> list[float]:
 
 
 def test_training_with_caches_is_training_and_encodes_each_thing_once(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    write_toml: Callable[..., Path], use_model: Callable[[type], type], tmp_path: Path
 ) -> None:
     encoded: dict[str, list[object]] = {"images": [], "texts": []}
-    visual, text = SD3Model.visual_embedding, SD3Model.text_embedding
 
-    def count_visual(self: SD3Model, visual_list: list[torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        encoded["images"] += [image.numpy().tobytes() for image in visual_list]
-        return visual(self, visual_list, *args, **kwargs)  # type: ignore[arg-type]
+    @use_model
+    class Counting(SD3Model):
+        def visual_embedding(self, visual_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            encoded["images"] += [image.numpy().tobytes() for image in visual_list]
+            return super().visual_embedding(visual_list, *args, **kwargs)
 
-    def count_text(self: SD3Model, prompt_list: list[str], *args: object, **kwargs: object) -> object:
-        encoded["texts"] += prompt_list
-        return text(self, prompt_list, *args, **kwargs)  # type: ignore[arg-type]
+        def text_embedding(self, prompt_list: list[str], *args: Any, **kwargs: Any) -> Any:
+            encoded["texts"] += prompt_list
+            return super().text_embedding(prompt_list, *args, **kwargs)
 
-    monkeypatch.setattr(SD3Model, "visual_embedding", count_visual)
-    monkeypatch.setattr(SD3Model, "text_embedding", count_text)
     plain = losses(train(write_toml()))
     encoded.update(images=[], texts=[])
     cached = train(write_toml(), *CACHED)

@@ -26,7 +26,7 @@ def save_pair(folder: Path, name: str, suffix: str = ".png", caption: object = N
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".jpeg", ".png", ".webp", ".PNG"])
-def test_every_documented_image_kind_is_read(tmp_path: Path, suffix: str) -> None:
+def test_every_documented_image_format_is_read(tmp_path: Path, suffix: str) -> None:
     save_pair(tmp_path, "a.b json c", suffix)
     (item,) = LocalPairs(tmp_path, 16, 24)
     assert (item.name, item.prompt) == ("a.b json c", "a.b json c")
@@ -171,7 +171,7 @@ def test_every_epoch_holds_each_item_once(length: int, batch: int, shuffle: bool
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_stream_resumed_anywhere_goes_on_where_it_stopped(drop_last: bool) -> None:
+def test_a_stream_resumed_anywhere_continues_where_it_stopped(drop_last: bool) -> None:
     dataset = [Item(torch.zeros(3, 1, 1), str(i)) for i in range(10)]
     stream = MapStream(10, 3, 0, True, drop_last)
     total = 3 * stream.steps_per_epoch

@@ -159,7 +159,7 @@ def test_unknown_names_and_splits_are_named_with_what_there_is(cache: Path) -> N
         texts(name="ocr", split="tarin")
 
 
-def test_without_a_network_the_place_of_the_file_is_told(cache: Path) -> None:
+def test_without_a_network_the_message_says_where_to_put_the_file(cache: Path) -> None:
     with pytest.raises(UserError) as caught:
         texts(name="geneval", split="test")
     message = str(caught.value)

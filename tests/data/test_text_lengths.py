@@ -141,15 +141,13 @@ class Stubborn:
 
 
 @pytest.fixture
-def stubborn(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = SD3Model.__init__
-
-    def with_stubborn(self: SD3Model, *args: Any, **keywords: Any) -> None:
-        init(self, *args, **keywords)
-        self.pipeline.tokenizer_3 = Stubborn(self.pipeline.tokenizer_3)
-        self.tokenizers[2] = self.pipeline.tokenizer_3
-
-    monkeypatch.setattr(SD3Model, "__init__", with_stubborn)
+def stubborn(use_model: Callable[[type], type]) -> None:
+    @use_model
+    class WithStubborn(SD3Model):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            self.pipeline.tokenizer_3 = Stubborn(self.pipeline.tokenizer_3)
+            self.tokenizers[2] = self.pipeline.tokenizer_3
 
 
 @pytest.mark.usefixtures("stubborn")

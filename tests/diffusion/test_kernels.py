@@ -310,7 +310,7 @@ def test_a_recomputed_log_probability_is_the_recorded_one() -> None:
         assert torch.equal(again, sampled.log_probs[index])
 
 
-def test_the_kl_is_that_of_two_gaussians_of_one_deviation() -> None:
+def test_the_kl_is_that_of_two_gaussians_of_one_std() -> None:
     transition = noisy_kernel("flow", 0.7)(1, HARD)
     z, v, ref = (seeded(4, 3, 8, seed=seed) for seed in range(3))
     first, second = (torch.distributions.Normal(transition.mean(z, u), transition.s) for u in (v, ref))

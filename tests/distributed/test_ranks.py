@@ -12,20 +12,15 @@ from safetensors.torch import load_file
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_kill import Run, newest_run, steps_done
-from tests.checkpoint.test_resume import saved_state
 from tests.support import patience
+from tests.support.command_runs import Run, newest_run, steps_done
 from tests.support.paths import ROOT
 from tests.support.ranks import train_on_ranks
+from tests.support.states import saved_state, trace
 
 GLOBAL = ("--train.global_batch_size=8", "--train.train_policy.mini_batch=2", "--train.ema_enable=true")
 VALIDATION = '[validation]\nenable = true\nfreq = 2\ndataset.local_dir = "{}"'
 EXPORTED = "[lt]*/*model.safetensors"
-
-
-def trace(run: Path) -> np.ndarray:
-    keys = ("train/loss_mean", "optim/grad_norm")
-    return np.array([[line[key] for key in keys] for line in read_metrics(run / "metrics.jsonl")])
 
 
 def assert_same_results(run: Path, reference: Path, name: str) -> None:

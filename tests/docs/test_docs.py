@@ -23,16 +23,13 @@ from cosmos_rl.policy.config.keys import dotted_keys
 from cosmos_rl.storage.run_folder import newest
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
+from tests.support.documents import blocks
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "customisation"
 AT_THE_TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "tests/README.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def prose(page: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_rl.tracking.console import _SHOWN
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.docs.test_docs import ROOT
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 LOGGED_BY = ("policy/trainer", "optim")

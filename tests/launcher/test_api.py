@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import cosmos_rl
 from cosmos_rl.errors import TrainingStoppedError, UserError
-from tests.docs.test_docs import blocks
+from tests.support.documents import blocks
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "python-api.md"
@@ -69,7 +69,7 @@ def test_the_first_example_learns(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_second_example_goes_on_from_a_tuned_pipeline(folder: Path, tiny_sd3: Path) -> None:
+def test_the_second_example_continues_from_a_tuned_pipeline(folder: Path, tiny_sd3: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[1], found)
     tuned, run = found["tuned"], found["run"]
@@ -137,7 +137,7 @@ def test_a_rectangle_and_a_size_of_the_models_own(folder: Path) -> None:
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
-def test_mistakes_are_told_and_leave_nothing(folder: Path, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named_and_leave_nothing(folder: Path, arguments: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"pipeline": "tiny_sd3", "prompts": ["a", "b"], "reward": brightness, "steps": 2}
     with pytest.raises(UserError, match=f"(?s){message}"):
         cosmos_rl.nft(**given | arguments)
@@ -157,7 +157,7 @@ def test_what_the_command_refuses_before_training_python_refuses(folder: Path) -
     assert not list(folder.glob("outputs/*/2*"))
 
 
-def test_a_watch_that_stops_the_run_says_so(folder: Path) -> None:
+def test_a_guard_that_stops_the_run_says_so(folder: Path) -> None:
     overrides = {
         "train.train_policy.reward_hacking_guard.max_loss_ratio": 1.001,
         "train.train_policy.reward_hacking_guard.freq": 1,

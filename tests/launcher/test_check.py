@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,25 +10,12 @@ import pytest
 
 from cosmos_rl.launcher import estimate
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.pipeline_files import PipelineFiles, read_pipeline
 from cosmos_rl.launcher.plan import planned
-from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config import load_config
+from tests.support.checks import assert_memory_and_disk, check, estimate_and_rise, modules_of_check, sizes
 from tests.support.paths import ROOT
 
 Toml = Callable[..., Path]
-
-
-def check(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    """Exit code, report and errors of one call."""
-    code = main(["check", *map(str, argv)])
-    printed = capsys.readouterr()
-    return code, " ".join(printed.out.split()), printed.err
-
-
-def sizes(path: Path, *overrides: str) -> tuple[Config, PipelineFiles, estimate.Selection]:
-    config = load_config(path, overrides)
-    pipeline = read_pipeline(config.policy)
-    return config, pipeline, estimate.select(config, pipeline)
 
 
 def test_the_report_says_what_is_trained_in_which_batches_on_what(
@@ -55,7 +40,7 @@ def test_the_report_says_what_is_trained_in_which_batches_on_what(
         assert text in report, text
 
 
-def test_all_mistakes_are_in_one_report(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_in_one_report(write_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_toml("[validation]\nenable = true\nfrequency = 3")
     code, report, errors = check(capsys, "--config", path, "--train.train_policy.mini_batch=3", "--train.optm_lr=-1.0")
     assert (code, report) == (2, "")
@@ -64,13 +49,7 @@ def test_all_mistakes_are_in_one_report(write_toml: Toml, capsys: pytest.Capture
 
 
 def test_it_never_imports_torch(write_toml: Toml) -> None:
-    code = (
-        "import sys; from cosmos_rl.launcher.cli import main;"
-        f"assert main(['check', '--env', '--config', {str(write_toml())!r}]) == 0;"
-        "sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert modules_of_check(write_toml()) & {"torch", "diffusers"} == set()
 
 
 @pytest.mark.parametrize(
@@ -254,50 +233,23 @@ def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
 LORA_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]
 
 
+FEW_SAMPLES = ["--train.max_num_steps=3", "--train.train_batch_per_replica=2", "--train.train_policy.mini_batch=1"]
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("layers", "heads", "head_dim", "options"),
+    ("preset", "options"),
     [
-        pytest.param(4, 8, 48, ["--policy.lora=none", "--train.ema_enable=true"], id="20M-full-ema"),
-        pytest.param(5, 7, 64, ["--policy.lora=none", "--train.ckpt.save_freq=1"], id="35M-full"),
-        pytest.param(6, 10, 64, LORA_OF_ALL, id="85M-lora"),
+        pytest.param((4, 8, 48), ["--policy.lora=none", "--train.ema_enable=true"], id="20M-full-ema"),
+        pytest.param((5, 7, 64), ["--policy.lora=none", "--train.ckpt.save_freq=1"], id="35M-full"),
+        pytest.param((6, 10, 64), LORA_OF_ALL, id="85M-lora"),
     ],
 )
 def test_the_estimate_of_memory_and_disk_is_within_15_percent(
-    write_toml: Toml, tmp_path: Path, layers: int, heads: int, head_dim: int, options: list[str]
+    write_toml: Toml, tmp_path: Path, preset: tuple[int, int, int], options: list[str]
 ) -> None:
-    import torch
-
-    from cosmos_rl.policy.model.tiny.sd3 import Preset, sd3_pipeline
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sd3_pipeline(Preset(layers, heads, head_dim)).save_pretrained(tmp_path / "model")
-    overrides = [
-        f"--policy.model_name_or_path={tmp_path / 'model'}",
-        "--train.device=cpu",
-        "--train.max_num_steps=3",
-        "--train.train_batch_per_replica=2",
-        "--train.train_policy.mini_batch=1",
-        *options,
-    ]
-    path = write_toml()
-    config, pipeline, selection = sizes(path, *overrides)
-    plan = planned(config, own_data=False)
-    expected = estimate.memory(config, pipeline, selection, on_cpu=True, saves=plan.saves)
-    command = [sys.executable, "-m", "tests.support.memory_job", str(path), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    measured = int(done.stdout.split("rise ")[1])
-    assert abs(expected.peak - measured) <= 0.15 * measured, (expected, measured)
-    on_disk = estimate.disk(config, pipeline, selection)
-    assert folder_size(tmp_path / "out/checkpoints/step_3") == pytest.approx(on_disk.checkpoint, rel=0.15)
-    exported = folder_size(tmp_path / "out/safetensors/step_3")
-    assert exported == pytest.approx(on_disk.export + on_disk.shared_export, rel=0.15)
-
-
-def folder_size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    expected, on_disk, measured = estimate_and_rise(write_toml(), tmp_path / "model", preset, FEW_SAMPLES + options)
+    assert_memory_and_disk(expected, on_disk, measured, tmp_path / "out", step=3)
 
 
 def test_check_takes_a_whole_training_command(

@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(asked, nproc, gpus, to
     assert told in str(caught.value)
 
 
-def test_a_changed_number_of_ranks_is_told(capsys):
+def test_a_changed_number_of_ranks_is_reported(capsys):
     sized(config(dp_shard_size=8), None, 0)
     assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
     sized(config(), 2, 0)

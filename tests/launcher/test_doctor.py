@@ -8,16 +8,9 @@ import pytest
 
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.doctor import command as doctor
+from tests.support.checks import marks
 
 Toml = Callable[..., Path]
-
-
-def marks(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, str], str]:
-    """Exit code, subject -> mark, and all that was printed."""
-    code = main(["doctor", *map(str, argv)])
-    out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if line[:5].strip() in ("ok", "warn", "FAIL", "-")]
-    return code, {line[6:26].strip(): line[:5].strip() for line in lines}, out
 
 
 @pytest.fixture
@@ -46,7 +39,7 @@ def test_it_needs_no_torch_without_a_configuration() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_a_wrong_version_is_red_with_the_command_that_mends_it(
+def test_a_wrong_version_is_red_with_the_command_that_fixes_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_requirements", lambda: ["peft<0.1", "wandb; extra == 'wandb'", "torch>=2"])
@@ -65,7 +58,9 @@ def test_a_missing_package_and_a_full_disk_are_red(
     assert '-> pip install "no-such-package"' in out
 
 
-def test_a_cpu_build_beside_a_gpu_is_red(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_build_on_a_machine_with_a_gpu_is_red(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cosmos_rl.launcher.machine.gpu_lines", lambda: ["Some GPU, 80 GB"])
     monkeypatch.setattr(doctor, "_torch_build", lambda: "cpu")
     code, found, _ = marks(capsys)
@@ -132,6 +127,6 @@ def test_an_export_that_loses_the_adapter_is_found(
     assert (code, found["export"]) == (1, "FAIL")
 
 
-def test_a_configuration_with_mistakes_is_refused_before_anything_is_loaded(write_toml: Toml) -> None:
+def test_an_invalid_configuration_is_refused_before_anything_is_loaded(write_toml: Toml) -> None:
     assert main(["doctor", "--config", str(write_toml()), "--train.optm_lr=-1.0"]) == 2
     assert main(["doctor", "--train.optm_lr=1.0"]) == 2

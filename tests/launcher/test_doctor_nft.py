@@ -9,7 +9,7 @@ import torch
 
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.policies import AdapterPolicies
-from tests.launcher.test_doctor import marks
+from tests.support.checks import marks
 
 Toml = Callable[..., Path]
 ALWAYS = (
@@ -100,35 +100,51 @@ def test_rewards_of_a_script_are_not_tried(write_nft_toml: Toml, capsys: pytest.
 
 @pytest.mark.parametrize("fault", ["timestep", "input", "levels"])
 def test_a_rollout_that_calls_the_model_otherwise_than_training_is_found(
-    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], use_model: Callable[[type], type], fault: str
 ) -> None:
-    """A family with a sampler of its own, in which one part is not what training uses."""
-    sampler, timestep = SD3Model.pipeline_with_logprob, SD3Model.timestep_from_sigma
-    prepared, levels = SD3Model.nft_prepare_transformer_input, SD3Model.sampling_levels
+    @use_model
+    class Own(SD3Model):
+        """A family with a sampler of its own, in which one part is not what training uses."""
 
-    def scaled(self: SD3Model, latents: torch.Tensor, *args: Any, **keywords: Any) -> dict[str, Any]:
-        return prepared(self, 1.05 * latents, *args, **keywords)
+        is_sampling = False
 
-    def own(self: SD3Model, **keywords: Any) -> Any:
-        with monkeypatch.context() as patch:
-            if fault == "timestep":
-                patch.setattr(SD3Model, "timestep_from_sigma", lambda self, sigma: 0.5 * timestep(self, sigma))
-            elif fault == "input":
-                patch.setattr(SD3Model, "nft_prepare_transformer_input", scaled)
-            else:
-                patch.setattr(SD3Model, "sampling_levels", lambda self, *args: levels(self, *args) ** 1.2)
-            return sampler(self, **keywords)
+        def pipeline_with_logprob(self, **keywords: Any) -> Any:
+            self.is_sampling = True
+            try:
+                return super().pipeline_with_logprob(**keywords)
+            finally:
+                self.is_sampling = False
 
-    monkeypatch.setattr(SD3Model, "pipeline_with_logprob", own)
+        def _differs(self, part: str) -> bool:
+            return self.is_sampling and fault == part
+
+        def timestep_from_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+            return super().timestep_from_sigma(sigma) * (0.5 if self._differs("timestep") else 1.0)
+
+        def nft_prepare_transformer_input(self, latents: torch.Tensor, *args: Any, **keywords: Any) -> dict[str, Any]:
+            factor = 1.05 if self._differs("input") else 1.0
+            return super().nft_prepare_transformer_input(factor * latents, *args, **keywords)
+
+        def sampling_levels(self, *args: Any) -> torch.Tensor:
+            return super().sampling_levels(*args) ** (1.2 if self._differs("levels") else 1.0)
+
     code, found, out = marks(capsys, "--config", write_nft_toml())
     assert (code, found["rollout = training"]) == (1, "FAIL"), out
     assert "pipeline_with_logprob must call the transformer as training does" in out
 
 
 def test_an_old_policy_that_is_not_the_trained_one_is_found(
-    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], use_model: Callable[[type], type]
 ) -> None:
-    monkeypatch.setattr(AdapterPolicies, "update_old", lambda self, decay: None)
+    class Forgetful(AdapterPolicies):
+        def update_old(self, decay: float) -> None:
+            """The old policy stays where it began."""
+
+    @use_model
+    class WithForgetfulPolicies(SD3Model):
+        def policies(self, *, keep_old: bool, keep_reference: bool) -> Forgetful:
+            return Forgetful(self.transformer, self.primary_adapter, "old", copy_reference=False)
+
     options = ["--policy.lora.init_lora_weights=false"]
     code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
     assert (code, found["old policy"]) == (1, "FAIL"), out

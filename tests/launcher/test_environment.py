@@ -36,7 +36,7 @@ def test_every_missing_thing_is_named_and_no_run_folder_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_name_that_cannot_be_had_is_told_at_once(
+def test_a_hub_name_that_cannot_be_downloaded_is_refused_at_once(
     write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--policy.model_name_or_path=stabilityai/none", "--train.train_policy.dataset.local_dir=no_data"]
@@ -113,7 +113,7 @@ def test_the_verbs_export_and_sample_work_on_a_run(
     assert "holds no whole checkpoint" in capsys.readouterr().err
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_before_torch_is_loaded(write_toml: Callable[..., Path]) -> None:
     command = ["--config", str(write_toml()), '--logging.logger=["console", "wandb"]']
     code = (
         "import importlib.util, sys; real = importlib.util.find_spec\n"
@@ -127,7 +127,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_torch_is_loaded(write_to
     assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
 
 
-def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_address_of_the_reward_service_is_refused_before_torch_is_loaded(tmp_path: Path, monkeypatch) -> None:
     for generation in ("REMOTE", "WFM", "DIFFUSION"):
         monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
     (tmp_path / "model_index.json").write_text("{}")
@@ -140,7 +140,7 @@ def test_a_missing_address_of_the_reward_service_is_told_before_torch(tmp_path: 
     check_environment(Config.from_dict(values), None)
 
 
-def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
+def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_named(
     tmp_path: Path, write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_told(
         assert names == [f"{tmp_path}/my_reward.py:red", "cosmos_rl.reward.examples:sharpness"]
 
 
-def test_an_empty_prompt_file_is_told_beside_all_else_before_torch(
+def test_an_empty_prompt_file_is_reported_with_all_else_before_torch_is_loaded(
     tmp_path: Path, write_nft_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_nft_toml()

@@ -260,7 +260,7 @@ def test_verbs_have_their_own_help(capfd):
     assert "sd3" in capfd.readouterr().out
 
 
-def test_a_run_folder_as_config_is_the_run_that_goes_on(place):
+def test_a_run_folder_as_config_is_the_run_that_continues(place):
     folder, script = place
     script("supervised(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "--train.timestamp=20250101000000", "worker.py"]) == 0

@@ -11,7 +11,7 @@ from cosmos_rl.launcher.cli import main
 from tests.support.launched import is_alive, newest_run, signal_myself_when, wait_for
 
 
-def test_a_worker_that_hangs_after_a_mistake_is_ended(place, capfd, monkeypatch):
+def test_a_worker_that_hangs_after_an_error_is_ended(place, capfd, monkeypatch):
     from cosmos_rl.launcher import workers
 
     _, script = place
@@ -118,7 +118,7 @@ def test_a_restarted_worker_continues_its_own_run(place):
     ]
 
 
-def test_the_restarts_are_counted_and_the_last_failure_is_told(place, capfd):
+def test_the_restarts_are_counted_and_the_last_failure_is_printed(place, capfd):
     folder, script = place
     script("with (here / 'starts').open('a') as file:\n    print(file=file)\nos._exit(4)\n")
     assert main(["--config", "run.toml", "--max-restarts", "1", "worker.py"]) == 1
@@ -126,7 +126,7 @@ def test_the_restarts_are_counted_and_the_last_failure_is_told(place, capfd):
     assert "ended with exit code 4" in capfd.readouterr().err
 
 
-def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatch):
+def test_an_error_is_printed_once_whichever_ranks_raise_it(place, capfd, monkeypatch):
     from cosmos_rl.launcher import workers
 
     folder, script = place
@@ -144,7 +144,7 @@ def test_a_mistake_is_told_once_whichever_ranks_meet_it(place, capfd, monkeypatc
     assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
 
 
-def test_what_a_failed_worker_says_is_told_once_and_is_still_a_failure(place, capfd):
+def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(place, capfd):
     _, script = place
     script(
         "from cosmos_rl.launcher.supervised import tell\n"

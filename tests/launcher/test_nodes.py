@@ -19,12 +19,12 @@ from cosmos_rl.launcher.nodes import JobEnded, Nodes, nodes_of
 from cosmos_rl.launcher.signals import StopRequest
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, world_size
-from tests.distributed.test_ranks import trace
 from tests.support import patience
 from tests.support.launched import CONFIG, WORKER
 from tests.support.paths import ROOT
 from tests.support.patience import exit_code, wait_until
 from tests.support.ranks import free_port
+from tests.support.states import trace
 
 HERE = "127.0.0.1;127.0.0.1"
 
@@ -75,7 +75,7 @@ def test_ranks_are_counted_over_all_machines(shards: int, nproc: int | None, gpu
         (3, 9, "--nproc-per-node 9 needs 9 GPUs on each of 2 machines"),
     ],
 )
-def test_what_the_machines_do_not_have_is_refused(shards: int, nproc: int | None, told: str) -> None:
+def test_more_ranks_than_the_machines_have_is_refused(shards: int, nproc: int | None, told: str) -> None:
     config = Config.from_dict({"policy": {"parallelism": {"dp_shard_size": shards}}})
     with pytest.raises(UserError) as caught:
         sized(config, nproc, 8, 2)
@@ -256,7 +256,9 @@ def test_a_killed_node_0_ends_the_other_with_an_error(
 
 
 @pytest.mark.process
-def test_a_failure_on_one_node_is_told_on_the_other(tmp_path: Path, start: Start, plain: Callable[[str], None]) -> None:
+def test_a_failure_on_one_node_is_reported_on_the_other(
+    tmp_path: Path, start: Start, plain: Callable[[str], None]
+) -> None:
     plain(
         "def body(stop):\n    if os.environ['RANK'] == '1':\n        os._exit(4)\n    return steps(stop)\n"
         "supervised(body)\n"

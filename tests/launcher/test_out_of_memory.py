@@ -57,7 +57,7 @@ def test_the_message_says_where_how_much_and_what_to_change(
     assert remedy in message.partition("what needs less memory")[2]
 
 
-def test_memory_that_runs_out_while_samples_are_made_is_told_as_such(
+def test_memory_that_runs_out_during_a_rollout_is_reported_as_such(
     write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_out(*_: object, **__: object) -> None:

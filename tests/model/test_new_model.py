@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-from transformers import Gemma2Config, Gemma2Model
+from diffusers import SanaPipeline
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
-from cosmos_rl.policy.model.tiny.text import t5_tokenizer
+from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
 from tests.support.paths import ROOT
@@ -24,54 +23,7 @@ MODEL_FILE = ROOT / "tests" / "support" / "my_sana_model.py"
 
 @pytest.fixture(scope="module")
 def tiny_sana(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    tokenizer = t5_tokenizer()
-    text = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        attn_implementation="eager",
-    )
-    vae = AutoencoderDC(
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-    )
-    transformer = SanaTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=1,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=16,
-        cross_attention_dim=32,
-        caption_channels=32,
-        sample_size=16,
-        patch_size=1,
-    )
-    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    folder = tmp_path_factory.mktemp("sana") / "pipe"
-    encoder = Gemma2Model(text).eval()
-    SanaPipeline(tokenizer, encoder, vae.eval(), transformer.eval(), scheduler).save_pretrained(folder)
-    return folder
+    return build("sana", tmp_path_factory.mktemp("sana") / "pipe", "unit", seed=0)
 
 
 def run_cli(config: Path, script: str, cwd: Path, *, pythonpath: Path) -> subprocess.CompletedProcess[str]:

@@ -15,8 +15,8 @@ from cosmos_rl.checkpoint import layout
 from cosmos_rl.distributed.blocks import blocks_in_a_row
 from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, saved_state
 from tests.support.ranks import train_on_ranks
+from tests.support.states import assert_same_state, drop_steps_after, saved_state
 from tests.support.trainer_runs import train
 
 OPTIONS = (
@@ -81,7 +81,7 @@ def test_resume_is_exact(write_toml: Callable[..., Path], lora: bool) -> None:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("saved", "now"), [("AdamW", "AdamW8bit"), ("AdamW8bit", "AdamW")])
-def test_moments_of_the_other_kind_are_refused(write_toml: Callable[..., Path], saved: str, now: str) -> None:
+def test_optimiser_state_of_the_other_kind_is_refused(write_toml: Callable[..., Path], saved: str, now: str) -> None:
     config = write_toml(lora=False)
     run = train(config, f'--train.optm_name="{saved}"', "--train.max_num_steps=1")
     with pytest.raises(UserError, match=r"moments of another optimiser: train\.optm_name must be"):

@@ -6,8 +6,8 @@ import torch
 from cosmos_rl.algorithms.decay import ema_decay
 from cosmos_rl.distributed import randomness
 from cosmos_rl.optim.ema import Ema
-from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
+from tests.support.optimizers import optimizer
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,6 @@ def test_ema_interval_skips_steps() -> None:
         ema.update(step)
         moved.append(not torch.equal(before, ema.shadow["w"]))
     assert moved == [False, False, True, False, False, True]
-
-
-def optimizer(weight: torch.nn.Parameter, **options: object) -> Optimizer:
-    given = {"name": "AdamW", "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "impl": "fused"}
-    schedule = LrSchedule.build(10, 0, None, None, 0.0, 0.0)
-    return Optimizer({"w": weight}, schedule=schedule, **{**given, "max_grad_norm": 1.0, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("impl", ["fused", "foreach", "for-loop"])

@@ -172,7 +172,7 @@ def test_all_rules_together_alarm_in_less_than_one_of_a_hundred_unchanged_runs()
 @pytest.mark.parametrize(
     ("samples", "fall", "seen"), [(16, 1.0, True), (64, 0.5, True), (64, 0.2, False), (1024, 0.35, True)]
 )
-def test_a_fall_in_units_of_the_spread_is_seen(samples: int, fall: float, seen: bool) -> None:
+def test_a_fall_in_units_of_the_spread_is_found(samples: int, fall: float, seen: bool) -> None:
     rng = np.random.default_rng(1)
     first = rng.normal(0.0, 1.0, samples)
     first = 2.0 * (first - first.mean()) / first.std() - 3.0
@@ -212,7 +212,7 @@ def test_a_reward_that_is_missing_is_neither_good_nor_an_alarm() -> None:
     assert late.note(15, {"side": scores - 9, "other": scores}, "one") == 10
 
 
-def test_one_validation_sample_is_not_judged() -> None:
+def test_one_validation_sample_gives_no_warning() -> None:
     rule = UntrainedRewards(CONFIG)
     assert [rule.note(step, {"side": tensor(value)}, "one") for step, value in ((0, 1.0), (5, -9.0))] == [0, 5]
     assert rule.check() == ({"guard/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size

@@ -169,7 +169,7 @@ def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of) -> None:
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_a_clip_that_cuts_most_scores_is_told_once(rewards_of, capsys) -> None:
+def test_a_clip_that_cuts_most_scores_is_reported_once(rewards_of, capsys) -> None:
     rewards = rewards_of({"pick": lambda image: 21.0 + image[0, 0, 0], "fine": examples.brightness})
     for _ in range(3):
         score(rewards)
@@ -178,7 +178,7 @@ def test_a_clip_that_cuts_most_scores_is_told_once(rewards_of, capsys) -> None:
     assert "reward fine" not in printed
 
 
-def test_half_of_the_scores_at_a_bound_is_nothing_to_tell(capsys) -> None:
+def test_half_of_the_scores_at_a_bound_is_no_warning(capsys) -> None:
     ScoreMonitor([Reward("a", 1.0, 0.0, 1.0)]).check({"a": torch.tensor([0.0, 0.5, 0.7, 1.0])})
     assert capsys.readouterr().out == ""
 

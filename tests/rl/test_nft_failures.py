@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.launcher.supervised import supervised
-from cosmos_rl.policy.trainer.rl import nft
+from cosmos_rl.policy.trainer.rl.algorithm import Terms
+from cosmos_rl.policy.trainer.rl.build import ALGORITHMS
+from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, saved_state
 from tests.support.nft_runs import nft_toml, nft_train, nft_trainer
 from tests.support.paths import ROOT
 from tests.support.patience import exit_code, wait_until
+from tests.support.states import assert_same_state, saved_state
 
 
 @pytest.mark.parametrize(
@@ -45,16 +48,19 @@ def test_a_reward_that_gives_nothing_ends_the_run(tmp_path: Path, tiny_sd3: Path
         nft_train(config, "--train.train_policy.local_reward.timeout_s=0.3")
 
 
-def test_the_rewards_are_closed_with_the_run(tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cosmos_rl.reward.local import LocalScorer
+def test_the_threads_of_the_rewards_end_with_the_run(tmp_path: Path, tiny_sd3: Path) -> None:
+    before = set(threading.enumerate())
+    during: set[threading.Thread] = set()
 
-    closed: list[LocalScorer] = []
-    monkeypatch.setattr(LocalScorer, "close", lambda self: closed.append(self))
-    nft_train(nft_toml(tmp_path, tiny_sd3), "--train.max_num_steps=1")
-    assert len(closed) == 1
+    def note(metrics: dict[str, Any], step: int) -> None:
+        during.update(threading.enumerate())
+
+    nft_train(nft_toml(tmp_path, tiny_sd3), "--train.max_num_steps=1", custom_logger_fns=[note])
+    assert "local-rewards" in {thread.name for thread in during - before}
+    assert set(threading.enumerate()) <= before
     with pytest.raises(UserError):
         nft_train(nft_toml(tmp_path, tiny_sd3, reward="broken"))
-    assert len(closed) == 2
+    assert set(threading.enumerate()) <= before
 
 
 def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Path) -> None:
@@ -74,14 +80,15 @@ def infinite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the loss infinite in the given calls."""
 
     def make(*calls: int) -> None:
-        number, loss = iter(range(10**6)), nft.nft_loss
+        number = iter(range(10**6))
 
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            loss_sum, terms = loss(*args, **kwargs)
-            factor = torch.inf if next(number) in calls else 1.0
-            return loss_sum * factor, {**terms, "policy_loss": terms["policy_loss"] * factor}
+        class Infinite(DiffusionNft):
+            def loss(self, *args: Any) -> tuple[torch.Tensor, Terms]:
+                loss_sum, terms = super().loss(*args)
+                factor = torch.inf if next(number) in calls else 1.0
+                return loss_sum * factor, {**terms, "policy_loss": terms["policy_loss"] * factor}
 
-        monkeypatch.setattr(nft, "nft_loss", hooked)
+        monkeypatch.setitem(ALGORITHMS, "diffusion_nft", Infinite.from_config)
 
     return make
 

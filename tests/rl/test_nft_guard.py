@@ -14,9 +14,9 @@ from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, saved_state
 from tests.support.nft_rewards import smooth
 from tests.support.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, recorded
+from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
 ON = ("--train.train_policy.reward_hacking_guard.enable=true", "--train.train_policy.reward_hacking_guard.freq=1")
 FEW = "--train.train_policy.reward_hacking_guard.samples=4"
@@ -78,7 +78,9 @@ def test_a_policy_that_leaves_what_the_model_knows_is_stopped(tmp_path: Path, ti
         nft_train(config, *ON, FEW, "--train.optm_lr=0.1")
 
 
-def test_warn_goes_on(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]) -> None:
+def test_an_alarm_that_only_warns_does_not_end_the_run(
+    tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
+) -> None:
     scripted(1.0, 4.0, 1.0)
     run = nft_train(nft_toml(tmp_path, tiny_sd3), *ON, FEW, acting("warn"))
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [1, 0, 0]
@@ -245,7 +247,7 @@ def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp
 
 
 @pytest.mark.slow
-def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
+def test_real_samples_in_the_loss_keep_the_model_close_to_them(
     tmp_path: Path, tiny_sd3: Path, image_folder: Path
 ) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
@@ -265,17 +267,17 @@ def test_real_samples_beside_the_reward_keep_the_model_close_to_them(
 
 
 def test_micro_batches_of_real_samples_change_nothing(
-    tmp_path: Path, tiny_sd3: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, use_model: Callable[[type], type]
 ) -> None:
     data = f'--train.train_policy.data_term={{beta = 5.0, local_dir = "{image_folder}", batch_size = 6}}'
     sizes: list[int] = []
-    step = SD3Model.training_sft_step
 
-    def counted(self: SD3Model, clean: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        sizes.append(len(clean))
-        return step(self, clean, *args, **kwargs)
+    @use_model
+    class Counting(SD3Model):
+        def training_sft_step(self, clean_latents: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            sizes.append(len(clean_latents))
+            return super().training_sft_step(clean_latents, *args, **kwargs)
 
-    monkeypatch.setattr(SD3Model, "training_sft_step", counted)
     found = []
     for size in (8, 4):
         options = (data, f"--train.train_policy.mini_batch={size}", "--train.max_num_steps=1")

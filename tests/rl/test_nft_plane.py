@@ -14,12 +14,10 @@ from cosmos_rl.storage import run_folder
 from tests.support.toy_models import FOUR_MODES, PlaneModel
 from tests.support.toy_tasks import (
     POINT,
-    base_and_tilt,
-    bump,
+    measure_plane,
     metrics_of,
-    mmd2,
-    plane_samples,
     plane_tables,
+    plane_task,
     run_loop,
     toy_config,
     toy_trainer,
@@ -28,10 +26,9 @@ from tests.support.toy_tasks import (
 
 def test_the_mixture_is_the_model_at_the_start() -> None:
     """40 steps of the ODE from noise give the mixture: velocity, levels and sampler fit each other."""
-    base, tilt = base_and_tilt(2000)
-    samples = plane_samples(PlaneModel(), 2000)
-    assert mmd2(samples, base) < 0.01
-    assert mmd2(samples, tilt) > 0.7
+    start = measure_plane(PlaneModel())
+    assert start.to_base < 0.01
+    assert start.to_tilt > 0.7
     noise = torch.randn(400_000, 2, generator=torch.Generator().manual_seed(1))
     clean = FOUR_MODES.draw(400_000, torch.Generator().manual_seed(2))
     noised = 0.5 * clean + 0.5 * noise
@@ -44,19 +41,17 @@ def test_the_mixture_is_the_model_at_the_start() -> None:
 
 @pytest.mark.slow
 def test_the_exact_tilt_is_reached() -> None:
-    """At most 3,000 network evaluations per sample slot; judged by 40 steps of the ODE."""
+    """At most 3,000 network evaluations per sample slot; measured by 40 steps of the ODE."""
     steps = 100
-    config, model = toy_config(plane_tables(0, steps)), PlaneModel()
-    trainer = toy_trainer(config, model, [POINT], reward_fns={"bump": bump})
+    trainer, model = plane_task(0, steps)
     trainer.start(0)
     reports = [trainer.train_step(step) for step in range(steps)]
     assert all(report.applied for report in reports)
     assert reports[-1].metrics["train/nfe"] == model.units <= 3000 * 512
-    base, tilt = base_and_tilt(2000)
-    samples = plane_samples(model, 2000)
-    assert mmd2(samples, tilt) <= 0.06
-    assert 0.62 <= float(bump(samples.numpy()).mean()) <= 0.72
-    assert 0.4 <= mmd2(samples, base) <= 0.8  # neither where it began nor a point at the top
+    end = measure_plane(model)
+    assert end.to_tilt <= 0.06
+    assert 0.62 <= end.reward <= 0.72
+    assert 0.4 <= end.to_base <= 0.8  # neither where it began nor a point at the top
 
 
 UNBOUNDED: dict[str, Any] = {
@@ -86,7 +81,7 @@ def stopped_run(tables: dict[str, Any], folder: Path, error: type[Exception], ma
     return run
 
 
-def test_the_watch_stops_an_unbounded_reward(tmp_path: Path) -> None:
+def test_the_guard_stops_an_unbounded_reward(tmp_path: Path) -> None:
     tables = {
         "train.train_policy.reward_hacking_guard.enable": True,
         "train.train_policy.reward_hacking_guard.action": "stop",
@@ -98,7 +93,7 @@ def test_the_watch_stops_an_unbounded_reward(tmp_path: Path) -> None:
     assert whole_steps(run.checkpoints)[-1] == rows[-1]["step"] <= 30  # what there is, is saved
 
 
-def test_without_the_watch_non_finite_steps_end_the_run(tmp_path: Path) -> None:
+def test_without_the_guard_non_finite_steps_end_the_run(tmp_path: Path) -> None:
     stopped_run({"train.optm_lr": 3e-2}, tmp_path, FloatingPointError, "5 steps in a row .* the weights are finite")
 
 

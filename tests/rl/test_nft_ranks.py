@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import drop_steps_after, saved_state
 from tests.support.nft_runs import PROMPTS, Job, nft_toml, prompt_file, record_of, run_forked, settings
 from tests.support.paths import ROOT
+from tests.support.states import drop_steps_after, saved_state
 
 RECIPE = ROOT / "configs/stable-diffusion-3-5/stable-diffusion-3-5-medium-nft.toml"
 STEPS = 3
@@ -140,7 +140,7 @@ def test_any_number_of_ranks_sees_the_same_samples(runs: Runs, name: str, ranks:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
-def test_any_number_of_ranks_tells_the_same_numbers(runs: Runs, name: str, ranks: int) -> None:
+def test_any_number_of_ranks_logs_the_same_numbers(runs: Runs, name: str, ranks: int) -> None:
     one, other = (read_metrics(runs[name, count] / "metrics.jsonl") for count in (1, ranks))
     apart = {"train/nfe"}  # rows that fill up are run too
     for ours, theirs in zip(other, one, strict=True):
@@ -166,7 +166,7 @@ def test_a_rank_without_samples_to_train_on_runs_as_many_passes(runs: Runs) -> N
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", MOVED)
-def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs, ranks: int) -> None:
+def test_a_run_continues_with_another_number_of_ranks(runs: Runs, ranks: int) -> None:
     one, moved = runs[MOVED[ranks], 1], runs["moved", ranks]
     start, end, state = saved_state(one, 1), saved_state(one, STEPS), saved_state(moved, STEPS)
     assert state.keys() == end.keys()

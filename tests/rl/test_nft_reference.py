@@ -12,9 +12,8 @@ from cosmos_rl.launcher.pipeline_files import read_pipeline
 from cosmos_rl.launcher.rl_estimate import rl_memory
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
-from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, saved_state
-from tests.rl.test_nft_trainer import moved_away
-from tests.support.nft_runs import nft_toml, nft_train, nft_trainer
+from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer
+from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, drop_steps_after, saved_state
 from tests.support.nft_runs import Job, forked, nft_toml, nft_train, prompt_file, run_forked
 from tests.support.patience import wait_until
+from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
 GUARDED = (
     "--train.ema_enable=true",
@@ -67,7 +67,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
         assert told(run) == lines
 
 
-def test_another_reward_is_told_and_other_prompts_are_refused_on_resume(
+def test_another_reward_is_reported_and_other_prompts_are_refused_on_resume(
     tmp_path: Path, tiny_sd3: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cosmos_rl.utils.logging.logger.propagate", True)

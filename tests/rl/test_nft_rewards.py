@@ -11,8 +11,8 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import ConfigError
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
-from tests.checkpoint.test_resume import assert_same_state
 from tests.support.nft_runs import StepRecord, nft_toml, nft_trainer, prompt_file, record_rows, recorded
+from tests.support.states import assert_same_state
 
 Score = float | None
 TWO_GROUPS = ("--train.train_batch_per_replica=8",)
@@ -113,7 +113,7 @@ def test_a_step_without_any_score_changes_nothing_where_that_is_allowed(
     assert trainer.policies.old_equals_current
 
 
-def test_a22_groups_are_prompt_entries_not_texts(one_step: Callable[..., Any], tmp_path: Path, tiny_sd3: Path) -> None:
+def test_groups_are_prompt_entries_not_texts(one_step: Callable[..., Any], tmp_path: Path, tiny_sd3: Path) -> None:
     first, second = (1.0, 3.0, 1.0, 3.0), (10.0, 30.0, 10.0, 30.0)
     for by_group in (False, True):
         config = nft_toml(tmp_path, tiny_sd3)
@@ -144,7 +144,7 @@ def test_groups_of_equal_rewards_teach_nothing(one_step: Callable[..., Any]) -> 
     assert trainer._optimizer_steps == 0
 
 
-def test_a_step_that_teaches_nothing_is_told_at_once(one_step: Callable[..., Any], capsys) -> None:
+def test_a_step_that_teaches_nothing_is_reported_at_once(one_step: Callable[..., Any], capsys) -> None:
     one_step([*[0.7] * 4, *B])
     assert "all have the same reward" not in capsys.readouterr().out
     one_step([*[0.7] * 4, *[0.2] * 4])
@@ -230,7 +230,7 @@ def test_equality_is_that_of_the_advantages_that_are_used(
 
 
 @pytest.mark.parametrize("mode", ["all", "one_only", "binary"])
-def test_d17_rewards_that_differ_by_rounding_are_equal(one_step: Callable[..., Any], mode: str) -> None:
+def test_rewards_that_differ_by_rounding_are_equal(one_step: Callable[..., Any], mode: str) -> None:
     options = (f"--train.train_policy.advantage_mode={mode}",)
     _, metrics, trainer = one_step([0.3, 0.1 + 0.2] * 2 + list(B), options=options)
     assert metrics["adv/zero_std_ratio"] == 0.5

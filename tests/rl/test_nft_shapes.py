@@ -1,4 +1,4 @@
-"""DiffusionNFT on a small image generator that miscounts: it learns to count, or the guard stops it."""
+"""DiffusionNFT on a small generator that miscounts: it learns to count, and the guard stops its reward hacking."""
 
 from pathlib import Path
 
@@ -7,21 +7,18 @@ import pytest
 from cosmos_rl.checkpoint.layout import whole_steps
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.storage import run_folder
 from tests.support.toy_shapes import (
     PROMPTS,
-    RECORDS,
-    REWARDS,
     ShapesModel,
     colour_right,
     count_right,
     held_out_shapes,
     shapes,
     shapes_tables,
+    shapes_trainer,
 )
-from tests.support.toy_tasks import metrics_of, run_loop, toy_config, toy_trainer
+from tests.support.toy_tasks import metrics_of, run_loop, toy_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # less than a minute each where nothing else runs
 
@@ -34,10 +31,6 @@ def test_real_images_are_right() -> None:
     assert colour_right(media, prompts).tolist() == [1.0] * 48
     assert colour_right(media, others).tolist() == [0.0] * 48
     assert shapes(0 * media, [PROMPTS[-1]] * 48).tolist() == [0.0] * 48
-
-
-def shapes_trainer(config: Config) -> OnlineTask:
-    return toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))
 
 
 def test_it_learns_to_count(tmp_path: Path) -> None:
@@ -56,7 +49,7 @@ def test_it_learns_to_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.zoo) for seed in (1, 2))])
-def test_the_watch_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) -> None:
+def test_the_guard_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) -> None:
     """Without KL and at a constant rate right counts collapse by step 60 (`benchmarks/nft_tasks.py` lets them); the
     alarm comes before they fall."""
     rarely = {"train.train_policy.reward_hacking_guard.freq": 1, "validation.freq": 60, "validation.n_generation": 40}

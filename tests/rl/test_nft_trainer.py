@@ -20,8 +20,8 @@ from cosmos_rl.policy.trainer.rl import update
 from cosmos_rl.policy.trainer.rl.algorithm import Rows
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, saved_state
-from tests.support.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, record_rows
+from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer, prompt_file, record_rows
+from tests.support.states import assert_same_state, saved_state
 
 LOSSY = (  # the second prompt of the first step has no scores
     '--train.train_policy.local_reward.reward_fns=[{function = "tests.support.nft_rewards:lost_on_some_prompts"}]',
@@ -29,16 +29,6 @@ LOSSY = (  # the second prompt of the first step has no scores
     "--train.train_policy.dataloader_shuffle=false",
 )
 VALIDATION = ("--validation.enable=true", "--validation.freq=1", "--validation.n_generation=2")
-
-
-def moved_away(trainer: OnlineTask) -> OnlineTask:
-    """Trained weights that differ from the old policy's, as after some steps."""
-    with torch.no_grad():
-        for name, param in trainer.params.items():
-            noise = torch.randn(param.shape, generator=randomness.generator(0, name))
-            param.add_(0.02 * noise)
-    trainer.policies.old_equals_current = False
-    return trainer
 
 
 def gradients(trainer: OnlineTask, step: int = 0) -> tuple[list[Gradients], dict[str, float]]:
@@ -114,7 +104,7 @@ def test_the_gradient_is_that_of_the_formulas(tmp_path: Path, tiny_sd3: Path, lo
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a27_micro_batches_checkpointing_and_blocks_change_nothing(
+def test_micro_batches_gradient_checkpointing_and_blocks_change_nothing(
     tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)
@@ -164,7 +154,7 @@ def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path,
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a50_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
+def test_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     val = prompt_file(tmp_path, ("a hat", "a shoe"), "val.txt")
     options = (*VALIDATION, f"--validation.dataset.local_dir={val}", "--train.ema_enable=true")
     base = SD3Transformer2DModel.from_pretrained(tiny_sd3 / "transformer").eval()

@@ -202,7 +202,7 @@ def test_a_copy_that_has_followed_the_links_names_all_that_must_go_before_anythi
         assert again == RunFolder(run)
 
 
-def test_a_moved_output_folder_goes_on(tmp_path: Path) -> None:
+def test_a_run_in_a_moved_output_folder_continues(tmp_path: Path) -> None:
     saved_run(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "elsewhere"), "resume": True}})
@@ -269,7 +269,7 @@ def test_a_run_that_was_named_in_local_time_is_ordered_by_its_record(tmp_path: P
     assert newest(tmp_path) == later
 
 
-def test_an_older_run_that_goes_on_is_the_newest_as_the_links_say(tmp_path: Path) -> None:
+def test_an_older_run_that_is_resumed_is_the_newest_by_its_links(tmp_path: Path) -> None:
     old, new = create(tmp_path, "20250101000000"), create(tmp_path, "20250102000000")
     assert newest(tmp_path) == new
     given = {"train": {"output_dir": str(tmp_path), "resume": True, "timestamp": old.name}}

@@ -15,6 +15,7 @@ import torch
 
 from cosmos_rl.checkpoint.layout import policy_dir
 from cosmos_rl.diffusion.sampling import Sampled
+from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.ranks import resized
@@ -32,7 +33,7 @@ from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_p
 from tests.support.open_tasks import close_after_test
 from tests.support.patience import wait_until
 from tests.support.ranks import free_port
-from tests.support.trainer_runs import Stop, train
+from tests.support.trainer_runs import Stop, train, train_task
 
 PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
 PRELOADED = (  # what a job imports, much of it late
@@ -113,6 +114,16 @@ reward_hacking_guard.enable = false
 def nft_train(config: Path, *overrides: str, **kwargs: Any) -> Path:
     """`train` with prompts."""
     return train(config, *overrides, **{"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs})
+
+
+def nft_train_task(config: Path, *overrides: str, **kwargs: Any) -> tuple[Path, OnlineTask]:
+    """`train_task` with prompts."""
+    data = {"dataset": training_prompts, "val_dataset": validation_prompts}
+
+    def build(*args: Any, **options: Any) -> OnlineTask:
+        return close_after_test(build_online(*args, **options))
+
+    return train_task(build, config, *overrides, **{**data, **kwargs})
 
 
 def nft_trainer(config: Path, *overrides: str, start: bool = True, **kwargs: Any) -> OnlineTask:
@@ -294,3 +305,13 @@ def run_forked(jobs: Sequence[Job], ranks: int, logs: Path) -> None:
         if code != 0
     ]
     assert not told, "\n".join(told)
+
+
+def moved_away(trainer: OnlineTask) -> OnlineTask:
+    """Trained weights that differ from the old policy's, as after some steps."""
+    with torch.no_grad():
+        for name, param in trainer.params.items():
+            noise = torch.randn(param.shape, generator=randomness.generator(0, name))
+            param.add_(0.02 * noise)
+    trainer.policies.old_equals_current = False
+    return trainer

@@ -10,9 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
 from tests.support.toy_models import ToyModel
+from tests.support.toy_tasks import toy_trainer
 
 COLOURS = {
     "red": (1, 0, 0),
@@ -185,3 +188,8 @@ class ShapesModel(ToyModel):
 
     def decode(self, latents: Tensor) -> Tensor:
         return (latents.float() / 2 + 0.5).clamp(0.0, 1.0)
+
+
+def shapes_trainer(config: Config) -> OnlineTask:
+    """The shipped trainer on the network that miscounts, with real images for the guard."""
+    return toy_trainer(config, ShapesModel(), RECORDS, reward_fns=REWARDS, held_out=held_out_shapes(32))

@@ -154,6 +154,29 @@ def plane_samples(model: PlaneModel, count: int, seed: int = 1) -> Tensor:
     return model.sample_latents(cond, noise, num_steps=40, guidance=1.0)
 
 
+def plane_task(seed: int, steps: int, tables: Mapping[str, Any] | None = None) -> tuple[OnlineTask, PlaneModel]:
+    """``steps`` steps on the bounded reward, and the model that they train."""
+    model = PlaneModel(seed=seed)
+    config = toy_config({**plane_tables(seed, steps), **(tables or {})})
+    return toy_trainer(config, model, [POINT], reward_fns={"bump": bump}), model
+
+
+@dataclass(frozen=True)
+class PlaneResult:
+    """Where a model's samples are: their mean bounded reward, and their distances to the tilt and to the mixture."""
+
+    reward: float
+    to_tilt: float
+    to_base: float
+
+
+def measure_plane(model: PlaneModel, count: int = 2000) -> PlaneResult:
+    """Of ``count`` samples by 40 steps of the ODE."""
+    base, tilt = base_and_tilt(count)
+    samples = plane_samples(model, count)
+    return PlaneResult(float(bump(samples.numpy()).mean()), mmd2(samples, tilt), mmd2(samples, base))
+
+
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,21 @@
 """Runs a training job in this process, the way `worker_entry` does."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from cosmos_rl.checkpoint.layout import policy_dir
-from cosmos_rl.policy.config import load_config
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.trainer import run
+from cosmos_rl.policy.trainer.task import Task
 from cosmos_rl.storage import run_folder
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
+
+TaskT = TypeVar("TaskT", bound=Task)
 
 
 @dataclass
@@ -21,11 +28,41 @@ class Stop:
 def train(
     config_path: Path, *overrides: str, resume: tuple[Path, int] | None = None, expect: int = 0, **kwargs: Any
 ) -> Path:
-    """Train; the run folder. ``resume`` is (run folder, step) of a checkpoint to go on from, in the same folder."""
-    config = load_config(config_path, list(overrides))
-    folder = run_folder.RunFolder(resume[0]) if resume else run_folder.create(Path(config.train.output_dir))
+    """Train; the run folder. ``resume`` is (run folder, step) of a checkpoint to resume, in the same folder."""
+    config, folder, resume_from = _prepare(config_path, overrides, resume)
     kwargs = {"dataset": training_pairs, "val_dataset": validation_data, "stop": Stop(), **kwargs}
-    resume_from = policy_dir(folder.checkpoints, resume[1]) if resume else None
     code = run(config, folder, resume_from=resume_from, **kwargs)
     assert code == expect
     return folder.root
+
+
+def train_task(
+    build: Callable[..., TaskT],
+    config_path: Path,
+    *overrides: str,
+    resume: tuple[Path, int] | None = None,
+    expect: int = 0,
+    custom_logger_fns: Any = (),
+    stop: Stop | None = None,
+    **data: Any,
+) -> tuple[Path, TaskT]:
+    """Train the task that ``build(config, context, dataset=…, val_dataset=…)`` makes; the run folder and the task."""
+    from cosmos_rl.policy.trainer.loop import TrainLoop
+
+    config, folder, resume_from = _prepare(config_path, overrides, resume)
+    context = Context(torch.device("cpu"))
+    task = build(config, context, **{"dataset": training_pairs, "val_dataset": validation_data, **data})
+    loop = TrainLoop(config, folder, context, task, custom_logger_fns, {}, stop or Stop())
+    assert loop.run(resume_from) == expect
+    return folder.root, task
+
+
+def _prepare(
+    config_path: Path, overrides: tuple[str, ...], resume: tuple[Path, int] | None
+) -> tuple[Config, run_folder.RunFolder, Path | None]:
+    """Configuration, run folder, and the checkpoint to resume."""
+    config = load_config(config_path, list(overrides))
+    if resume is None:
+        return config, run_folder.create(Path(config.train.output_dir)), None
+    folder = run_folder.RunFolder(resume[0])
+    return config, folder, policy_dir(folder.checkpoints, resume[1])

@@ -96,7 +96,7 @@ def test_picked_rows_have_scores_and_are_in_one_list_only(samples: list[tuple[fl
     assert total[alone_worst].tolist() == sorted(total[scored].tolist())[: len(alone_worst)]
 
 
-def test_an_image_with_one_pixel_that_is_not_finite_is_known() -> None:
+def test_an_image_with_one_pixel_that_is_not_finite_is_found() -> None:
     images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     images[1, 2, 3, 4], images[3, 0, 0, 0] = math.nan, -math.inf
     assert are_finite(images).tolist() == [True, False, True, False]

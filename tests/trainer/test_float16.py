@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.optim import loss_scale
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.meter import Meter
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.rollout.sampler import Rollouts
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.checkpoint.test_resume import assert_same_state, saved_state
-from tests.optim.test_optim import optimizer
 from tests.support.nft_runs import nft_toml, nft_trainer
+from tests.support.optimizers import optimizer
+from tests.support.states import assert_same_state, saved_state
 from tests.support.toy_models import ToyModel
 from tests.support.toy_tasks import POINT, bump, toy_config, toy_trainer
-from tests.support.trainer_runs import train
+from tests.support.trainer_runs import train, train_task
 
 SHAPE = (16, 64, 64)
 """65,536 numbers: the latents of SD3 at 512 px."""
@@ -119,15 +119,14 @@ def test_the_gradient_of_a_published_step_survives_float16() -> None:
 # ---- the loss scale ------------------------------------------------------------------------------------------------
 
 
-def test_the_scale_is_halved_by_an_overflow_and_doubled_after_a_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
-    scale = LossScale()
+def test_the_scale_is_halved_by_an_overflow_and_doubled_after_a_long_time() -> None:
+    scale = LossScale(growth_interval=3)
     assert scale.value == 2.0**16
     assert scale.lower()
     for _ in range(2):
         scale.note_good()
     assert scale.value == 2.0**15
-    again = LossScale()
+    again = LossScale(growth_interval=3)
     again.restore(json.loads(json.dumps(scale.state())))
     again.note_good()
     assert again.value == 2.0**16
@@ -146,7 +145,7 @@ def test_the_scale_is_divided_out_before_the_norm_is_clipped() -> None:
     assert opt.torch_optimizer.state[weight]["exp_avg"].tolist() == pytest.approx([0.3, 0.4])  # not clipped to 10
 
 
-def test_an_overflow_changes_nothing_and_is_told_from_a_broken_run() -> None:
+def test_an_overflow_changes_nothing_and_is_not_taken_for_a_broken_run() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
     opt = optimizer(weight, loss_scale=LossScale())
 
@@ -186,37 +185,42 @@ def compared(run: Path) -> list[Mapping[str, Any]]:
 
 @pytest.mark.slow
 def test_overflows_at_the_start_end_no_run_and_a_resume_has_the_same_scale(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path],
 ) -> None:
-    monkeypatch.setattr(loss_scale, "START", 2.0**27)
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    class LargeScale(SFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.optimizer.loss_scale = LossScale(start=2.0**27, growth_interval=3)
+
     options = ("--train.param_dtype=float16", "--train.max_nonfinite_steps=2", "--train.max_num_steps=12")
     options += ("--train.ckpt.save_freq=4", "--train.ckpt.max_keep=-1", "--train.ema_enable=true")
     config = write_toml()
-    run = train(config, *options)
+    run, _ = train_task(LargeScale, config, *options)
     lines, state, progress = compared(run), saved_state(run, 12), kept(run, 12)
     scales = [line["optim/loss_scale"] for line in lines]
     skipped = sum(line["optim/grad_norm"] is None for line in lines)
     assert skipped > 2  # more than may be not finite
     assert 0 < progress["optimizer_steps"] == 12 - skipped
     assert progress["loss_scale"][0] == scales[-1] < 2.0**27
-    train(config, *options, resume=(run, 4))
+    train_task(LargeScale, config, *options, resume=(run, 4))
     assert compared(run) == lines
     assert kept(run, 12) == progress
     assert_same_state(saved_state(run, 12), state)
 
 
 def test_steps_whose_gradient_is_zero_are_named_and_end_the_run(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    write_toml: Callable[..., Path],
+    use_model: Callable[[type], type],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    honest = SD3Model.training_sft_step
-
-    def without_gradient(self: SD3Model, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        return 0.0 * total + total.detach(), weight
+    @use_model
+    class WithoutGradient(SD3Model):
+        def training_sft_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            total, weight = super().training_sft_step(*args, **kwargs)
+            return 0.0 * total + total.detach(), weight
 
     monkeypatch.setattr("cosmos_rl.utils.logging.logger.propagate", True)
-    monkeypatch.setattr(SD3Model, "training_sft_step", without_gradient)
     config = write_toml()
     with pytest.raises(FloatingPointError, match="the gradient was zero everywhere in 3 steps in a row"):
         train(config, "--train.max_nonfinite_steps=3")

@@ -19,7 +19,8 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples, Noising
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Rows, Share
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
@@ -65,6 +66,17 @@ def average_by_hand(weights: Sequence[Tensor], bound: float) -> Tensor:
     return average
 
 
+def recording_noise(noises: list[Tensor]) -> type[SD3Model]:
+    """A model that keeps the noise of each sample of its flow-matching loss."""
+
+    class Recording(SD3Model):
+        def training_sft_step(self, *args: Any, noise: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            noises.extend(noise.clone())
+            return super().training_sft_step(*args, noise=noise, **kwargs)
+
+    return Recording
+
+
 def sft_trainer(config: Path, *options: str) -> SFTTrainer:
     loaded = load_config(config, list(options))
     given = {"dataset": training_pairs, "val_dataset": validation_data}
@@ -89,16 +101,13 @@ def test_the_average_of_a_reinforced_run_is_that_of_its_weights() -> None:
 
 
 def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draws_fresh_noise(
-    write_toml: Callable[..., Path], image_folder: Path, monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path],
+    image_folder: Path,
+    use_model: Callable[[type], type],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    noised: list[NoisedSamples] = []
-    prepare = Noising.prepare
-
-    def note(self: Noising, purpose: str, *args: Any) -> NoisedSamples:
-        noised.append(prepare(self, purpose, *args))
-        return noised[-1]
-
-    monkeypatch.setattr(Noising, "prepare", note)
+    noises: list[Tensor] = []
+    use_model(recording_noise(noises))
     config = write_toml(f'[validation]\nenable = true\ndataset.local_dir = "{image_folder}"')
     trainer = sft_trainer(config, "--train.ema_enable=true", "--train.optm_warmup_steps=4")
     weights, grads = recorded_weights(trainer), []
@@ -121,8 +130,7 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
     np.testing.assert_allclose(weights[-1].numpy(), expected, rtol=0, atol=1e-6)
     assert np.abs(expected - weights[0].numpy()).max() > 5e-3
 
-    assert not any(torch.equal(one.noise, other.noise) for one in noised for other in noised if one is not other)
-    assert len({row.numpy().tobytes() for one in noised for row in one.noise}) == 12
+    assert len({row.numpy().tobytes() for row in noises}) == len(noises) == 12
 
     def silent(name: str, data: dict[str, Any]) -> None:
         pass
@@ -131,7 +139,6 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         live = trainer.held_out_loss(silent)
         with trainer.ema.swapped_in():
             averaged = trainer.held_out_loss(silent)
-    monkeypatch.setattr(trainer, "_images", lambda prompts: [])
     assert trainer.validate(3, silent).metrics["val/loss_mean"] == averaged != live
 
 
@@ -337,28 +344,20 @@ def test_a_data_loss_that_is_not_finite_is_not_applied() -> None:
 
 
 def test_real_samples_change_with_every_optimiser_step_and_are_counted(
-    tmp_path: Path, tiny_sd3: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, use_model: Callable[[type], type]
 ) -> None:
+    noises: list[Tensor] = []
+    use_model(recording_noise(noises))
     term = f'{{beta = 0.5, local_dir = "{image_folder}", batch_size = 4}}'
     options = (f"--train.train_policy.data_term={term}", "--train.train_policy.batch_size_per_optimize=8")
     options += ("--train.train_policy.caption_dropout=0.5", "--policy.diffusers.sample.num_steps=2")
     options += ("--train.train_policy.mini_batch=2",)
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options)
-    seen: list[tuple[str, float, tuple[int, ...], NoisedSamples]] = []
-    prepare = Noising.prepare
-
-    def note(self: Noising, purpose: str, step: int, ids: Sequence[int], items: Any, dropout: float) -> NoisedSamples:
-        made = prepare(self, purpose, step, ids, items, dropout)
-        seen.append((purpose, dropout, tuple(ids), made))
-        return made
-
-    monkeypatch.setattr(Noising, "prepare", note)
     with rows_through(trainer.model.transformer) as rows:
         metrics = [trainer.train_step(step).metrics for step in range(2)]
-    assert [(purpose, dropout) for purpose, dropout, _, _ in seen] == [("data_term", 0.5)] * 4
-    assert sorted(i for _, _, ids, _ in seen for i in ids) == list(range(16))  # global places: no sample twice
-    noise = {row.numpy().tobytes() for _, _, _, made in seen for row in made.noise}
-    assert len(noise) == 16
+    # keyed by the sample's number in the whole run: no sample twice
+    expected = randomness.normal(tuple(noises[0].shape), 42, "data_term/noise", 0, range(16))
+    assert sorted(row.numpy().tobytes() for row in noises) == sorted(row.numpy().tobytes() for row in expected)
     assert metrics[-1]["train/nfe"] == rows["forward"] + 2 * rows["backward"]
     assert rows["backward"] == 2 * (16 * 1 + 2 * 4)
 

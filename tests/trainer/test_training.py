@@ -3,8 +3,9 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from safetensors.torch import load_file
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.loop import HOOKS
 from cosmos_rl.tracking.console import duration
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
+from tests.support.states import saved_state, trace
 from tests.support.trainer_runs import train
 
 VALIDATION = '[validation]\nenable = true\nfreq = 2\nval_before_train = true\ndataset.local_dir = "{}"'
@@ -73,39 +76,42 @@ def test_validation_images_have_fixed_noise_and_an_index(
 
 
 def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path], use_model: Callable[[type], type]
 ) -> None:
-    honest = SD3Model.training_sft_step
-    calls = {"n": 0, "bad": range(2, 4)}
+    calls, bad = 0, range(2, 4)
 
-    def sometimes_nan(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        calls["n"] += 1
-        step = (calls["n"] - 1) // 2  # two micro-batches a step
-        return (total * math.nan, weight) if step in calls["bad"] else (total, weight)
+    @use_model
+    class SometimesNan(SD3Model):
+        def training_sft_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal calls
+            total, weight = super().training_sft_step(*args, **kwargs)
+            step = calls // 2  # two micro-batches a step
+            calls += 1
+            return (total * math.nan, weight) if step in bad else (total, weight)
 
-    monkeypatch.setattr(SD3Model, "training_sft_step", sometimes_nan)
     run = train(write_toml(), "--train.max_nonfinite_steps=3")
     assert [loss is not None for loss in losses(run)] == [True, True, False, False, True, True]
     exported = run / "safetensors/step_6/lora/model.safetensors"
     assert exported.is_file()
 
-    calls.update(n=0, bad=range(3, 100))
+    calls, bad = 0, range(3, 100)
     with pytest.raises(FloatingPointError, match="in 3 steps in a row .* the weights are finite"):
         train(write_toml(name="other.toml"), "--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=3")
     newest = max(p for p in run.parent.iterdir() if p.name.isdigit())
     assert layout.whole_steps(newest / "checkpoints") == [3]
 
 
-def test_caption_dropout_replaces_the_prompt(write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caption_dropout_replaces_the_prompt(
+    write_toml: Callable[..., Path], use_model: Callable[[type], type]
+) -> None:
     seen: list[str] = []
-    honest = SD3Model.encode_prompts
 
-    def spy(self: SD3Model, prompts: list[str], *args: object, **kwargs: object) -> object:
-        seen.extend(prompts)
-        return honest(self, prompts, *args, **kwargs)  # type: ignore[arg-type]
+    @use_model
+    class Recording(SD3Model):
+        def encode_prompts(self, prompts: Sequence[str], *args: Any, **kwargs: Any) -> Cond:
+            seen.extend(prompts)
+            return super().encode_prompts(prompts, *args, **kwargs)
 
-    monkeypatch.setattr(SD3Model, "encode_prompts", spy)
     train(write_toml(), "--train.train_policy.caption_dropout=0.5", "--train.max_num_steps=12")
     share = seen.count("") / len(seen)
     assert len(seen) == 48
@@ -156,31 +162,31 @@ def test_users_loggers_and_hooks_are_called_and_a_failing_logger_does_not_stop(
 
 
 def test_the_weight_that_a_loss_returns_is_what_its_sum_is_divided_by(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path], use_model: Callable[[type], type]
 ) -> None:
     plain = train(write_toml(lora=False))
-    honest = SD3Model.training_sft_step
 
-    def scaled(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        return total * 0.1, weight * 0.1
+    @use_model
+    class Scaled(SD3Model):
+        def training_sft_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            total, weight = super().training_sft_step(*args, **kwargs)
+            return total * 0.1, weight * 0.1
 
-    monkeypatch.setattr(SD3Model, "training_sft_step", scaled)
     other = train(write_toml(lora=False))
     assert losses(other) == pytest.approx(losses(plain), rel=1e-5)  # float32 products
 
 
 def test_a_resumed_run_remembers_how_many_steps_were_not_finite(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path], use_model: Callable[[type], type]
 ) -> None:
     config, options = write_toml(), ("--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=2")
-    honest = SD3Model.training_sft_step
 
-    def broken(self: SD3Model, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        total, weight = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        return total * math.nan, weight
+    @use_model
+    class Broken(SD3Model):
+        def training_sft_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            total, weight = super().training_sft_step(*args, **kwargs)
+            return total * math.nan, weight
 
-    monkeypatch.setattr(SD3Model, "training_sft_step", broken)
     with pytest.raises(FloatingPointError, match="in 3 steps in a row"):
         train(config, *options)
     run = max(p for p in config.parent.joinpath("out").iterdir() if p.name.isdigit())
@@ -252,3 +258,45 @@ def test_validation_images_that_are_partly_not_finite_are_counted_and_named(
     told = "Step 0: 2 of 4 validation images have pixels that are not finite, as for 'a photo of the number 0', "
     assert [message for message in caplog.messages if message.startswith(told)]
     assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()
+
+
+def test_micro_batches_and_checkpointing_do_not_change_the_result(write_toml: Callable[..., Path]) -> None:
+    def losses(*options: str) -> list[float]:
+        run = train(write_toml(), "--train.max_num_steps=4", *options)
+        return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")]
+
+    reference = losses("--train.train_policy.mini_batch=4")
+    for options in (
+        ("--train.train_policy.mini_batch=1",),
+        ("--train.train_policy.mini_batch=2", "--policy.model_gradient_checkpointing=false"),
+    ):
+        assert losses(*options) == pytest.approx(reference, rel=1e-5)  # float32 summation order
+
+
+@pytest.mark.slow
+def test_weights_computed_in_bf16_move_like_those_in_fp32(write_toml: Callable[..., Path]) -> None:
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        options = (f"--train.param_dtype={dtype}", "--train.optm_lr=1e-4", "--train.max_num_steps=50")
+        run = train(write_toml(), *options, "--train.ckpt.save_freq=25")
+        state = saved_state(run, 50)
+        assert {value.dtype for key, value in state.items() if not key.endswith(".step")} == {torch.float32}
+        start = train(write_toml(), *options, "--train.max_num_steps=1", "--train.optm_lr=1e-30")
+        before = saved_state(start, 1)
+        moved[dtype] = float(
+            torch.stack([(state[k] - before[k]).abs().mean() for k in state if k.startswith("model.")]).mean()
+        )
+    assert moved["bfloat16"] == pytest.approx(moved["float32"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_micro_batches_and_gradient_checkpointing_give_one_trace(write_toml: Callable[..., Path], lora: bool) -> None:
+    def run(*options: str) -> np.ndarray:
+        common = ("--train.train_batch_per_replica=6", "--train.optm_lr=1e-4", "--train.max_num_steps=5")
+        return trace(train(write_toml(lora=lora), *common, *options))
+
+    reference = run("--train.train_policy.mini_batch=6", "--policy.model_gradient_checkpointing=false")
+    for size in (6, 3, 2, 1):
+        found = run(f"--train.train_policy.mini_batch={size}")
+        np.testing.assert_allclose(found, reference, rtol=1e-6, atol=1e-6, err_msg=str(size))  # float32 sums

@@ -1,0 +1,39 @@
+"""The images of a trained policy, and those of its export by the documented loading code."""
+
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
+
+PROMPT = "a photo of the number 3"
+
+
+def snippet(base: str, adapter_dir: Path | None, latents: torch.Tensor) -> torch.Tensor:
+    """The documented loading code; fp32, local, CPU, and fixed start noise."""
+    pipe = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if adapter_dir is not None:
+        pipe.load_lora_weights(str(adapter_dir), weight_name="model.safetensors", adapter_name="default")
+        pipe.set_adapters("default")
+    pipe = pipe.to("cpu")
+    result = pipe(
+        prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=latents, height=32, width=32, output_type="pt"
+    )
+    return result.images
+
+
+def noise_for(model: DiffuserModel) -> torch.Tensor:
+    return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
+
+
+def policy_image(trainer: SFTTrainer | OnlineTask, noise: torch.Tensor) -> torch.Tensor:
+    """The image of the trained policy: the EMA weights when they are kept."""
+    ema = trainer.ema
+    if ema is None:
+        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
+    with ema.swapped_in():
+        return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,8 +44,23 @@ class Transition:
 Kernel = Callable[[int, Sequence[float]], Transition]
 """(index, descending sigmas ``[S + 1]``) -> the transition from ``sigmas[index]`` to ``sigmas[index + 1]``."""
 
-StepFn = Callable[[Tensor, Tensor, int, Sequence[float], Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(velocity, latents ``[N, C, ...]``, index, sigmas, history, noise) -> next latents, log-probability ``[N]``."""
+
+class StepFn(Protocol):
+    """What takes a step of the sampling loop."""
+
+    def __call__(
+        self,
+        velocity: Tensor,
+        latents: Tensor,
+        index: int,
+        sigmas: Sequence[float],
+        *,
+        history: Tensor | None,
+        noise: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Velocity and latents ``[N, C, ...]`` at ``sigmas[index]`` -> the next latents and their log-probability
+        ``[N]``, None without noise. ``history`` and ``noise`` are those of `apply_transition`."""
+        ...
 
 
 def apply_transition(
@@ -180,41 +195,24 @@ STOCK = "stock"
 def stock_step(scheduler: Any) -> StepFn:
     """The ``step`` of a diffusers scheduler, for evaluation with exactly the pipeline's own sampler.
 
-    The scheduler keeps its own history and levels.
+    The scheduler keeps its own history and sigmas.
     """
 
-    def step(
-        velocity: Tensor,
-        latents: Tensor,
-        index: int,
-        sigmas: Sequence[float],
-        history: Tensor | None,
-        noise: Tensor | None,
-    ) -> tuple[Tensor, None]:
+    def step(velocity: Tensor, latents: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, None]:
         result: tuple[Tensor] = scheduler.step(velocity, scheduler.timesteps[index], latents, return_dict=False)
         return result[0], None
 
     return step
 
 
-def kernel_step(kernel: Kernel) -> StepFn:
-    """One step of a kernel, with its log-probability where it is stochastic."""
-
-    def step(
-        velocity: Tensor,
-        latents: Tensor,
-        index: int,
-        sigmas: Sequence[float],
-        history: Tensor | None,
-        noise: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        transition = kernel(index, sigmas)
-        moved = apply_transition(transition, latents, velocity, history, noise)
-        if transition.s == 0.0:
-            return moved, None
-        return moved, transition_log_prob(moved, latents, velocity, transition, history)
-
-    return step
+def step_with_log_prob(
+    transition: Transition, latents: Tensor, velocity: Tensor, history: Tensor | None, noise: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_transition`, and the log-probability ``[N]`` of its result; None for a noise-free transition."""
+    moved = apply_transition(transition, latents, velocity, history, noise)
+    if transition.s == 0.0:
+        return moved, None
+    return moved, transition_log_prob(moved, latents, velocity, transition, history)
 
 
 def clean_prediction(latents: Tensor, velocity: Tensor, sigma: float) -> Tensor:

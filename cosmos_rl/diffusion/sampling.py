@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.kernels import Kernel, StepFn, clean_prediction, euler, kernel_step
+from cosmos_rl.diffusion.kernels import Kernel, StepFn, clean_prediction, euler, step_with_log_prob
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """(latents ``[N, C, ...]``, sigma ``[N]`` float32) -> velocity ``[N, C, ...]``."""
@@ -56,7 +56,6 @@ def run_sampling(
     transitions = [kernel(index, levels) for index in range(len(levels) - 1)]
     if noise_fn is None and any(transition.s > 0.0 for transition in transitions):
         raise ValueError("the kernel draws noise between the steps: run_sampling needs noise_fn")
-    step_fn = step_fn or kernel_step(kernel)
     states = [latents]
     log_probs: list[Tensor | None] = []
     history = None
@@ -64,7 +63,10 @@ def run_sampling(
         sigma_N = torch.full((latents.shape[0],), levels[index], dtype=torch.float32, device=latents.device)
         velocity = velocity_fn(latents, sigma_N)
         noise = noise_fn(index) if noise_fn is not None and transition.s > 0.0 else None
-        moved, log_prob = step_fn(velocity, latents, index, levels, history, noise)
+        if step_fn is None:
+            moved, log_prob = step_with_log_prob(transition, latents, velocity, history, noise)
+        else:
+            moved, log_prob = step_fn(velocity, latents, index, levels, history=history, noise=noise)
         needs_history = index + 1 < len(transitions) and transitions[index + 1].h != 0.0
         history = clean_prediction(latents, velocity, levels[index]) if needs_history else None
         log_probs.append(log_prob)

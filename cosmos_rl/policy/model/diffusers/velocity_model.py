@@ -6,6 +6,7 @@ test is another.
 
 import abc
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.diffusion.kernels import STOCK, Kernel, StepFn, build_kernel, euler, kernel_step, sigmas_of, stock_step
+from cosmos_rl.diffusion.kernels import (
+    STOCK,
+    Kernel,
+    StepFn,
+    build_kernel,
+    euler,
+    sigmas_of,
+    step_with_log_prob,
+    stock_step,
+)
 from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
@@ -84,7 +94,7 @@ class VelocityModel(abc.ABC):
     # ---- velocity ----------------------------------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
-        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and every loss call.
+        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and the losses of RL call.
 
         Args:
             latents: ``[B, C, ...]``.
@@ -214,7 +224,7 @@ class VelocityModel(abc.ABC):
             history: clean prediction of the step before, where ``kernel(index, sigmas).h`` is not 0.
             noise: standard normal like the latents, where ``kernel(index, sigmas).s`` is not 0.
         """
-        return kernel_step(kernel)(velocity, latents, index, sigmas, history, noise)
+        return step_with_log_prob(kernel(index, sigmas), latents, velocity, history, noise)
 
     def _kernel_and_step(
         self, solver: str, noise_level: float, deterministic: bool, scheduler: Any
@@ -223,20 +233,7 @@ class VelocityModel(abc.ABC):
         if solver == STOCK:
             return euler, stock_step(scheduler)
         kernel = build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
-
-        def step(
-            velocity: Tensor,
-            latents: Tensor,
-            index: int,
-            sigmas: Sequence[float],
-            history: Tensor | None,
-            noise: Tensor | None,
-        ) -> tuple[Tensor, Tensor | None]:
-            return self.sde_step_with_logprob(
-                velocity, latents, index, sigmas, kernel=kernel, history=history, noise=noise
-            )
-
-        return kernel, step
+        return kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
 
     def _integrate(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.launched import CONFIG, WORKER
+from tests.support.launched import CONFIG, WORKER, Place
 from tests.support.open_tasks import close_all
 from tests.support.patience import HANG_S
 
@@ -136,7 +136,7 @@ reward_hacking_guard.samples = 4
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Callable[..., None]]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A working folder with spaces in its path and a configuration, and a writer of worker scripts."""
     folder = tmp_path / "my work"
     folder.mkdir()

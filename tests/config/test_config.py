@@ -4,6 +4,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +36,8 @@ output_dir = "out"
 
 
 @pytest.fixture
-def toml(tmp_path):
-    def write(text=SFT, more=""):
+def toml(tmp_path: Path) -> Callable[..., Path]:
+    def write(text: str = SFT, more: str = "") -> Path:
         path = tmp_path / "run.toml"
         path.write_text(text + more)
         return path
@@ -42,13 +45,13 @@ def toml(tmp_path):
     return write
 
 
-def problems_of(path, *overrides):
+def problems_of(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [re.sub(r" \(from --.*\)$", "", line) for line in caught.value.problems]
 
 
-def test_the_defaults_are_valid_and_say_what_the_design_says():
+def test_the_defaults_are_valid_and_say_what_the_design_says() -> None:
     config = Config()
     assert config.train.compile is False
     assert config.policy.parallelism.tp_size == 1
@@ -58,19 +61,19 @@ def test_the_defaults_are_valid_and_say_what_the_design_says():
     assert config.model_json_schema()["properties"]["train"]
 
 
-def test_every_key_explains_itself():
+def test_every_key_explains_itself() -> None:
     silent = [
         key for key in dotted_keys(Config) if not (find_field(Config, key.split(".")) or pytest.fail(key)).description
     ]
     assert silent == []
 
 
-def test_a_loaded_configuration_cannot_be_changed():
+def test_a_loaded_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().train.epoch = 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_the_configuration_imports_no_torch_and_nothing_heavy():
+def test_the_configuration_imports_no_torch_and_nothing_heavy() -> None:
     code = (
         "import sys, cosmos_rl.policy.config; print([m for m in ('torch', 'numpy', 'diffusers') if m in sys.modules])"
     )
@@ -106,11 +109,13 @@ def test_the_configuration_imports_no_torch_and_nothing_heavy():
         ("--train.seed=0", lambda c: c.train.seed == 0),
     ],
 )
-def test_an_override_means_what_it_looks_like(toml, override, read):
+def test_an_override_means_what_it_looks_like(
+    toml: Callable[..., Path], override: str, read: Callable[[Any], bool]
+) -> None:
     assert read(load_config(toml(), [override]))
 
 
-def test_overrides_reach_into_lists_and_clear_tables(toml):
+def test_overrides_reach_into_lists_and_clear_tables(toml: Callable[..., Path]) -> None:
     tables = "[policy.diffusers]\ninference_size = [64, 64]\n[policy.lora]\nr = 4\n[custom]\nlist = [{}, {a = 2}]\n"
     path = toml(more=tables)
     config = load_config(path, ["--policy.diffusers.inference_size.1=32", "--policy.lora=none", "--custom.list.1.a=5"])
@@ -119,7 +124,7 @@ def test_overrides_reach_into_lists_and_clear_tables(toml):
     assert config.custom["list"] == [{}, {"a": 5}]
 
 
-def test_later_overrides_win(toml):
+def test_later_overrides_win(toml: Callable[..., Path]) -> None:
     assert load_config(toml(), ["--train.epoch=2", "--train.epoch=3"]).train.epoch == 3
 
 
@@ -163,13 +168,13 @@ def test_later_overrides_win(toml):
         ("--train.epoch", "--train.epoch: not an override; write --train.epoch=VALUE"),
     ],
 )
-def test_a_slip_is_named_with_what_is_allowed(toml, override, line):
+def test_a_slip_is_named_with_what_is_allowed(toml: Callable[..., Path], override: str, line: str) -> None:
     path = toml(more="epoch = 2\noptm_betas = [0.9, 0.99]\n")
     assert problems_of(path, override) == [line]
 
 
 @pytest.mark.parametrize("key", ["train.bogus", "train.train_policy.bogus", "bogus"])
-def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml, key):
+def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml: Callable[..., Path], key: str) -> None:
     [line] = problems_of(toml(), f"--{key}=1")
     assert line.startswith(f"{key}: unknown key; known")
 
@@ -212,12 +217,14 @@ def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml, key):
         (["policy.model_name_or_path="], "policy.model_name_or_path: missing"),
     ],
 )
-def test_a_broken_rule_is_one_line_that_starts_with_its_key(toml, overrides, start):
+def test_a_broken_rule_is_one_line_that_starts_with_its_key(
+    toml: Callable[..., Path], overrides: list[str], start: str
+) -> None:
     [line] = problems_of(toml(), *overrides)
     assert line.startswith(start)
 
 
-def test_all_problems_come_in_one_report(toml):
+def test_all_problems_come_in_one_report(toml: Callable[..., Path]) -> None:
     path = toml(more="epoch = 0\nbogus = 1\n[train.train_policy]\nmini_batch = 3\n")
     lines = problems_of(path, "--validation.enable=true", "nonsense")
     assert [line.split(":")[0] for line in lines] == [
@@ -229,18 +236,18 @@ def test_all_problems_come_in_one_report(toml):
     ]
 
 
-def test_a_rule_stays_silent_about_a_value_that_was_rejected_already(toml):
+def test_a_rule_stays_silent_about_a_value_that_was_rejected_already(toml: Callable[..., Path]) -> None:
     [line] = problems_of(toml(), "--train.train_batch_per_replica=no", "--train.train_policy.mini_batch=3")
     assert line.startswith("train.train_batch_per_replica: found")
 
 
-def test_wrong_toml_names_file_and_line(toml):
+def test_wrong_toml_names_file_and_line(toml: Callable[..., Path]) -> None:
     path = toml(more="epoch = \n")
     with pytest.raises(UserError, match=r"run\.toml: not valid TOML.*line 7"):
         load_config(path)
 
 
-def test_a_problem_in_the_file_names_its_line(toml):
+def test_a_problem_in_the_file_names_its_line(toml: Callable[..., Path]) -> None:
     path = toml(
         more="epoch = 0 # none\n[train.ckpt]\n'save_freq'= 0\n[policy.lor]\nr = 1\n[validation]\nenable = true\n"
     )
@@ -255,7 +262,7 @@ def test_a_problem_in_the_file_names_its_line(toml):
     ]
 
 
-def test_an_overridden_value_is_not_blamed_on_the_file(toml):
+def test_an_overridden_value_is_not_blamed_on_the_file(toml: Callable[..., Path]) -> None:
     def report(*overrides):
         with pytest.raises(ConfigError) as caught:
             load_config(toml(more="epoch = 1\n"), overrides)
@@ -273,30 +280,32 @@ def test_an_overridden_value_is_not_blamed_on_the_file(toml):
     assert "(from" not in missing
 
 
-def test_an_override_without_a_value_says_what_to_write(toml):
+def test_an_override_without_a_value_says_what_to_write(toml: Callable[..., Path]) -> None:
     assert problems_of(toml(), "--train.epch") == ["--train.epch: not an override; write --train.epoch=VALUE"]
     assert problems_of(toml(), "nonsense") == ["nonsense: not an override; write --table.key=VALUE"]
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.toml: no such file"):
         load_config(tmp_path / "none.toml")
 
 
-def test_a_run_folder_stands_for_its_configuration(toml, tmp_path):
+def test_a_run_folder_stands_for_its_configuration(toml: Callable[..., Path], tmp_path: Path) -> None:
     config = load_config(toml())
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path) == config
 
 
-def test_from_dict_reads_what_toml_reads_and_names_every_problem():
+def test_from_dict_reads_what_toml_reads_and_names_every_problem() -> None:
     assert Config.from_dict({"train": {"epoch": 2}, "custom": {"any": [1]}}).train.epoch == 2
     with pytest.raises(ConfigError) as caught:
         Config.from_dict({"train": {"epoch": 0, "x": 1}})
     assert len(caught.value.problems) == 2
 
 
-def test_old_names_are_read_with_one_warning_each(toml, capsys, monkeypatch):
+def test_old_names_are_read_with_one_warning_each(
+    toml: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cosmos_rl.policy.config.aliases._warned", set())
     path = toml(more="enable_validation = false\nvalidation_step = 7\n[policy.lora]\nrank_pattern = {'a\\.b' = 3}\n")
     config = load_config(path)
@@ -309,12 +318,12 @@ def test_old_names_are_read_with_one_warning_each(toml, capsys, monkeypatch):
     assert "policy.lora.rank_pattern is an old name; write policy.lora.r_pattern" in printed
 
 
-def test_old_and_new_name_together_are_refused(toml):
+def test_old_and_new_name_together_are_refused(toml: Callable[..., Path]) -> None:
     [line] = problems_of(toml(more="validation_step = 7\n[validation]\nfreq = 3\n"))
     assert line.startswith("train.validation_step: given together with validation.freq, its present name")
 
 
-def test_every_present_name_exists():
+def test_every_present_name_exists() -> None:
     assert set(PRESENT_NAMES.values()) <= set(dotted_keys(Config))
 
 
@@ -332,7 +341,9 @@ def test_every_present_name_exists():
         ("train.train_policy.trainer_type=other", "train.train_policy.trainer_type"),
     ],
 )
-def test_what_is_documented_but_not_built_is_valid_and_named(toml, override, part):
+def test_what_is_documented_but_not_built_is_valid_and_named(
+    toml: Callable[..., Path], override: str, part: str
+) -> None:
     [line] = not_runnable_yet(load_config(toml(), [override]))
     assert part in line
 
@@ -358,13 +369,13 @@ def test_what_is_documented_but_not_built_is_valid_and_named(toml, override, par
         "validation.dataset.subset=x",  # not read, as nothing is validated
     ],
 )
-def test_what_this_version_can_do_is_runnable_and_noted_nowhere(toml, override):
+def test_what_this_version_can_do_is_runnable_and_noted_nowhere(toml: Callable[..., Path], override: str) -> None:
     config = load_config(toml(), [override])
     assert not_runnable_yet(config) == []
     assert notes(config) == []
 
 
-def test_the_type_of_the_job_follows_from_its_keys():
+def test_the_type_of_the_job_follows_from_its_keys() -> None:
     for key, value in {"kl_beta": 0.1, "use_remote_reward": True, "epsilon_low": 0.1, "temperature": 0.9}.items():
         assert Config.from_dict({"train": {"train_policy": {key: value}}}).train.train_policy.type == "grpo"
     assert Config.from_dict({"train": {"train_policy": {"mini_batch": 2}}}).train.train_policy.type == "sft"
@@ -372,7 +383,7 @@ def test_the_type_of_the_job_follows_from_its_keys():
     assert Config.from_dict(given).train.train_policy.type == "grpo"
 
 
-def test_a_learning_rate_may_be_a_number_a_list_or_a_table_by_parameter_name():
+def test_a_learning_rate_may_be_a_number_a_list_or_a_table_by_parameter_name() -> None:
     def train(value):
         return Config.from_dict({"train": {"optm_lr": value, "optm_impl": ["foreach"]}}).train
 
@@ -382,7 +393,7 @@ def test_a_learning_rate_may_be_a_number_a_list_or_a_table_by_parameter_name():
     assert train(1e-3).optimizer_impl == "foreach"
 
 
-def test_the_upstream_cache_switch_means_both_caches():
+def test_the_upstream_cache_switch_means_both_caches() -> None:
     def caches(**keys):
         sft = Config.from_dict({"train": {"train_policy": keys}}).train.train_policy
         return sft.cached_latents, sft.cached_text
@@ -392,7 +403,7 @@ def test_the_upstream_cache_switch_means_both_caches():
     assert caches(cache={"text": True}) == (False, True)
 
 
-def test_a_key_without_effect_is_accepted_and_named_once(toml):
+def test_a_key_without_effect_is_accepted_and_named_once(toml: Callable[..., Path]) -> None:
     config = load_config(toml(more="sync_weight_interval = 2\nasync_tp_enabled = false\n[rollout]\nbackend = 'vllm'\n"))
     assert not_runnable_yet(config) == []
     assert notes(config) == [
@@ -400,7 +411,7 @@ def test_a_key_without_effect_is_accepted_and_named_once(toml):
     ]
 
 
-def test_keys_of_another_job_are_named_as_not_read(toml):
+def test_keys_of_another_job_are_named_as_not_read(toml: Callable[..., Path]) -> None:
     config = load_config(toml(more="[rollout]\nn_generation = 8\n[policy.diffusers]\ntrain_frames = 93\n"))
     assert not_runnable_yet(config) == []
     assert notes(config) == [
@@ -408,12 +419,12 @@ def test_keys_of_another_job_are_named_as_not_read(toml):
     ]
 
 
-def test_a_run_that_saves_nothing_gets_a_note(toml):
+def test_a_run_that_saves_nothing_gets_a_note(toml: Callable[..., Path]) -> None:
     [note] = notes(load_config(toml(), ["train.ckpt.enable_checkpoint=false"]))
     assert note.startswith("train.ckpt.enable_checkpoint = false: a run that is interrupted")
 
 
-def test_a_plain_run_breaks_no_rule(toml):
+def test_a_plain_run_breaks_no_rule(toml: Callable[..., Path]) -> None:
     config = load_config(toml())
     assert cross_check(config) == []
     assert not_runnable_yet(config) == []
@@ -438,7 +449,16 @@ free_values = st.recursive(
     steps=st.none() | st.integers(1, 1000),
     resume=st.booleans() | names,
 )
-def test_a_dump_read_back_is_the_same_configuration(custom, patterns, ranks, output_dir, lr, warmup, steps, resume):
+def test_a_dump_read_back_is_the_same_configuration(
+    custom: dict[str, Any],
+    patterns: dict[str, float],
+    ranks: dict[str, int],
+    output_dir: str,
+    lr: float,
+    warmup: float,
+    steps: int | None,
+    resume: bool | str,
+) -> None:
     config = Config.from_dict(
         {
             "custom": custom,

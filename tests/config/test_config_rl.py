@@ -1,5 +1,7 @@
 """The configuration of reinforcement learning: rules between keys, and how they are told."""
 
+from pathlib import Path
+
 import pytest
 
 from cosmos_rl.policy.config import ConfigError, load_config, not_runnable_yet, notes
@@ -35,24 +37,24 @@ weight = 0.5
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "nft.toml"
     path.write_text(NFT)
     return path
 
 
-def problems_of(path, *overrides):
+def problems_of(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [line.partition(" (from --")[0] for line in caught.value.problems]
 
 
-def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path):
+def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path: Path) -> None:
     [problem] = problems_of(path, "train.train_policy.watch.samples=4")
     assert problem == "train.train_policy.watch: is now called train.train_policy.reward_hacking_guard"
 
 
-def test_a_diffusion_nft_job_is_valid_and_runnable(path):
+def test_a_diffusion_nft_job_is_valid_and_runnable(path: Path) -> None:
     config = load_config(path)
     assert not_runnable_yet(config) == []
     others = load_config(path, ["train.train_policy.trainer_type=flow_grpo"])
@@ -61,28 +63,28 @@ def test_a_diffusion_nft_job_is_valid_and_runnable(path):
     assert config.train.train_policy.remote_reward.reward_fns[1].weight == 0.5
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(path):
+def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(path: Path) -> None:
     assert problems_of(path, "train.train_batch_per_replica=1000") == [
         "train.train_batch_per_replica: found 1000; allowed: a multiple of rollout.n_generation x data parallel ranks "
         "= 24 x 8 = 192, the nearest 960 or 1152"
     ]
 
 
-def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path):
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path: Path) -> None:
     assert problems_of(path, "train.train_policy.mini_batch=10") == [
         "train.train_policy.mini_batch: found 10; allowed: a divisor of the samples of a rank, "
         "train.train_batch_per_replica / ranks = 1152 / 8 = 144"
     ]
 
 
-def test_the_global_batch_takes_the_place_of_the_replica_batch(path):
+def test_the_global_batch_takes_the_place_of_the_replica_batch(path: Path) -> None:
     overrides = ["train.global_batch_size=48", "policy.parallelism.dp_shard_size=1", "train.train_policy.mini_batch=48"]
     load_config(path, overrides)
     [line] = problems_of(path, *overrides[:1])
     assert line.startswith("train.global_batch_size: found 48; allowed: a multiple of rollout.n_generation")
 
 
-def test_the_rules_count_with_the_ranks_that_will_run(path):
+def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
     def on_one(config):
         one = config.policy.parallelism.model_copy(update={"dp_shard_size": 1})
         return config.model_copy(update={"policy": config.policy.model_copy(update={"parallelism": one})})
@@ -226,12 +228,12 @@ def test_the_rules_count_with_the_ranks_that_will_run(path):
         ),
     ],
 )
-def test_a_broken_rule_is_one_line_that_starts_with_its_key(path, overrides, start):
+def test_a_broken_rule_is_one_line_that_starts_with_its_key(path: Path, overrides: list[str], start: str) -> None:
     [line] = [line for line in problems_of(path, *overrides) if not line.startswith("train.train_batch")]
     assert line.startswith(start)
 
 
-def test_all_broken_rules_come_in_one_report(path):
+def test_all_broken_rules_come_in_one_report(path: Path) -> None:
     lines = problems_of(
         path, "mode=disaggregated", "rollout.n_generation=5", "train.train_policy.advantage_low=1.0", "train.bogus=1"
     )
@@ -243,44 +245,46 @@ def test_all_broken_rules_come_in_one_report(path):
     ]
 
 
-def test_a_problem_in_a_list_of_tables_names_the_line_of_its_own_table(path):
+def test_a_problem_in_a_list_of_tables_names_the_line_of_its_own_table(path: Path) -> None:
     path.write_text(NFT + "clip_min = 9.0\n")
     [line] = problems_of(path)
     assert line.endswith(f"allowed: less than clip_max = 5.0 (line {len(NFT.splitlines()) + 1})")
 
 
-def test_rewards_may_be_of_the_script_alone(path):
+def test_rewards_may_be_of_the_script_alone(path: Path) -> None:
     """Whether there is any reward at all is known only once the script is."""
     assert load_config(path, ["train.train_policy.use_remote_reward=false"]).train.train_policy.local_reward.scale == 1
 
 
-def test_gen_eval_goes_with_its_own_prompts_or_a_file_like_them(path):
+def test_gen_eval_goes_with_its_own_prompts_or_a_file_like_them(path: Path) -> None:
     gen_eval = "train.train_policy.remote_reward.reward_fns.0.name=gen_eval"
     load_config(path, [gen_eval, "train.train_policy.dataset.name=geneval"])
     load_config(path, [gen_eval, "train.train_policy.dataset.local_dir=mine.jsonl"])
     load_config(path, [gen_eval, "train.train_policy.remote_reward.reward_fns.0.weight=0.0"])
 
 
-def test_a_clip_that_is_not_given_suits_the_reward(path):
+def test_a_clip_that_is_not_given_suits_the_reward(path: Path) -> None:
     fns = "train.train_policy.remote_reward.reward_fns=[{name='hpsv3', clip_max=9.0}, {name='ocr'}]"
     wide, usual = load_config(path, [fns]).train.train_policy.remote_reward.reward_fns
     assert (wide.lower, wide.upper, wide.has_wide_clip) == (-15.0, 9.0, True)
     assert (usual.lower, usual.upper, usual.has_wide_clip) == (-5.0, 5.0, False)
 
 
-def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path):
+def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path: Path) -> None:
     named = ["train.train_policy.dataset.name=pickscore", "train.train_policy.dataset.split=train"]
     config = load_config(path, [*named, "validation.enable=true", "validation.dataset.name=ocr"])
     assert not_runnable_yet(config) == []
     assert notes(config) == []
 
 
-def test_uneven_advantage_bounds_are_noted(path):
+def test_uneven_advantage_bounds_are_noted(path: Path) -> None:
     [note] = notes(load_config(path, ["train.train_policy.advantage_low=-1.0"]))
     assert note.startswith("train.train_policy.advantage_low = -1.0 is not -advantage_high")
 
 
-def test_the_typo_of_upstreams_recipes_is_read_as_what_was_meant(path, capsys, monkeypatch):
+def test_the_typo_of_upstreams_recipes_is_read_as_what_was_meant(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cosmos_rl.policy.config.aliases._warned", set())
     assert load_config(path, ["policy.diffusers.timestep_fraction=0.99"]).policy.diffusers.timesteps_fraction == 0.99
     assert "write policy.diffusers.timesteps_fraction" in capsys.readouterr().out

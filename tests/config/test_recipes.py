@@ -22,20 +22,20 @@ NAMED = {
 }
 
 
-def opening(recipe):
+def opening(recipe: str) -> str:
     """The comment that opens a recipe, without the marks."""
     lines = (CONFIGS / recipe).read_text().splitlines()[1:]
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.removeprefix("#").strip() for line in lines[:end])
 
 
-def test_every_recipe_of_the_documents_is_shipped_and_no_other():
+def test_every_recipe_of_the_documents_is_shipped_and_no_other() -> None:
     shipped = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.toml")}
     assert shipped == {*NAMED, "cosmos_rl_config.toml"}
 
 
 @pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_has_no_problems_and_its_missing_parts_are_named(recipe):
+def test_a_recipe_has_no_problems_and_its_missing_parts_are_named(recipe: str) -> None:
     config = load_config(CONFIGS / recipe)
     missing = not_runnable_yet(config)
     assert all(any(part in line for line in missing) for part in NAMED[recipe]), missing
@@ -45,7 +45,7 @@ def test_a_recipe_has_no_problems_and_its_missing_parts_are_named(recipe):
 
 
 @pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_opens_with_its_command_hardware_and_memory(recipe):
+def test_a_recipe_opens_with_its_command_hardware_and_memory(recipe: str) -> None:
     text = opening(recipe)
     command = re.sub(r"\s*\\\n\s*", " ", text).split("\n")[2].strip()
     assert command.startswith(f"cosmos-rl --config ./configs/{recipe} ")
@@ -57,7 +57,7 @@ def test_a_recipe_opens_with_its_command_hardware_and_memory(recipe):
 
 
 @pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_writes_where_its_opening_says(recipe):
+def test_a_recipe_writes_where_its_opening_says(recipe: str) -> None:
     config = load_config(CONFIGS / recipe)
     result = re.search(r"^Result: (.*)$", opening(recipe), re.MULTILINE)
     assert result
@@ -66,7 +66,7 @@ def test_a_recipe_writes_where_its_opening_says(recipe):
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in NAMED if "nft" in recipe])
-def test_a_reinforcement_learning_recipe_trains_nine_of_ten_steps_in_whole_groups(recipe):
+def test_a_reinforcement_learning_recipe_trains_nine_of_ten_steps_in_whole_groups(recipe: str) -> None:
     config = load_config(CONFIGS / recipe)
     diffusers, group = config.policy.diffusers, config.rollout.n_generation
     assert diffusers.trained_levels == 9
@@ -75,7 +75,7 @@ def test_a_reinforcement_learning_recipe_trains_nine_of_ten_steps_in_whole_group
     assert config.policy.lora.lora_names == ("default", "old")
 
 
-def test_the_template_lacks_nothing_but_a_model():
+def test_the_template_lacks_nothing_but_a_model() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(CONFIGS / "cosmos_rl_config.toml")
     [line] = caught.value.problems

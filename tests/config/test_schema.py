@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -25,29 +26,29 @@ SHIPPED = {
 TAPLO = shutil.which("taplo") or str(Path(sys.executable).with_name("taplo"))  # installed with the extra "dev"
 
 
-def rows_of(page):
+def rows_of(page: str) -> list[tuple[str, str]]:
     """(key, status) of all rows of its tables of keys."""
     return re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]+) \|$", page, flags=re.MULTILINE)
 
 
-def taplo(*paths):
+def taplo(*paths: Path) -> subprocess.CompletedProcess[str]:
     return patience.run([TAPLO, "lint", *map(str, paths)])
 
 
 @pytest.mark.parametrize("path", SHIPPED)
-def test_the_shipped_descriptions_are_those_of_the_code(path, capsys):
+def test_the_shipped_descriptions_are_those_of_the_code(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", *SHIPPED[path]]) == 0
     printed = capsys.readouterr().out
     stale = f"{path} is stale: cosmos-rl schema {' '.join(SHIPPED[path])} > {path}"
     assert printed == (ROOT / path).read_text(), stale
 
 
-def test_the_schema_is_printed_without_torch():
+def test_the_schema_is_printed_without_torch() -> None:
     code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main(['schema']) or 'torch' in sys.modules)"
     assert patience.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_page_names_every_key_once_with_its_status():
+def test_the_page_names_every_key_once_with_its_status() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     effective, _, appendix = page.partition("\n## Appendix")
     assert {status for _, status in rows_of(effective)} == {Kind.WORKS.value, Kind.RL.value}
@@ -65,25 +66,25 @@ def test_the_page_names_every_key_once_with_its_status():
     assert described["policy.lora.r"] == Kind.WORKS.value
 
 
-def test_the_template_is_the_defaults():
+def test_the_template_is_the_defaults() -> None:
     text = (ROOT / "configs/cosmos_rl_config.toml").read_text()
     assert Config.from_dict(tomllib.loads(text)) == Config()
 
 
-def test_the_template_names_every_key_that_means_something():
+def test_the_template_names_every_key_that_means_something() -> None:
     text = (ROOT / "configs/cosmos_rl_config.toml").read_text()
     named = set(re.findall(r"^(?:# )?(\w+) = ", text, flags=re.MULTILINE))
     meant = {entry.name for section in sections() for entry in section.entries if entry.kind is not Kind.NO_EFFECT}
     assert named == meant
 
 
-def test_every_key_is_in_a_section():
+def test_every_key_is_in_a_section() -> None:
     leaves = {entry.name for section in sections() for entry in section.entries}
     tables = {section.heading.strip("[]").partition("]")[0] for section in sections()}
     assert [key for key in dotted_keys(Config) if key not in tables and key.rpartition(".")[2] not in leaves] == []
 
 
-def test_the_schema_says_what_has_no_effect_and_what_comes_later():
+def test_the_schema_says_what_has_no_effect_and_what_comes_later() -> None:
     schema = json.loads((ROOT / "configs/schemas/cosmos_rl_config.json").read_text())
     assert schema["properties"]["redis"]["description"].endswith("(no effect)")
     sizes = schema["$defs"]["ParallelismConfig"]["properties"]
@@ -91,7 +92,7 @@ def test_the_schema_says_what_has_no_effect_and_what_comes_later():
     assert sizes["dp_shard_size"]["description"].endswith("samples.")
 
 
-def test_every_shipped_toml_fits_the_schema_it_names():
+def test_every_shipped_toml_fits_the_schema_it_names() -> None:
     recipes = [path for folder in ("configs", "examples") for path in sorted((ROOT / folder).rglob("*.toml"))]
     recipes = [path for path in recipes if path.name != "rewards.toml"]  # of the reward service
     assert len(recipes) >= 11
@@ -124,7 +125,7 @@ def with_schema(folder: Path, line: str) -> Path:
         "policy.diffusers.inference_size = [64]",
     ],
 )
-def test_an_editor_sees_a_slip(tmp_path, line):
+def test_an_editor_sees_a_slip(tmp_path: Path, line: str) -> None:
     assert taplo(with_schema(tmp_path, line)).returncode != 0
 
 
@@ -139,7 +140,7 @@ def test_an_editor_sees_a_slip(tmp_path, line):
         "custom.any.thing = [1, { a = 2 }]",
     ],
 )
-def test_an_editor_accepts_what_the_program_accepts(tmp_path, line):
+def test_an_editor_accepts_what_the_program_accepts(tmp_path: Path, line: str) -> None:
     done = taplo(with_schema(tmp_path, line))
     assert done.returncode == 0, done.stderr
     Config.from_dict(tomllib.loads(line))

@@ -195,7 +195,9 @@ def run_example(
     return run
 
 
-def test_own_data_trains_and_its_missing_key_is_one_message(run_example, capsys) -> None:
+def test_own_data_trains_and_its_missing_key_is_one_message(
+    run_example: Callable[..., list[dict[str, float]]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert [row["step"] for row in run_example("own_dataset.py", "--custom.prompt=a photo of my cat")] == [1, 2]
     with pytest.raises(SystemExit) as end:
         run_example("own_dataset.py")
@@ -203,7 +205,7 @@ def test_own_data_trains_and_its_missing_key_is_one_message(run_example, capsys)
     assert "error: custom.prompt: missing" in capsys.readouterr().err
 
 
-def test_own_prompts_give_validation_images(run_example, tmp_path: Path) -> None:
+def test_own_prompts_give_validation_images(run_example: Callable[..., list[dict[str, float]]], tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     run_example(
         "own_validation.py", "--validation.enable=true", f"--validation.dataset.local_dir={tmp_path}/prompts.txt"
@@ -212,14 +214,16 @@ def test_own_prompts_give_validation_images(run_example, tmp_path: Path) -> None
     assert sorted(path.name for path in images) == ["000_a-cat.png", "001_a-dog.png"]
 
 
-def test_an_own_logger_gets_every_step(run_example, tmp_path: Path) -> None:
+def test_an_own_logger_gets_every_step(run_example: Callable[..., list[dict[str, float]]], tmp_path: Path) -> None:
     rows = run_example("own_logger.py", f"--custom.csv={tmp_path}/loss.csv")
     with (tmp_path / "loss.csv").open() as file:
         logged = [(int(step), float(loss)) for step, loss, _ in csv.reader(file)]
     assert logged == [(row["step"], row["train/loss_mean"]) for row in rows]
 
 
-def test_own_hooks_see_validation_save_and_load(run_example, image_folder: Path, capfd) -> None:
+def test_own_hooks_see_validation_save_and_load(
+    run_example: Callable[..., list[dict[str, float]]], image_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     held_out = ("--validation.enable=true", f"--validation.dataset.local_dir={image_folder}")
     rows = run_example("own_hooks.py", *held_out)
     printed = capfd.readouterr().out
@@ -229,13 +233,15 @@ def test_own_hooks_see_validation_save_and_load(run_example, image_folder: Path,
     assert re.search(r"^step 2 comes from \S+/checkpoints/step_2/policy$", capfd.readouterr().out, re.MULTILINE)
 
 
-def test_an_own_option_changes_the_data(run_example) -> None:
+def test_an_own_option_changes_the_data(run_example: Callable[..., list[dict[str, float]]]) -> None:
     plain, mirrored = run_example("own_options.py"), run_example("own_options.py", "--mirror")
     assert plain[0]["train/loss_mean"] != mirrored[0]["train/loss_mean"]
 
 
 @pytest.mark.process
-def test_the_command_gives_a_script_its_own_options_and_keeps_the_overrides(write_toml, tmp_path: Path) -> None:
+def test_the_command_gives_a_script_its_own_options_and_keeps_the_overrides(
+    write_toml: Callable[..., Path], tmp_path: Path
+) -> None:
     script = str(EXAMPLES / "own_options.py")
     argv = ["--config", str(write_toml()), "--train.max_num_steps=2", script, "--mirror", "--train.seed=7"]
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", *argv]

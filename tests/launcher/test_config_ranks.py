@@ -1,5 +1,7 @@
 """How many ranks a configuration gets on a machine."""
 
+from typing import Any
+
 import pytest
 
 from cosmos_rl.errors import UserError
@@ -9,12 +11,12 @@ from cosmos_rl.policy.config import Config, data_ranks, world_size
 from cosmos_rl.policy.config.ranks import resized
 
 
-def config(device="auto", **sizes):
+def config(device: str = "auto", **sizes: Any) -> Config:
     tables = {"policy": {"parallelism": sizes}, "rollout": {"parallelism": sizes}, "train": {"device": device}}
     return Config.from_dict(tables)
 
 
-def ranks_of(fitted):
+def ranks_of(fitted: Config) -> tuple[int, int, int]:
     sizes = fitted.policy.parallelism
     return world_size(sizes), sizes.dp_shard_size, sizes.dp_replicate_size
 
@@ -37,7 +39,9 @@ def ranks_of(fitted):
         ({"dp_shard_size": 8, "device": "cpu"}, 16, 8, (16, 16, 1)),
     ],
 )
-def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(asked, nproc, gpus, got):
+def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
+    asked: dict[str, Any], nproc: int | None, gpus: int, got: tuple[int, int, int]
+) -> None:
     fitted = sized(config(**asked), nproc, gpus)
     assert ranks_of(fitted) == got
     assert data_ranks(fitted.policy.parallelism) == got[0]
@@ -63,13 +67,15 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(aske
         ({"dp_replicate_size": 2}, 3, 0, "3 ranks are not a multiple of 2, the product of the other sizes"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(asked, nproc, gpus, told):
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    asked: dict[str, Any], nproc: int | None, gpus: int, told: str
+) -> None:
     with pytest.raises(UserError) as caught:
         sized(config(**asked), nproc, gpus)
     assert told in str(caught.value)
 
 
-def test_a_changed_number_of_ranks_is_reported(capsys):
+def test_a_changed_number_of_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     sized(config(dp_shard_size=8), None, 0)
     assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
     sized(config(), 2, 0)
@@ -78,10 +84,10 @@ def test_a_changed_number_of_ranks_is_reported(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_rollout_table_that_is_not_given_stays_so():
+def test_a_rollout_table_that_is_not_given_stays_so() -> None:
     assert resized(Config(), 4).rollout.parallelism is None
 
 
-def test_hidden_gpus_do_not_count(monkeypatch):
+def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus() == 0

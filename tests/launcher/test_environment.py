@@ -127,7 +127,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_torch_is_loaded(write
     assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
 
 
-def test_a_missing_address_of_the_reward_service_is_refused_before_torch_is_loaded(tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_address_of_the_reward_service_is_refused_before_torch_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for generation in ("REMOTE", "WFM", "DIFFUSION"):
         monkeypatch.delenv(f"{generation}_REWARD_ENQUEUE_URL", raising=False)
     (tmp_path / "model_index.json").write_text("{}")

@@ -10,11 +10,11 @@ import pytest
 
 from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.cli import main
-from tests.support.launched import newest_run
+from tests.support.launched import Place, newest_run
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_need_no_torch(argument):
+def test_help_and_version_need_no_torch(argument: str) -> None:
     code = (
         f"import sys; from cosmos_rl.launcher.cli import main; code = main(['{argument}']);"
         "sys.exit(code or 'torch' in sys.modules or 'pydantic' in sys.modules)"
@@ -57,7 +57,9 @@ def test_help_and_version_need_no_torch(argument):
         (["tiny-model", "unheard-of"], "unheard-of"),
     ],
 )
-def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(place, capfd, argv, told):
+def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(
+    place: Place, capfd: pytest.CaptureFixture[str], argv: list[str], told: str
+) -> None:
     folder, script = place
     script("")
     assert main(argv) == 2
@@ -67,7 +69,7 @@ def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(place, capfd
     assert not (folder / "outputs").exists()
 
 
-def test_all_config_problems_are_reported_before_torch_is_imported(place):
+def test_all_config_problems_are_reported_before_torch_is_imported(place: Place) -> None:
     folder, _ = place
     code = (
         "import sys; from cosmos_rl.launcher.cli import main;"
@@ -80,7 +82,9 @@ def test_all_config_problems_are_reported_before_torch_is_imported(place):
     assert len(done.stderr.splitlines()) == 4
 
 
-def test_a_script_gets_its_arguments_the_config_and_the_environment(place, capfd, monkeypatch):
+def test_a_script_gets_its_arguments_the_config_and_the_environment(
+    place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, script = place
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script(
@@ -137,13 +141,17 @@ def test_a_script_gets_its_arguments_the_config_and_the_environment(place, capfd
         (["--train.resume", "w.py"], ["--train.resume"], []),
     ],
 )
-def test_words_go_to_the_configuration_or_to_the_script(argv, overrides, script_args):
+def test_words_go_to_the_configuration_or_to_the_script(
+    argv: list[str], overrides: list[str], script_args: list[str]
+) -> None:
     asked = parse_launch(["--config", "run.toml", *argv], "0", "")
     assert list(asked.overrides) == overrides
     assert list(asked.script_args) == script_args
 
 
-def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_would_give_it(place, monkeypatch):
+def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_would_give_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second torch would cost seconds at the start, and half a gigabyte for the whole run."""
     folder, script = place
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
@@ -164,7 +172,7 @@ def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_woul
         assert alone[name] == with_agent[name], name
 
 
-def test_a_module_in_the_current_folder_is_run(place):
+def test_a_module_in_the_current_folder_is_run(place: Place) -> None:
     folder, script = place
     (folder / "own_package").mkdir()
     script("supervised(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "own_package/job.py")
@@ -172,7 +180,9 @@ def test_a_module_in_the_current_folder_is_run(place):
     assert (folder / "own_package" / "ran").read_text() == "__main__"
 
 
-def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(place, capfd):
+def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, script = place
     script(
         "print('from python', flush=True)\n"
@@ -192,14 +202,16 @@ def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(place, capfd
     assert os.readlink(folder / "logs" / "logs_latest") != log.parent.name
 
 
-def test_debug_reaches_the_worker(place):
+def test_debug_reaches_the_worker(place: Place) -> None:
     folder, script = place
     script("supervised(lambda stop: (here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL']) * 0)\n")
     assert main(["--config", "run.toml", "--debug", "worker.py"]) == 0
     assert (folder / "level").read_text() == "DEBUG"
 
 
-def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(place, monkeypatch):
+def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cosmos_rl.launcher.agent import run_workers
     from cosmos_rl.launcher.signals import StopRequest
 
@@ -217,7 +229,7 @@ def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(plac
     assert json.loads((folder / "1").read_text()) == ["Policy", "2", threads, "r"]
 
 
-def test_a_log_line_looks_as_documented():
+def test_a_log_line_looks_as_documented() -> None:
     code = "from cosmos_rl.utils.logging import logger; logger.info('hidden'); logger.warning('seen')"
     several = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "COSMOS_LOG_LEVEL": "warning"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=several, check=True)
@@ -228,7 +240,9 @@ def test_a_log_line_looks_as_documented():
     assert done.stdout.startswith("[cosmos] ")
 
 
-def test_resume_writes_into_the_same_run_and_keeps_the_earlier_record(place, capfd):
+def test_resume_writes_into_the_same_run_and_keeps_the_earlier_record(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, script = place
     script("supervised(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "worker.py"]) == 0
@@ -241,7 +255,7 @@ def test_resume_writes_into_the_same_run_and_keeps_the_earlier_record(place, cap
     assert "holds no checkpoint yet: starting it again from step 0" in capfd.readouterr().out
 
 
-def test_a_run_that_is_still_being_written_is_not_joined(place, capfd):
+def test_a_run_that_is_still_being_written_is_not_joined(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     folder, script = place
     script(
         "from cosmos_rl.launcher.cli import main\n"
@@ -255,12 +269,12 @@ def test_a_run_that_is_still_being_written_is_not_joined(place, capfd):
     assert json.loads((run / "run.json").read_text())["earlier"] == []
 
 
-def test_verbs_have_their_own_help(capfd):
+def test_verbs_have_their_own_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["tiny-model", "--help"]) == 0
     assert "sd3" in capfd.readouterr().out
 
 
-def test_a_run_folder_as_config_is_the_run_that_continues(place):
+def test_a_run_folder_as_config_is_the_run_that_continues(place: Place) -> None:
     folder, script = place
     script("supervised(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "--train.timestamp=20250101000000", "worker.py"]) == 0

@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from cosmos_rl.launcher.cli import main
-from tests.support.launched import is_alive, newest_run, signal_myself_when, wait_for
+from tests.support.launched import Place, is_alive, newest_run, signal_myself_when, wait_for
 
 
-def test_a_worker_that_hangs_after_an_error_is_ended(place, capfd, monkeypatch):
+def test_a_worker_that_hangs_after_an_error_is_ended(
+    place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cosmos_rl.launcher import workers
 
     _, script = place
@@ -37,7 +39,9 @@ def test_a_worker_that_hangs_after_an_error_is_ended(place, capfd, monkeypatch):
         ("os.kill(os.getpid(), 9)", 1, "ended by SIGKILL (out of memory?)"),
     ],
 )
-def test_the_end_of_the_worker_is_the_end_of_the_command(place, capfd, body, code, told):
+def test_the_end_of_the_worker_is_the_end_of_the_command(
+    place: Place, capfd: pytest.CaptureFixture[str], body: str, code: int, told: str
+) -> None:
     _, script = place
     script(f"def body(stop):\n    {body}\nsupervised(body)\n")
     assert main(["--config", "run.toml", "worker.py"]) == code
@@ -49,7 +53,9 @@ def test_the_end_of_the_worker_is_the_end_of_the_command(place, capfd, body, cod
 
 @pytest.mark.parametrize("restarts", ["0", "3"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
-def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(place, capfd, name, code, restarts):
+def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
+    place: Place, capfd: pytest.CaptureFixture[str], name: str, code: int, restarts: str
+) -> None:
     folder, script = place
     script("supervised(steps)\n")
     sender = signal_myself_when(folder / "ready", name)
@@ -59,7 +65,7 @@ def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(plac
     assert capfd.readouterr().err == ""
 
 
-def test_a_second_ctrl_c_ends_everything_now(place):
+def test_a_second_ctrl_c_ends_everything_now(place: Place) -> None:
     folder, script = place
     script("def body(stop):\n    steps(stop)\n    time.sleep(HANG_S)\n    return 0\nsupervised(body)\n")
     sender = signal_myself_when(folder / "ready", "SIGINT", "SIGINT")
@@ -70,7 +76,9 @@ def test_a_second_ctrl_c_ends_everything_now(place):
 
 @pytest.mark.parametrize("restarts", ["0", "3"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, capfd, name, code, restarts):
+def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(
+    place: Place, capfd: pytest.CaptureFixture[str], name: str, code: int, restarts: str
+) -> None:
     folder, script = place
     script("(here / 'ready').touch()\ntime.sleep(HANG_S)\n")
     sender = signal_myself_when(folder / "ready", name)
@@ -79,7 +87,7 @@ def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(place, cap
     assert capfd.readouterr().err == ""
 
 
-def test_signal_handlers_are_as_before_after_a_launch(place):
+def test_signal_handlers_are_as_before_after_a_launch(place: Place) -> None:
     _, script = place
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     script("supervised(lambda stop: 0)\n")
@@ -87,7 +95,7 @@ def test_signal_handlers_are_as_before_after_a_launch(place):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_a_restarted_worker_continues_its_own_run(place):
+def test_a_restarted_worker_continues_its_own_run(place: Place) -> None:
     folder, script = place
     script(
         "from cosmos_rl.checkpoint.layout import COMMIT_MARKER, marker_text, policy_dir\n"
@@ -118,7 +126,9 @@ def test_a_restarted_worker_continues_its_own_run(place):
     ]
 
 
-def test_the_restarts_are_counted_and_the_last_failure_is_printed(place, capfd):
+def test_the_restarts_are_counted_and_the_last_failure_is_printed(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, script = place
     script("with (here / 'starts').open('a') as file:\n    print(file=file)\nos._exit(4)\n")
     assert main(["--config", "run.toml", "--max-restarts", "1", "worker.py"]) == 1
@@ -126,7 +136,9 @@ def test_the_restarts_are_counted_and_the_last_failure_is_printed(place, capfd):
     assert "ended with exit code 4" in capfd.readouterr().err
 
 
-def test_an_error_is_printed_once_whichever_ranks_raise_it(place, capfd, monkeypatch):
+def test_an_error_is_printed_once_whichever_ranks_raise_it(
+    place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cosmos_rl.launcher import workers
 
     folder, script = place
@@ -144,7 +156,9 @@ def test_an_error_is_printed_once_whichever_ranks_raise_it(place, capfd, monkeyp
     assert capfd.readouterr().err == "error: rank 1 cannot read x\n"
 
 
-def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(place, capfd):
+def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
     _, script = place
     script(
         "from cosmos_rl.launcher.supervised import tell\n"
@@ -154,7 +168,7 @@ def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(p
     assert capfd.readouterr().err == "error: out of memory while x; its output is above\n"
 
 
-def test_no_worker_outlives_a_killed_launcher(place):
+def test_no_worker_outlives_a_killed_launcher(place: Place) -> None:
     folder, script = place
     script("supervised(steps)\n")
     launcher = subprocess.Popen(
@@ -172,14 +186,16 @@ def test_no_worker_outlives_a_killed_launcher(place):
         launcher.wait()
 
 
-def test_a_script_that_never_calls_us_is_a_failure(place, capfd):
+def test_a_script_that_never_calls_us_is_a_failure(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     folder, _ = place
     (folder / "forgot.py").write_text("print('hi')\n")
     assert main(["--config", "run.toml", "forgot.py"]) == 1
     assert "ended without calling cosmos_rl.launcher.worker_entry.main" in capfd.readouterr().err
 
 
-def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(place, capfd):
+def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, script = place
     script("supervised(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "worker.py"]) == 0

@@ -14,11 +14,11 @@ from cosmos_rl.storage.run_folder import RunFolder, claim_folder_by_time, create
 OLD, NEW = "20250101000000", "20250102000000"
 
 
-def config_for(output_dir, resume=True, timestamp=""):
+def config_for(output_dir: Path, resume: bool | str = True, timestamp: str = "") -> Config:
     return Config.from_dict({"train": {"output_dir": str(output_dir), "resume": resume, "timestamp": timestamp}})
 
 
-def save(run, step):
+def save(run: RunFolder, step: int) -> Path:
     policy = policy_dir(run.checkpoints, step)
     policy.mkdir(parents=True)
     (policy / "state").write_text("x" * step)
@@ -26,17 +26,17 @@ def save(run, step):
     return policy
 
 
-def break_it(policy):
+def break_it(policy: Path) -> Path:
     (policy / "state").write_text("")
     return policy
 
 
-def test_a_new_run_is_made_whatever_is_there_when_nobody_asks_to_resume(tmp_path):
+def test_a_new_run_is_made_whatever_is_there_when_nobody_asks_to_resume(tmp_path: Path) -> None:
     save(create(tmp_path, OLD), 5)
     assert plan_resume(config_for(tmp_path, resume=False)) == ResumePlan(None, None, "")
 
 
-def test_the_newest_whole_step_of_the_newest_run_is_continued(tmp_path):
+def test_the_newest_whole_step_of_the_newest_run_is_continued(tmp_path: Path) -> None:
     save(create(tmp_path, OLD), 50)
     run = create(tmp_path, NEW)
     save(run, 9)
@@ -46,7 +46,7 @@ def test_the_newest_whole_step_of_the_newest_run_is_continued(tmp_path):
     assert "from step 10" in plan.message
 
 
-def test_a_broken_newest_step_is_passed_over_and_named(tmp_path):
+def test_a_broken_newest_step_is_passed_over_and_named(tmp_path: Path) -> None:
     run = create(tmp_path, NEW)
     policy = save(run, 10)
     break_it(save(run, 20))
@@ -55,7 +55,7 @@ def test_a_broken_newest_step_is_passed_over_and_named(tmp_path):
     assert "step 20 is broken" in plan.message
 
 
-def test_a_staging_folder_is_no_checkpoint(tmp_path):
+def test_a_staging_folder_is_no_checkpoint(tmp_path: Path) -> None:
     run = create(tmp_path, NEW)
     (run.checkpoints / ".step_10.tmp").mkdir()
     plan = plan_resume(config_for(tmp_path))
@@ -63,14 +63,14 @@ def test_a_staging_folder_is_no_checkpoint(tmp_path):
     assert "from step 0" in plan.message
 
 
-def test_only_broken_steps_are_an_error_never_a_fresh_start(tmp_path):
+def test_only_broken_steps_are_an_error_never_a_fresh_start(tmp_path: Path) -> None:
     policy = break_it(save(create(tmp_path, NEW), 10))
     with pytest.raises(UserError, match=r"no whole checkpoint") as caught:
         plan_resume(config_for(tmp_path))
     assert str(policy) in str(caught.value)
 
 
-def test_a_whole_step_of_an_older_run_is_an_error_that_says_how_to_take_it(tmp_path):
+def test_a_whole_step_of_an_older_run_is_an_error_that_says_how_to_take_it(tmp_path: Path) -> None:
     policy = save(create(tmp_path, OLD), 10)
     create(tmp_path, NEW)
     with pytest.raises(UserError) as caught:
@@ -78,13 +78,13 @@ def test_a_whole_step_of_an_older_run_is_an_error_that_says_how_to_take_it(tmp_p
     assert f"--train.resume={policy}" in str(caught.value)
 
 
-def test_without_any_run_a_new_one_is_started_with_a_clear_line(tmp_path):
+def test_without_any_run_a_new_one_is_started_with_a_clear_line(tmp_path: Path) -> None:
     plan = plan_resume(config_for(tmp_path / "none"))
     assert (plan.run, plan.step_path) == (None, None)
     assert "holds no run" in plan.message
 
 
-def test_a_timestamp_names_the_run_to_continue(tmp_path):
+def test_a_timestamp_names_the_run_to_continue(tmp_path: Path) -> None:
     old = create(tmp_path, OLD)
     policy = save(old, 10)
     save(create(tmp_path, NEW), 5)
@@ -95,7 +95,7 @@ def test_a_timestamp_names_the_run_to_continue(tmp_path):
 
 
 @pytest.mark.parametrize("of_step", ["{policy}", "{policy}/", "{step}", "{run}", "{output}", "{output}/checkpoints"])
-def test_a_path_may_name_the_step_its_policy_folder_or_a_run(tmp_path, of_step):
+def test_a_path_may_name_the_step_its_policy_folder_or_a_run(tmp_path: Path, of_step: str) -> None:
     run = create(tmp_path, NEW)
     save(run, 9)
     policy = save(run, 10)
@@ -106,13 +106,13 @@ def test_a_path_may_name_the_step_its_policy_folder_or_a_run(tmp_path, of_step):
     assert plan.step_path.resolve() == policy
 
 
-def test_a_relative_path_is_taken_from_the_working_folder(tmp_path, monkeypatch):
+def test_a_relative_path_is_taken_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = save(create(tmp_path, NEW), 10)
     monkeypatch.chdir(tmp_path)
     assert plan_resume(config_for(tmp_path, resume="checkpoints/step_10")).step_path.resolve() == policy
 
 
-def test_a_path_that_is_not_whole_is_an_error(tmp_path):
+def test_a_path_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
     run = create(tmp_path, NEW)
     policy = break_it(save(run, 10))
     for path in (policy, policy.parent, run.root):
@@ -122,7 +122,7 @@ def test_a_path_that_is_not_whole_is_an_error(tmp_path):
         plan_resume(config_for(tmp_path, resume=str(tmp_path / "gone")))
 
 
-def test_a_worker_starts_where_the_plan_says_and_after_a_restart_from_its_own_newest_step(tmp_path):
+def test_a_worker_starts_where_the_plan_says_and_after_a_restart_from_its_own_newest_step(tmp_path: Path) -> None:
     other = save(create(tmp_path, OLD), 3)
     run = create(tmp_path, NEW)
     by_path, fresh = config_for(tmp_path, resume=str(other)), config_for(tmp_path, resume=False)
@@ -138,7 +138,7 @@ def test_a_worker_starts_where_the_plan_says_and_after_a_restart_from_its_own_ne
     assert resume_from(config_for(tmp_path), run, 0) == policy
 
 
-def test_the_documented_paths_lead_to_the_newest_run(tmp_path):
+def test_the_documented_paths_lead_to_the_newest_run(tmp_path: Path) -> None:
     create(tmp_path, OLD)
     run = create(tmp_path, NEW)
     save(run, 10)
@@ -147,13 +147,13 @@ def test_the_documented_paths_lead_to_the_newest_run(tmp_path):
     assert newest(tmp_path) == run
 
 
-def test_runs_in_the_same_second_do_not_share_a_folder(tmp_path):
+def test_runs_in_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
     made = {create(tmp_path).root for _ in range(4)}
     assert len(made) == 4
     assert [run.root for run in runs(tmp_path)] == sorted(made)
 
 
-def test_folders_with_other_names_are_no_runs(tmp_path):
+def test_folders_with_other_names_are_no_runs(tmp_path: Path) -> None:
     for name in ("wandb", "2025", "x20250101000000"):
         (tmp_path / name).mkdir()
     (tmp_path / OLD).write_text("a file")
@@ -161,32 +161,32 @@ def test_folders_with_other_names_are_no_runs(tmp_path):
     assert newest(tmp_path / "none") is None
 
 
-def test_a_real_folder_in_the_place_of_a_link_is_refused_before_anything_is_made(tmp_path):
+def test_a_real_folder_in_the_place_of_a_link_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="move it away"):
         create(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_named_run_is_not_overwritten(tmp_path):
+def test_a_named_run_is_not_overwritten(tmp_path: Path) -> None:
     create(tmp_path, NEW)
     with pytest.raises(UserError, match="exists"):
         create(tmp_path, NEW)
 
 
-def test_a_file_in_the_place_of_the_output_folder_is_a_message(tmp_path):
+def test_a_file_in_the_place_of_the_output_folder_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(UserError, match="out"):
         create(tmp_path / "out")
 
 
-def test_claimed_folders_are_named_by_time(tmp_path):
+def test_claimed_folders_are_named_by_time(tmp_path: Path) -> None:
     names = [claim_folder_by_time(tmp_path, "logs_%Y%m%d-%H%M%S").name for _ in range(3)]
     assert len(set(names)) == 3
     assert all(len(name) == len("logs_20250101-000000") for name in names)
 
 
-def test_a_run_folder_knows_its_parts():
+def test_a_run_folder_knows_its_parts() -> None:
     run = RunFolder(Path("/o") / NEW)
     assert run.name == NEW
     assert run.metrics.name == "metrics.jsonl"

@@ -4,6 +4,9 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from cosmos_rl.storage.run_folder import newest
 
 
 @pytest.fixture
-def by_hand(tmp_path, monkeypatch):
+def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """As if `python script.py --config run.toml ...` had been typed; returns a setter of the arguments."""
     for name in ("COSMOS_RUN_DIR", "COSMOS_EXIT_FILE", "COSMOS_LAUNCHER_PID", "COSMOS_ROLE", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -27,7 +30,7 @@ def by_hand(tmp_path, monkeypatch):
         f'[train]\noutput_dir = "{tmp_path}/out"\ndevice = "cpu"\n'
     )
 
-    def type_in(*arguments):
+    def type_in(*arguments: str) -> Path:
         monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
         return path
 
@@ -35,19 +38,23 @@ def by_hand(tmp_path, monkeypatch):
     return type_in
 
 
-def ends_with(code, **arguments):
+def ends_with(code: int, **arguments: Any) -> None:
     with pytest.raises(SystemExit) as end:
         worker_entry.main(**arguments)
     assert end.value.code == code
 
 
-def test_arguments_that_can_have_no_effect_yet_are_refused(by_hand, capsys, tmp_path):
+def test_arguments_that_can_have_no_effect_yet_are_refused(
+    by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ends_with(2, data_packer=object(), filter_reward_fns=[print])
     assert "not usable yet: data_packer, filter_reward_fns" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(by_hand, capsys, monkeypatch):
+def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(
+    by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import cosmos_rl.policy.trainer
 
     ends_with(2, dataset=[], reward_fns=[print])
@@ -65,20 +72,24 @@ def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(by_hand, capsy
     assert (given["reward_fns"], given["val_reward_fns"]) == ([print], None)
 
 
-def test_a_missing_config_is_a_usage_error(by_hand, capsys):
+def test_a_missing_config_is_a_usage_error(by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     by_hand("--other")
     ends_with(2)
     assert "--config X.toml" in capsys.readouterr().err
 
 
-def test_settings_that_are_not_built_are_refused_without_the_launcher_too(by_hand, capsys):
+def test_settings_that_are_not_built_are_refused_without_the_launcher_too(
+    by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = by_hand()
     by_hand("--config", str(path), "--policy.diffusers.is_video=true")
     ends_with(2)
     assert "not runnable yet" in capsys.readouterr().err
 
 
-def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, capsys, tmp_path):
+def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(
+    by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = by_hand()
     by_hand("--my-option", "3", "--train.seed=7")  # the script's parser has taken --config out
     ends_with(2, dataset=[], unheard_of=1, args=argparse.Namespace(config=str(path)))
@@ -89,7 +100,9 @@ def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(by_hand, 
     assert not list((tmp_path / "out").iterdir())  # nothing began, so nothing is left
 
 
-def test_a_script_started_by_hand_is_one_rank(by_hand, capsys, monkeypatch):
+def test_a_script_started_by_hand_is_one_rank(
+    by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = by_hand()
     options = [
         "--policy.parallelism.dp_shard_size=4",
@@ -106,7 +119,7 @@ def test_a_script_started_by_hand_is_one_rank(by_hand, capsys, monkeypatch):
     assert "several ranks are started with `cosmos-rl --nproc-per-node N" in capsys.readouterr().err
 
 
-def test_success_returns_and_other_codes_end_the_process(monkeypatch):
+def test_success_returns_and_other_codes_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
     monkeypatch.delenv("COSMOS_LAUNCHER_PID", raising=False)
     assert supervised(lambda stop: 0) is None
@@ -115,7 +128,7 @@ def test_success_returns_and_other_codes_end_the_process(monkeypatch):
     assert end.value.code == 75
 
 
-def test_the_first_signal_stays_the_reason_to_stop():
+def test_the_first_signal_stays_the_reason_to_stop() -> None:
     stop = StopRequest()
     assert (stop.requested, stop.exit_code) == (None, 0)
     stop.note("SIGTERM")
@@ -126,7 +139,7 @@ def test_the_first_signal_stays_the_reason_to_stop():
     assert stop.insisted
 
 
-def test_the_bundled_launcher_reads_pairs_or_prompts_for_validation(tmp_path):
+def test_the_bundled_launcher_reads_pairs_or_prompts_for_validation(tmp_path: Path) -> None:
     from cosmos_rl.data.prompts import PromptFile
     from cosmos_rl.errors import UserError
     from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_the_usual_score_of_a_reward_needs_no_key(name: str, key: str) -> None:
     assert asked_scores(table(name)) == [Asked(name, name, key)]
 
 
-def test_two_scores_of_one_reward_are_one_request(start, server) -> None:
+def test_two_scores_of_one_reward_are_one_request(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
     fns = [{"name": "r", "score_key": "r"}, {"name": "r", "score_key": "r+r_reward", "weight": 0.5}]
     scorer = start(reward_fns=fns)
     scores = scorer.submit(request()).result(WAIT)
@@ -176,7 +177,9 @@ def test_sums_of_keys_are_missing_with_any_part_and_a_key_with_a_plus_comes_firs
     assert read_scores({"scores": {"x+y": [7, 8], "x": [0, 0]}}, asked, 2) == [7.0, 8.0]
 
 
-def test_a_missing_score_key_stops_the_run_and_lists_what_there_is(start, server) -> None:
+def test_a_missing_score_key_stops_the_run_and_lists_what_there_is(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     scorer = start(reward_fns=[{"name": "ocr", "score_key": "nope"}])
     with pytest.raises(UserError, match='"nope" of the reward ocr: the service gives no nope; available: ocr, ocr_rew'):
         scorer.submit(request()).result(WAIT)
@@ -185,7 +188,9 @@ def test_a_missing_score_key_stops_the_run_and_lists_what_there_is(start, server
 # ---- the conversation ----------------------------------------------------------------------------------------------
 
 
-def test_scores_of_all_rewards_come_back_in_the_order_of_the_samples(start, server) -> None:
+def test_scores_of_all_rewards_come_back_in_the_order_of_the_samples(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     scorer = start("a", "b", batch_size=2)
     scores = scorer.submit(request(5)).result(WAIT)
     assert scores.values["a"].tolist() == pytest.approx(grey(5))
@@ -196,12 +201,16 @@ def test_scores_of_all_rewards_come_back_in_the_order_of_the_samples(start, serv
     assert by_first["p2"].array[:, 0, 0, 0].tolist() == [3, 4]
 
 
-def test_a_hundred_samples_with_48_in_a_request_are_three_requests(start, server) -> None:
+def test_a_hundred_samples_with_48_in_a_request_are_three_requests(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     start(batch_size=48).submit(request(100)).result(WAIT)
     assert sorted(len(job.array) for job in server.jobs) == [4, 48, 48]
 
 
-def test_the_token_and_the_replica_go_with_every_pull(start, server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_and_the_replica_go_with_every_pull(
+    start: Callable[..., RemoteScorer], server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.extra = {"replica_id": "r7"}
     start().submit(request()).result(WAIT)
     monkeypatch.setenv("COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA", "1")
@@ -214,13 +223,17 @@ def test_the_token_and_the_replica_go_with_every_pull(start, server, monkeypatch
     assert server.jobs[0].headers["content-type"] == "application/octet-stream"
 
 
-def test_without_a_token_there_is_no_authorisation(start, server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_there_is_no_authorisation(
+    start: Callable[..., RemoteScorer], server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("REMOTE_REWARD_TOKEN")
     start().submit(request()).result(WAIT)
     assert "authorization" not in server.jobs[0].headers
 
 
-def test_not_ready_is_asked_again_and_rewards_are_asked_side_by_side(start, server) -> None:
+def test_not_ready_is_asked_again_and_rewards_are_asked_side_by_side(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     ready = threading.Event()
 
     def pull(job, reward, tries):
@@ -233,7 +246,7 @@ def test_not_ready_is_asked_again_and_rewards_are_asked_side_by_side(start, serv
     assert scores.values["a"].tolist() == pytest.approx(grey(2))
 
 
-def test_a_service_that_can_wait_is_asked_to(start, server) -> None:
+def test_a_service_that_can_wait_is_asked_to(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
     server.headers = {"X-Job-State": "running"}
     server.pull = lambda job, reward, tries: (200, result(job, reward)) if tries > 2 else NOT_READY
     start(timeout_s=9.0).submit(request()).result(WAIT)
@@ -241,7 +254,9 @@ def test_a_service_that_can_wait_is_asked_to(start, server) -> None:
     assert len(server.pulls) == 3
 
 
-def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(start, server) -> None:
+def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.take = lambda number, headers: DROP if number == 1 else (503, {"detail": "busy"}) if number == 2 else None
     keys = []
     inner = server.take
@@ -255,7 +270,7 @@ def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(start, serv
     assert len(set(keys)) == 1
 
 
-def test_a_pause_that_the_service_asks_for_is_kept(start, server) -> None:
+def test_a_pause_that_the_service_asks_for_is_kept(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
     import time
 
     times = []
@@ -266,7 +281,9 @@ def test_a_pause_that_the_service_asks_for_is_kept(start, server) -> None:
     assert times[1] - times[0] >= 1.0
 
 
-def test_a_request_that_the_service_forgot_is_sent_again(start, server) -> None:
+def test_a_request_that_the_service_forgot_is_sent_again(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: (
         (404, {"error": "Unknown uuid: u1"}) if job.number == 1 and reward == "b" else (200, result(job, reward))
     )
@@ -276,14 +293,18 @@ def test_a_request_that_the_service_forgot_is_sent_again(start, server) -> None:
     assert len(server.jobs) == 2
 
 
-def test_a_request_that_is_always_forgotten_is_missing(start, server) -> None:
+def test_a_request_that_is_always_forgotten_is_missing(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: (404, {"error": "Unknown uuid"})
     scores = start().submit(request()).result(WAIT)
     assert len(server.jobs) == 3
     assert "does not know the request any more: 404 Unknown uuid" in scores.reasons["a"][0]
 
 
-def test_one_that_is_never_ready_does_not_hold_up_the_next(start, server) -> None:
+def test_one_that_is_never_ready_does_not_hold_up_the_next(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: NOT_READY if job.line["prompts"] == ["p0"] else (200, result(job, reward))
     scorer = start(batch_size=1, timeout_s=2.0)
     first, second = scorer.submit(request(1)), scorer.submit(request(2, prompts=["p1", "p2"]))
@@ -294,14 +315,18 @@ def test_one_that_is_never_ready_does_not_hold_up_the_next(start, server) -> Non
     assert scores.reasons == {"a": {0: "the score did not come in time"}}
 
 
-def test_the_scores_that_came_count_when_another_reward_does_not(start, server) -> None:
+def test_the_scores_that_came_count_when_another_reward_does_not(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: NOT_READY if reward == "b" else (200, result(job, reward))
     scores = start("a", "b", timeout_s=1.0).submit(request()).result(WAIT)
     assert scores.values["a"].tolist() == pytest.approx(grey(2))
     assert set(scores.reasons["b"]) == {0, 1}
 
 
-def test_a_failed_request_is_missing_with_the_workers_words(start, server) -> None:
+def test_a_failed_request_is_missing_with_the_workers_words(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: (200, {"scores": None, "error": "CUDA out of memory", "type": reward})
     assert start().submit(request()).result(WAIT).reasons == {"a": dict.fromkeys((0, 1), "CUDA out of memory")}
     server.pull = lambda job, reward, tries: (400, {"message": "worker lost"}, {"X-Job-State": "failed"})
@@ -321,7 +346,9 @@ def test_a_failed_request_is_missing_with_the_workers_words(start, server) -> No
         (307, b"", "REMOTE_REWARD_ENQUEUE_URL: there is no such place"),
     ],
 )
-def test_what_no_further_try_would_change_stops_at_once(start, server, status, said, message) -> None:
+def test_what_no_further_try_would_change_stops_at_once(
+    start: Callable[..., RemoteScorer], server: RewardServer, status: int, said: Any, message: str
+) -> None:
     server.take = lambda number, headers: (status, said)
     scorer = start(batch_size=1, max_in_flight=1)
     with pytest.raises(UserError, match=message):
@@ -332,13 +359,17 @@ def test_what_no_further_try_would_change_stops_at_once(start, server, status, s
     assert server.enqueued == 1
 
 
-def test_a_pull_that_is_refused_stops_while_another_reward_waits(start, server) -> None:
+def test_a_pull_that_is_refused_stops_while_another_reward_waits(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: (401, {"detail": "expired"}) if reward == "b" else NOT_READY
     with pytest.raises(UserError, match="REMOTE_REWARD_TOKEN.*401 expired"):
         start("a", "b").submit(request()).result(WAIT)
 
 
-def test_five_requests_without_a_result_in_a_row_stop_the_run(start, server) -> None:
+def test_five_requests_without_a_result_in_a_row_stop_the_run(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     server.pull = lambda job, reward, tries: (400, {"message": "gone"}, {"X-Job-State": "cancelled"})
     scorer = start(batch_size=1, max_in_flight=1)
     scorer.submit(request(4)).result(WAIT)
@@ -350,14 +381,19 @@ def test_five_requests_without_a_result_in_a_row_stop_the_run(start, server) -> 
         scorer.submit(request(1)).result(WAIT)
 
 
-def test_a_service_that_is_not_there_is_missing_after_the_deadline(start, server, monkeypatch, capsys) -> None:
+def test_a_service_that_is_not_there_is_missing_after_the_deadline(
+    start: Callable[..., RemoteScorer],
+    server: RewardServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://127.0.0.1:9/enqueue")  # the discard port: nobody listens
     scores = start(timeout_s=1.0).submit(request()).result(WAIT)
     assert "cannot be reached (last error: ConnectError" in scores.reasons["a"][0]
     assert "reward service: ConnectError" in capsys.readouterr().out
 
 
-def test_a_slow_reader_gets_it_all(start, server) -> None:
+def test_a_slow_reader_gets_it_all(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
     server.bytes_per_s = 4e6
     scorer = start(batch_size=1)
     small, large = scorer.submit(request(1, 8)), scorer.submit(request(2, 512))
@@ -365,7 +401,9 @@ def test_a_slow_reader_gets_it_all(start, server) -> None:
     assert large.result(WAIT).values["a"].tolist() == pytest.approx(grey(2))
 
 
-def test_submit_returns_before_anything_is_read_or_sent(start, server) -> None:
+def test_submit_returns_before_anything_is_read_or_sent(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
     """Neither the array nor the network is touched by the caller's thread: both wait for a lock that it holds."""
     callers = threading.RLock()
     seen: list[int] = []
@@ -387,7 +425,7 @@ def test_submit_returns_before_anything_is_read_or_sent(start, server) -> None:
     assert threading.get_ident() not in seen
 
 
-def test_closing_ends_what_is_under_way(start, server) -> None:
+def test_closing_ends_what_is_under_way(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
     server.pull = lambda job, reward, tries: NOT_READY
     scorer = start()
     future = scorer.submit(request())
@@ -402,7 +440,13 @@ def test_closing_ends_what_is_under_way(start, server) -> None:
 
 
 @pytest.mark.parametrize(("generation", "told"), [("REMOTE_REWARD", 0), ("WFM_REWARD", 3), ("DIFFUSION_REWARD", 3)])
-def test_three_generations_of_names_are_read(server, monkeypatch, capsys, generation: str, told: int) -> None:
+def test_three_generations_of_names_are_read(
+    server: RewardServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    generation: str,
+    told: int,
+) -> None:
     monkeypatch.setattr(access, "_told", set())
     values = {"ENQUEUE_URL": "http://h/enqueue", "FETCH_URL": "http://h/pull", "TOKEN": "t"}
     for name, value in values.items():
@@ -415,7 +459,7 @@ def test_three_generations_of_names_are_read(server, monkeypatch, capsys, genera
     assert found.names["TOKEN"] == f"{generation}_TOKEN"
 
 
-def test_the_newest_name_wins(server, monkeypatch) -> None:
+def test_the_newest_name_wins(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSION_REWARD_TOKEN", "oldest")
     monkeypatch.setenv("WFM_REWARD_TOKEN", "older")
     assert service_access().token == "s3cret"
@@ -423,7 +467,12 @@ def test_the_newest_name_wins(server, monkeypatch) -> None:
     assert service_access().token == "older"
 
 
-def test_secrets_are_in_no_text(server, monkeypatch, start, capsys) -> None:
+def test_secrets_are_in_no_text(
+    server: RewardServer,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., RemoteScorer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "ftp://user:pa55word@host/x")
     with pytest.raises(UserError) as caught:
         service_access()
@@ -437,7 +486,9 @@ def test_secrets_are_in_no_text(server, monkeypatch, start, capsys) -> None:
     assert "s3cret" not in text
 
 
-def test_the_time_for_an_upload_grows_with_its_size_within_bounds(server, monkeypatch, capsys) -> None:
+def test_the_time_for_an_upload_grows_with_its_size_within_bounds(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert [service_access().upload_s(mib * 2**20) for mib in (0, 10, 50, 1000)] == [60.0, 60.0, 180.0, 600.0]
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_TIMEOUT_MAX_S", "100")
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_TIMEOUT_PER_MB_S", "fast")
@@ -450,7 +501,9 @@ def test_the_time_for_an_upload_grows_with_its_size_within_bounds(server, monkey
 RL = {"type": "grpo", "use_remote_reward": True}
 
 
-def test_a_missing_address_is_named_before_anything_starts(server, monkeypatch) -> None:
+def test_a_missing_address_is_named_before_anything_starts(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Config.from_dict({"train": {"train_policy": RL}})
     assert missing_access(config) == []
     monkeypatch.delenv("REMOTE_REWARD_FETCH_URL")
@@ -468,7 +521,7 @@ def test_a_missing_address_is_named_before_anything_starts(server, monkeypatch) 
 # ---- together with the other rewards -------------------------------------------------------------------------------
 
 
-def test_remote_and_local_rewards_add_up(server) -> None:
+def test_remote_and_local_rewards_add_up(server: RewardServer) -> None:
     job = {**RL, "remote_reward": {"scale": 2.0, "reward_fns": [{"name": "a", "weight": -3.0}]}}
     rewards = make_rewards(Config.from_dict({"train": {"train_policy": job}}), [lambda image: 0.25], validation=False)
     found: RewardTable = rewards.submit(request()).result(WAIT)
@@ -485,7 +538,7 @@ def test_remote_and_local_rewards_add_up(server) -> None:
         future.result(WAIT)
 
 
-def test_wide_scores_get_a_wide_clip_and_a_word(server, capsys) -> None:
+def test_wide_scores_get_a_wide_clip_and_a_word(server: RewardServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.pull = lambda job, reward, tries: (200, {"scores": {"hpsv3": [10.9, 7.1]}})
     scorer = RemoteScorer(table("hpsv3"))
     scorer.close()

@@ -21,7 +21,7 @@ from tests.support.scored import WAIT, request, score
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_gets_the_keywords_that_it_takes(rewards_of) -> None:
+def test_a_function_gets_the_keywords_that_it_takes(rewards_of: Callable[..., Any]) -> None:
     calls: dict[str, Any] = {}
 
     def documented(to_be_evaluated, reference=None, **kw):
@@ -53,7 +53,7 @@ def test_a_function_gets_the_keywords_that_it_takes(rewards_of) -> None:
     assert found.total_N.tolist() == [3.0, 5.0, 5.0]  # 1 + 1 + 2 + 1 = 5, and 7 is cut
 
 
-def test_functions_come_with_weights_and_names(rewards_of) -> None:
+def test_functions_come_with_weights_and_names(rewards_of: Callable[..., Any]) -> None:
     def one(image):
         return 1.0
 
@@ -63,7 +63,7 @@ def test_functions_come_with_weights_and_names(rewards_of) -> None:
     assert [(r.name, r.weight) for r in given_rewards([(one, 2.0)])] == [("one", 2.0)]
 
 
-def test_a_batch_function_is_called_with_at_most_so_many_samples(rewards_of) -> None:
+def test_a_batch_function_is_called_with_at_most_so_many_samples(rewards_of: Callable[..., Any]) -> None:
     sizes = []
 
     @batch_reward
@@ -76,7 +76,7 @@ def test_a_batch_function_is_called_with_at_most_so_many_samples(rewards_of) -> 
     assert found.total_N.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_is_no_finite_number_is_missing(rewards_of) -> None:
+def test_what_is_no_finite_number_is_missing(rewards_of: Callable[..., Any]) -> None:
     @batch_reward
     def many(media, prompts):
         return [None, np.float32("nan"), float("inf"), True, torch.tensor([0.5])]
@@ -95,7 +95,9 @@ def test_what_is_no_finite_number_is_missing(rewards_of) -> None:
     assert torch.isnan(found.scores["half"]).tolist() == [False, True, True, True, True]
 
 
-def test_an_error_for_one_sample_is_a_missing_score(rewards_of, capsys) -> None:
+def test_an_error_for_one_sample_is_a_missing_score(
+    rewards_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     def fragile(image):
         if image[0, 0, 0] == 1:
             raise ValueError("no face")
@@ -107,7 +109,7 @@ def test_an_error_for_one_sample_is_a_missing_score(rewards_of, capsys) -> None:
     assert "in fragile" in capsys.readouterr().out  # the traceback, once
 
 
-def test_an_error_of_a_batch_function_is_missing_for_its_batch(rewards_of) -> None:
+def test_an_error_of_a_batch_function_is_missing_for_its_batch(rewards_of: Callable[..., Any]) -> None:
     @batch_reward
     def many(media):
         if media[0, 0, 0, 0] == 2:
@@ -118,7 +120,7 @@ def test_an_error_of_a_batch_function_is_missing_for_its_batch(rewards_of) -> No
     assert found.missing_N.tolist() == [False, False, True, True, False]
 
 
-def test_a_function_that_never_worked_and_looks_broken_stops_the_run(rewards_of) -> None:
+def test_a_function_that_never_worked_and_looks_broken_stops_the_run(rewards_of: Callable[..., Any]) -> None:
     def broken(image):
         return image.nope
 
@@ -128,7 +130,7 @@ def test_a_function_that_never_worked_and_looks_broken_stops_the_run(rewards_of)
             score(rewards)
 
 
-def test_the_same_error_later_is_a_missing_score(rewards_of) -> None:
+def test_the_same_error_later_is_a_missing_score(rewards_of: Callable[..., Any]) -> None:
     def sometimes(image):
         return 1.0 if image.max() == 0 else image.nope
 
@@ -139,19 +141,19 @@ def test_the_same_error_later_is_a_missing_score(rewards_of) -> None:
     ("result", "message"),
     [("1.0", "gave str '1.0', not a number"), ([1, 2], r"gave list \[1, 2\], not a"), (1j, "gave complex 1j, not a n")],
 )
-def test_a_result_that_is_no_number_stops_the_run(rewards_of, result: object, message: str) -> None:
+def test_a_result_that_is_no_number_stops_the_run(rewards_of: Callable[..., Any], result: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         score(rewards_of([lambda image: result]))
 
 
-def test_a_wrong_number_of_scores_stops_the_run(rewards_of) -> None:
+def test_a_wrong_number_of_scores_stops_the_run(rewards_of: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="gave 2 scores for 3 samples"):
         score(rewards_of([batch_reward(lambda media: [1, 2])]))
     with pytest.raises(UserError, match="gave float 1.0 for 3 samples, not 3 scores"):
         score(rewards_of([batch_reward(lambda media: 1.0)]))
 
 
-def test_a_function_may_write_into_its_image(rewards_of) -> None:
+def test_a_function_may_write_into_its_image(rewards_of: Callable[..., Any]) -> None:
     def scribble(image):
         image[:] = 255
         return 1.0
@@ -162,7 +164,7 @@ def test_a_function_may_write_into_its_image(rewards_of) -> None:
     assert found.scores["brightness"][0] == 0
 
 
-def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of) -> None:
+def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of: Callable[..., Any]) -> None:
     block = threading.Event()
     rewards = rewards_of([lambda image: block.wait()], {"timeout_s": 0.2})
     with pytest.raises(UserError, match=r"has not returned after 0.2 s \(train.train_policy.local_reward.timeout_s\)"):
@@ -173,7 +175,7 @@ def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of) -
     block.set()
 
 
-def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of) -> None:
+def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of: Callable[..., Any]) -> None:
     inside, go = threading.Event(), threading.Event()
 
     def slow(image):
@@ -207,7 +209,9 @@ def test_submit_returns_at_once_and_closing_fails_what_waits(rewards_of) -> None
         ((examples.ink, 1.0, 2.0), "a function or a pair"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_at_the_start(rewards_of, function: Any, message: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(
+    rewards_of: Callable[..., Any], function: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         rewards_of([function])
 
@@ -221,7 +225,7 @@ def test_parts_of_a_request_that_do_not_fit_are_refused() -> None:
         ScoringRequest(good.media, ["a"] * 3, good.metadata, good.sample_ids)
 
 
-def test_the_functions_of_the_page_score(rewards_of) -> None:
+def test_the_functions_of_the_page_score(rewards_of: Callable[..., Any]) -> None:
     page = (ROOT / "docs" / "rewards.md").read_text()
     shown: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):

@@ -1,5 +1,6 @@
 """How scores are added up, which rewards a configuration means, and what is said about them."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_bounds_of_a_reward_that_counts_alone() -> None:
         torch.testing.assert_close(total([alone], {reward.name: score}), expected)
 
 
-def test_a_table_that_is_switched_off_misses_no_score(rewards_of) -> None:
+def test_a_table_that_is_switched_off_misses_no_score(rewards_of: Callable[..., Any]) -> None:
     off = RewardSum((Reward("b", 1.0, -5, 5),), 0.0, -5, 5)
     on = RewardSum((Reward("a", 1.0, -5, 5),), 1.0, -5, 5)
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([torch.nan, 1.0])}
@@ -99,7 +100,7 @@ def test_only_scores_that_count_make_a_total_missing_and_each_is_named() -> None
 # ---- which rewards ---------------------------------------------------------------------------------------------------
 
 
-def test_functions_of_the_configuration(rewards_of, tmp_path: Path) -> None:
+def test_functions_of_the_configuration(rewards_of: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("CALLS = []\n\ndef red(image):\n    CALLS.append(1)\n    return image[..., 0].mean()\n")
     fns = [
@@ -119,18 +120,22 @@ def test_functions_of_the_configuration(rewards_of, tmp_path: Path) -> None:
         ("cosmos_rl.reward.examples:nope", 'has no function "nope"'),
     ],
 )
-def test_a_function_that_is_not_there_is_named_with_its_key(rewards_of, function: str, message: str) -> None:
+def test_a_function_that_is_not_there_is_named_with_its_key(
+    rewards_of: Callable[..., Any], function: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         rewards_of(None, {"reward_fns": [{"function": function}]})
 
 
-def test_functions_of_the_script_take_the_place_of_those_of_the_table(rewards_of, capsys) -> None:
+def test_functions_of_the_script_take_the_place_of_those_of_the_table(
+    rewards_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     fns = [{"function": "cosmos_rl.reward.examples:ink"}]
     assert rewards_of([examples.darkness], {"reward_fns": fns}).names == ("darkness",)
     assert "local_reward.reward_fns (ink): the functions of the script take their place" in capsys.readouterr().out
 
 
-def names(local, validation, fns=None, val_fns=None, **job):
+def names(local: Any, validation: Any, fns: Any = None, val_fns: Any = None, **job: Any) -> Sequence[str]:
     made = make_rewards(config(local, validation, **job), fns, val_fns, validation=True)
     made.close()
     return made.names
@@ -146,7 +151,7 @@ def test_validation_has_the_rewards_of_training_unless_it_has_its_own() -> None:
     assert names(ink, {"local_reward": light}, [examples.sharpness], [examples.darkness]) == ("darkness",)
 
 
-def test_no_reward_at_all_and_nothing_to_train_on_are_refused(rewards_of) -> None:
+def test_no_reward_at_all_and_nothing_to_train_on_are_refused(rewards_of: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="no reward: set train.train_policy.use_remote_reward = true, or name"):
         rewards_of(None)
     with pytest.raises(UserError, match="no reward"):
@@ -159,7 +164,7 @@ def test_no_reward_at_all_and_nothing_to_train_on_are_refused(rewards_of) -> Non
         rewards_of([examples.ink, examples.ink])
 
 
-def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of) -> None:
+def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of: Callable[..., Any]) -> None:
     missing = {"reward_fns": [{"function": "no_such_package:x"}]}
     found = score(rewards_of(None, missing, use_remote_reward=True, bypass_reward=True))
     assert found.total_N.tolist() == [0.0] * 3
@@ -169,7 +174,9 @@ def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of) -> None:
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_a_clip_that_cuts_most_scores_is_reported_once(rewards_of, capsys) -> None:
+def test_a_clip_that_cuts_most_scores_is_reported_once(
+    rewards_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     rewards = rewards_of({"pick": lambda image: 21.0 + image[0, 0, 0], "fine": examples.brightness})
     for _ in range(3):
         score(rewards)
@@ -178,12 +185,12 @@ def test_a_clip_that_cuts_most_scores_is_reported_once(rewards_of, capsys) -> No
     assert "reward fine" not in printed
 
 
-def test_half_of_the_scores_at_a_bound_is_no_warning(capsys) -> None:
+def test_half_of_the_scores_at_a_bound_is_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
     ScoreMonitor([Reward("a", 1.0, 0.0, 1.0)]).check({"a": torch.tensor([0.0, 0.5, 0.7, 1.0])})
     assert capsys.readouterr().out == ""
 
 
-def test_a_reward_that_is_always_equal_is_named_after_five_batches(capsys) -> None:
+def test_a_reward_that_is_always_equal_is_named_after_five_batches(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = ScoreMonitor([Reward("zero", 1.0, -5, 5), Reward("varied", 1.0, -5, 5)])
     equal, varied, single = torch.zeros(4), torch.tensor([0.0, 1.0, torch.nan, 2.0]), torch.ones(1)
     for _ in range(4):

@@ -144,7 +144,9 @@ def test_groups_of_equal_rewards_teach_nothing(one_step: Callable[..., Any]) -> 
     assert trainer._optimizer_steps == 0
 
 
-def test_a_step_that_teaches_nothing_is_reported_at_once(one_step: Callable[..., Any], capsys) -> None:
+def test_a_step_that_teaches_nothing_is_reported_at_once(
+    one_step: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     one_step([*[0.7] * 4, *B])
     assert "all have the same reward" not in capsys.readouterr().out
     one_step([*[0.7] * 4, *[0.2] * 4])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tests.support.patience import HANG_S, wait_until
 
+Place = tuple[Path, Callable[..., None]]
+"""A working folder with a configuration, and a writer of worker scripts in it: the fixture `place`."""
 CONFIG = """
 [policy]
 model_name_or_path = "MODEL"

@@ -146,7 +146,7 @@ def test_export_safetensors_false_writes_the_last_step_only(write_toml: Callable
 def test_a_warm_start_from_an_export_keeps_its_strength(
     write_toml: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
-    """From an export of today, whatever alpha goes on with it; and from one as older versions wrote them."""
+    """From an export of today, whatever alpha trains it further; and from one as older versions wrote them."""
     table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
     config = write_toml(table + 'init_lora_weights = "gaussian"', lora=False)
     run = train(config, "--train.max_num_steps=3")

@@ -1,4 +1,4 @@
-"""The configuration of reinforcement learning: rules between keys, and how they are told."""
+"""The configuration of reinforcement learning: rules between keys, and how they are reported."""
 
 from pathlib import Path
 

@@ -143,7 +143,7 @@ def test_only_the_first_rank_describes_the_run(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[rank0]:[cosmos]" in done.stdout
     assert "[rank1]:[cosmos]" not in done.stdout
-    for told in ("run folder:", "Training the LoRA adapter of", "Step: 2/2", "Finished after 2 steps", "report.html"):
-        assert done.stdout.count(told) == 1, told
+    for line in ("run folder:", "Training the LoRA adapter of", "Step: 2/2", "Finished after 2 steps", "report.html"):
+        assert done.stdout.count(line) == 1, line
     (run,) = (tmp_path / "out").glob("2*")
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2]

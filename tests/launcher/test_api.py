@@ -1,4 +1,4 @@
-"""`cosmos_rl.sft` and `cosmos_rl.nft`: the examples of the page run as they are, mistakes are told."""
+"""`cosmos_rl.sft` and `cosmos_rl.nft`: the examples of the page run as they are, invalid arguments are named."""
 
 import os
 import re

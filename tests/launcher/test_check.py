@@ -1,4 +1,4 @@
-"""`cosmos-rl check`: mistakes, arithmetic, sizes and what it says when it cannot know."""
+"""`cosmos-rl check`: errors, arithmetic, sizes and what it says when it cannot know."""
 
 import json
 import math

@@ -69,7 +69,7 @@ def tried_keys(config: Config) -> list[tuple[str, str]]:
 
 
 def problems(text: str) -> set[str]:
-    """The lines of a message that name a mistake."""
+    """The lines of a message that name an error."""
     lines = [line.strip().removeprefix("error: ") for line in text.splitlines()]
     return {line for line in lines if line and not line.endswith((":", "launch would be refused:"))}
 
@@ -114,7 +114,7 @@ def test_what_check_accepts_reaches_its_first_step(write_toml: Toml, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("--train.output_dir=", 'train.output_dir: found ""; allowed: a folder'),
         ("--train.output_dir=s3://bucket/runs", "addresses are not supported yet, give a local path"),
@@ -131,15 +131,15 @@ def test_what_check_accepts_reaches_its_first_step(write_toml: Toml, capsys: pyt
     ],
 )
 def test_both_refuse_with_the_same_text(
-    write_toml: Toml, capsys: pytest.CaptureFixture[str], option: str, told: str
+    write_toml: Toml, capsys: pytest.CaptureFixture[str], option: str, message: str
 ) -> None:
     path = write_toml()
     assert main(["check", "--config", str(path), option]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not compared(path, [option], capsys)
     with pytest.raises(UserError) as caught:
         _checked(parse_launch(["--config", str(path), option], "0", ""))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_both_refuse_a_size_that_does_not_fit_the_model(
@@ -152,8 +152,8 @@ def test_both_refuse_a_size_that_does_not_fit_the_model(
     path = write_toml()
     options = [f"--policy.model_name_or_path={coarse}", "--policy.diffusers.inference_size=[40, 32]"]
     assert main(["check", "--config", str(path), *options]) == 2
-    told = f"policy.diffusers.inference_size = [40, 32]: {coarse} needs multiples of 16 (VAE times patch size)"
-    assert told in capsys.readouterr().err
+    message = f"policy.diffusers.inference_size = [40, 32]: {coarse} needs multiples of 16 (VAE times patch size)"
+    assert message in capsys.readouterr().err
     assert not compared(path, options, capsys)
 
 
@@ -186,11 +186,11 @@ def test_a_fetched_pipeline_of_another_family_says_so_unless_a_script_may_bring_
     option = f"--policy.model_name_or_path={tmp_path / 'other'}"
     path = write_toml()
     assert main(["check", "--config", str(path), option]) == 0
-    told = "(UnheardOfPipeline); today only StableDiffusion3Pipeline"
-    assert told in capsys.readouterr().out
+    message = "(UnheardOfPipeline); today only StableDiffusion3Pipeline"
+    assert message in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
         _checked(parse_launch(["--config", str(path), option], "0", ""))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     (tmp_path / "own.py").write_text("")
     assert main(["check", "--config", str(path), option, str(tmp_path / "own.py")]) == 0
     assert "not runnable yet" not in capsys.readouterr().out

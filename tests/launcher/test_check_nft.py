@@ -62,8 +62,8 @@ def test_forward_and_backward_passes_are_those_of_a_run(
     assert (plan.old_forwards, plan.reference_forwards) == (old, reference)
     run = train(path, *options, dataset=training_prompts)
     first, second = (row["train/nfe"] for row in read_metrics(run / "metrics.jsonl"))
-    twins = 2 if any("guidance" in option for option in options) else 1
-    rollouts = twins * plan.rollout_forwards * plan.chunk
+    passes = 2 if any("guidance" in option for option in options) else 1
+    rollouts = passes * plan.rollout_forwards * plan.chunk
     # a backward pass counts as two forward passes
     assert second - first == rollouts + 4 * (plan.forwards + 2 * plan.backwards)
 
@@ -178,13 +178,13 @@ def test_a_batch_for_8_gpus_is_checked_for_the_one_rank_of_this_machine(
 ) -> None:
     monkeypatch.setattr("cosmos_rl.launcher.machine.gpus", lambda: 0)
     few = ["--train.global_batch_size=8", "--rollout.n_generation=4", "--train.train_policy.mini_batch=4"]
-    code, told, _ = check(capsys, "--config", RECIPE, *few)
+    code, printed, _ = check(capsys, "--config", RECIPE, *few)
     assert code == 0  # as a launch here, which takes one rank
-    assert "for 1 rank, which a launch on this machine takes without a GPU" in told
-    assert "train.global_batch_size: found 8; allowed: a multiple of" in told
+    assert "for 1 rank, which a launch on this machine takes without a GPU" in printed
+    assert "train.global_batch_size: found 8; allowed: a multiple of" in printed
     assert check(capsys, "--nproc-per-node", 1, "--config", RECIPE, *few)[0] == 0
-    code, _, told = check(capsys, "--config", RECIPE, "--train.global_batch_size=7")
-    assert (code, "for 1 rank" in told) == (2, False)
+    code, _, printed = check(capsys, "--config", RECIPE, "--train.global_batch_size=7")
+    assert (code, "for 1 rank" in printed) == (2, False)
 
 
 def test_it_never_imports_torch(write_nft_toml: Toml) -> None:

@@ -49,7 +49,7 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
 
 
 @pytest.mark.parametrize(
-    ("asked", "nproc", "gpus", "told"),
+    ("asked", "nproc", "gpus", "message"),
     [
         (
             {"dp_shard_size": 8},
@@ -68,11 +68,11 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
-    asked: dict[str, Any], nproc: int | None, gpus: int, told: str
+    asked: dict[str, Any], nproc: int | None, gpus: int, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         sized(config(**asked), nproc, gpus)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_changed_number_of_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,11 +149,11 @@ def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_named(
     functions = '[{function = "my_reward.py:red"}, {function = "cosmos_rl.reward.examples:sharpness"}]'
     path = write_nft_toml(f"[validation]\nlocal_reward.reward_fns = {functions}")
     config = load_config(path, [f"--train.train_policy.local_reward.reward_fns={functions}"])
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         check_environment(config, None)
     for key in ("train.train_policy", "validation"):
         missing = f'{key}.local_reward.reward_fns: "my_reward.py:red": {tmp_path}/my_reward.py does not exist'
-        assert missing in str(told.value)
+        assert missing in str(caught.value)
     (tmp_path / "my_reward.py").write_text("def reed(image): return 1.0\n")
     with pytest.raises(UserError, match='my_reward.py has no function "red"; did you mean reed'):
         check_environment(config, None)
@@ -178,9 +178,9 @@ def test_an_empty_prompt_file_is_reported_with_all_else_before_torch_is_loaded(
     lost = '--train.train_policy.local_reward.reward_fns=[{function = "nowhere.py:red"}]'
     for command in ([], ["check", "--env"]):
         assert main([*command, "--config", str(path), lost]) == 2
-        told = capsys.readouterr().err
-        assert f"{tmp_path / 'prompts.txt'}" in told
-        assert "nowhere.py does not exist" in told
+        printed = capsys.readouterr().err
+        assert f"{tmp_path / 'prompts.txt'}" in printed
+        assert "nowhere.py does not exist" in printed
     check_environment(load_config(path), None)  # a script's own prompts: nobody reads the file
 
 
@@ -195,7 +195,7 @@ def test_hints_lead_on(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny_sd3").symlink_to(tiny_sd3)
     path = str(write_toml())
-    mistakes = {
+    errors = {
         "did you mean ./tiny_sd3?": ["--config", path, "--policy.model_name_or_path=tiny_sdd3"],
         "it is a part of a pipeline, which is tiny_sd3": [
             "--config",
@@ -213,7 +213,7 @@ def test_hints_lead_on(
         "cosmos-rl export": ["sample", str(tmp_path / "run/checkpoints/step_1"), "a dog"],
     }
     (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
-    for hint, command in mistakes.items():
+    for hint, command in errors.items():
         assert main(command) == 2, command
         assert hint in capsys.readouterr().err
 

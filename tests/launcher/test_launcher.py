@@ -25,7 +25,7 @@ def test_help_and_version_need_no_torch(argument: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         ([], "--config X.toml is required"),
         (["worker.py", "--config", "run.toml"], "flags of cosmos-rl go before the script"),
@@ -58,13 +58,13 @@ def test_help_and_version_need_no_torch(argument: str) -> None:
     ],
 )
 def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(
-    place: Place, capfd: pytest.CaptureFixture[str], argv: list[str], told: str
+    place: Place, capfd: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     folder, script = place
     script("")
     assert main(argv) == 2
     printed = capfd.readouterr()
-    assert told in printed.err
+    assert message in printed.err
     assert "Traceback" not in printed.err
     assert not (folder / "outputs").exists()
 

@@ -1,4 +1,4 @@
-"""How the `cosmos-rl` command ends: exit codes, stop signals, restarts, mistakes that a worker meets."""
+"""How the `cosmos-rl` command ends: exit codes, stop signals, restarts, errors that a worker raises."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def test_a_worker_that_hangs_after_an_error_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "told"),
+    ("body", "code", "message"),
     [
         ("return 0", 0, ""),
         ("return 75", 75, ""),
@@ -40,13 +40,13 @@ def test_a_worker_that_hangs_after_an_error_is_ended(
     ],
 )
 def test_the_end_of_the_worker_is_the_end_of_the_command(
-    place: Place, capfd: pytest.CaptureFixture[str], body: str, code: int, told: str
+    place: Place, capfd: pytest.CaptureFixture[str], body: str, code: int, message: str
 ) -> None:
     _, script = place
     script(f"def body(stop):\n    {body}\nsupervised(body)\n")
     assert main(["--config", "run.toml", "worker.py"]) == code
     printed = capfd.readouterr()
-    assert told in printed.err
+    assert message in printed.err
     assert "elastic" not in printed.err + printed.out
     assert ("Traceback" in printed.err) == ("ValueError" in body)
 

@@ -30,7 +30,7 @@ HERE = "127.0.0.1;127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ((2, 2, HERE, 1), "--worker-idx 2: --num-workers 2 has the indices 0 to 1"),
         ((1, 1, HERE, 1), "--worker-idx 1: --num-workers 1 has the indices 0 to 0"),
@@ -39,16 +39,16 @@ HERE = "127.0.0.1;127.0.0.1"
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_by_name(
-    given: tuple[int, int, str | None, int], told: str, capsys: pytest.CaptureFixture[str]
+    given: tuple[int, int, str | None, int], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError) as caught:
         nodes_of(*given)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     workers, index, addresses, port = given
     flags = ["--num-workers", str(workers), "--worker-idx", str(index), "--rdzv-port", str(port)]
     flags += ["--node-ip-list", addresses] if addresses else []
     assert main([*flags, "--config", "x.toml"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_flags_name_the_machines() -> None:
@@ -68,18 +68,18 @@ def test_ranks_are_counted_over_all_machines(shards: int, nproc: int | None, gpu
 
 
 @pytest.mark.parametrize(
-    ("shards", "nproc", "told"),
+    ("shards", "nproc", "message"),
     [
         (32, None, "(dp_shard_size 32 = 32 ranks) needs 16 GPUs on each of 2 machines, this machine has 8 GPUs"),
         (3, None, "(dp_shard_size 3 = 3 ranks) is not a multiple of --num-workers 2"),
         (3, 9, "--nproc-per-node 9 needs 9 GPUs on each of 2 machines"),
     ],
 )
-def test_more_ranks_than_the_machines_have_is_refused(shards: int, nproc: int | None, told: str) -> None:
+def test_more_ranks_than_the_machines_have_is_refused(shards: int, nproc: int | None, message: str) -> None:
     config = Config.from_dict({"policy": {"parallelism": {"dp_shard_size": shards}}})
     with pytest.raises(UserError) as caught:
         sized(config, nproc, 8, 2)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_node_0_that_does_not_come_is_named(
@@ -91,8 +91,8 @@ def test_node_0_that_does_not_come_is_named(
     port = free_port()
     command = ["--num-workers", "2", "--worker-idx", "1", "--node-ip-list", HERE, "--rdzv-port", str(port)]
     assert main([*command, "--config", "x.toml", str(script)]) == 1
-    told = f"error: waited 0.5 s in vain for node 0 (127.0.0.1), which should listen on port {port} (--worker-idx 0)"
-    assert told in capsys.readouterr().err
+    message = f"error: waited 0.5 s in vain for node 0 (127.0.0.1), which should listen on port {port} (--worker-idx 0)"
+    assert message in capsys.readouterr().err
 
 
 def joined(silent_s: float) -> tuple[link.Link, link.Link]:
@@ -132,9 +132,9 @@ def test_a_stop_request_and_the_end_of_a_node_reach_the_others() -> None:
 
 def test_two_commands_with_the_same_index_are_noticed() -> None:
     first, second = joined(silent_s=60.0)
-    twin = link.Link(second.nodes, StopRequest(), meet_s=1.0)
+    duplicate = link.Link(second.nodes, StopRequest(), meet_s=1.0)
     with pytest.raises(JobEnded, match="waited 1 s in vain for a plan of node 0"):
-        twin.follow()
+        duplicate.follow()
     with pytest.raises(UserError, match="--worker-idx 1: another command has come to"):
         second.follow()
     with pytest.raises(UserError, match="the port is in use; --rdzv-port takes another"):
@@ -264,8 +264,8 @@ def test_a_failure_on_one_node_is_reported_on_the_other(
         "supervised(body)\n"
     )
     assert codes_of(*[start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]) == [1, 1]
-    told = "node 1 (127.0.0.1): the worker of rank 1 ended with exit code 4"
-    assert told in (tmp_path / "node_0.log").read_text()
+    message = "node 1 (127.0.0.1): the worker of rank 1 ended with exit code 4"
+    assert message in (tmp_path / "node_0.log").read_text()
 
 
 @pytest.mark.process
@@ -283,20 +283,20 @@ def test_a_restart_is_counted_on_all_nodes(tmp_path: Path, start: Start, plain: 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("of_0", "of_1", "told"),
+    ("of_0", "of_1", "message"),
     [
         (["--train.epoch=0"], [], "train.epoch: found 0"),
         ([], ["--nproc-per-node", "2"], "--nproc-per-node 2: node 0 runs 1 ranks on each node"),
     ],
 )
 def test_what_one_node_refuses_ends_all_and_leaves_nothing(
-    tmp_path: Path, start: Start, plain: Callable[[str], None], of_0: list[str], of_1: list[str], told: str
+    tmp_path: Path, start: Start, plain: Callable[[str], None], of_0: list[str], of_1: list[str], message: str
 ) -> None:
     plain("supervised(steps)\n")
     pair = [start(index, *own, "--config", "run.toml", "worker.py") for index, own in ((0, of_0), (1, of_1))]
     assert codes_of(*pair) == [2, 2]
     for index in (0, 1):
-        assert told in (tmp_path / f"node_{index}.log").read_text()
+        assert message in (tmp_path / f"node_{index}.log").read_text()
     assert run_folders(tmp_path / "outputs") == []
 
 

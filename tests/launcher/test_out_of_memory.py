@@ -1,4 +1,4 @@
-"""Memory that runs out is told with the place, an estimate by part, and what to change."""
+"""Memory that runs out is reported with the place, an estimate by part, and what to change."""
 
 import sys
 from collections.abc import Callable

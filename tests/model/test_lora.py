@@ -1,4 +1,4 @@
-"""Adapters: what they touch, how they start, which mistakes are refused."""
+"""Adapters: what they touch, how they start, which errors are refused."""
 
 import shutil
 from pathlib import Path

@@ -82,14 +82,14 @@ def test_the_documented_size_of_a_request_of_images() -> None:
     assert len(body.partition(b"\n")[2]) == 1_572_992
 
 
-@pytest.mark.parametrize(("fps", "told"), [(None, 16.0), (24.0, 24.0)])
-def test_videos_travel_channels_first_and_latents_as_half_precision(fps: float | None, told: float) -> None:
+@pytest.mark.parametrize(("fps", "expected"), [(None, 16.0), (24.0, 24.0)])
+def test_videos_travel_channels_first_and_latents_as_half_precision(fps: float | None, expected: float) -> None:
     import io
 
     video = np.arange(2 * 5 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 5, 4, 6, 3)
     line, _, payload = request_body(video, ["a", "b"], [{}, {}], {"dance_grpo": 1.0}, fps).partition(b"\n")
     assert json.loads(line)["media_type"] == "video"
-    assert json.loads(line)["video_infos"] == [{"video_fps": told}] * 2
+    assert json.loads(line)["video_infos"] == [{"video_fps": expected}] * 2
     sent = np.load(io.BytesIO(payload))
     assert sent.shape == (2, 3, 5, 4, 6)
     assert (sent[1, 2, 3] == video[1, 3, :, :, 2]).all()
@@ -439,13 +439,13 @@ def test_closing_ends_what_is_under_way(start: Callable[..., RemoteScorer], serv
 # ---- the environment -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("generation", "told"), [("REMOTE_REWARD", 0), ("WFM_REWARD", 3), ("DIFFUSION_REWARD", 3)])
+@pytest.mark.parametrize(("generation", "expected"), [("REMOTE_REWARD", 0), ("WFM_REWARD", 3), ("DIFFUSION_REWARD", 3)])
 def test_three_generations_of_names_are_read(
     server: RewardServer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     generation: str,
-    told: int,
+    expected: int,
 ) -> None:
     monkeypatch.setattr(access, "_told", set())
     values = {"ENQUEUE_URL": "http://h/enqueue", "FETCH_URL": "http://h/pull", "TOKEN": "t"}
@@ -455,7 +455,7 @@ def test_three_generations_of_names_are_read(
     for _ in range(2):
         found = service_access()
     assert (found.enqueue_url, found.fetch_url, found.token) == tuple(values.values())
-    assert capsys.readouterr().out.count("is the name of an older version") == told
+    assert capsys.readouterr().out.count("is the name of an older version") == expected
     assert found.names["TOKEN"] == f"{generation}_TOKEN"
 
 

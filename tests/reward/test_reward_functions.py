@@ -1,4 +1,4 @@
-"""Functions that score samples: how they are called, what their mistakes do, and those that we bring."""
+"""Functions that score samples: how they are called, what their errors do, and those that we bring."""
 
 import functools
 import re

@@ -171,7 +171,7 @@ def test_bypassed_rewards_are_zeros_without_asking_anybody(rewards_of: Callable[
     assert found.scores == {}
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- warnings --------------------------------------------------------------------------------------------------------
 
 
 def test_a_clip_that_cuts_most_scores_is_reported_once(

@@ -156,10 +156,10 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
     ):
         capsys.readouterr()
         nft_train(config, *options, f"--train.max_num_steps={step + 1}", resume=(run, step))
-        told = (
+        message = (
             f"{new} are not those of the run that is resumed: the guard compares them with what they are at step {step}"
         )
-        assert (told in capsys.readouterr().out) == bool(new)
+        assert (message in capsys.readouterr().out) == bool(new)
         last = read_metrics(run / "metrics.jsonl")[-1]
         assert last["step"] == step + 1
         assert last["guard/loss_ratio"] == pytest.approx(1.0, abs=1e-4)

@@ -19,7 +19,7 @@ RECIPE = ROOT / "configs/stable-diffusion-3-5/stable-diffusion-3-5-medium-nft.to
 STEPS = 3
 PAIRS = (("recipe", 2), ("recipe", 4), ("missing", 4), ("full", 2), ("full", 4))
 MOVED = {2: "full", 4: "recipe"}
-"""Ranks -> the job of one rank that so many go on with after its first step."""
+"""Ranks -> the job of one rank that so many resume after its first step."""
 
 
 def of_recipe(folder: Path, base: Path) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ JOBS = {
 }
 
 
-def told(run: Path) -> list[dict[str, Any]]:
+def logged(run: Path) -> list[dict[str, Any]]:
     """The metrics without what a clock says."""
     lines = read_metrics(run / "metrics.jsonl")
     return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
@@ -56,7 +56,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
     lora, given = JOBS[name]
     config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
     run = nft_train(config, *options)
-    state, lines, progress = saved_state(run, 3), told(run), kept(run, 3)
+    state, lines, progress = saved_state(run, 3), logged(run), kept(run, 3)
     assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "guard"}
     assert [line["step"] for line in lines] == [1, 2, 3]
     for step in (2, 1):
@@ -64,7 +64,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
         nft_train(config, *options, resume=(run, step))
         assert_same_state(saved_state(run, 3), state)
         assert kept(run, 3) == progress
-        assert told(run) == lines
+        assert logged(run) == lines
 
 
 def test_another_reward_is_reported_and_other_prompts_are_refused_on_resume(
@@ -123,8 +123,8 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
 
     assert_same_state(saved_state(killed, total), saved_state(calm.folder, total))
     assert kept(killed, total) == kept(calm.folder, total)
-    assert told(killed) == told(calm.folder)
-    assert [line["step"] for line in told(killed)] == list(range(1, total + 1))
+    assert logged(killed) == logged(calm.folder)
+    assert [line["step"] for line in logged(killed)] == list(range(1, total + 1))
 
 
 def _wait_for_step(folder: Path, step: int, processes: list[Any]) -> None:

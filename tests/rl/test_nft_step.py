@@ -153,9 +153,9 @@ def test_the_number_of_function_evaluations(case: str, guidance: float, lora: di
     run = Recorder(tables)
     total = 0
     for step, per_pair in enumerate(units):
-        told = run.trainer.train_step(step).metrics["train/nfe"]
+        nfe = run.trainer.train_step(step).metrics["train/nfe"]
         total += 8 * 10 * (2 if guidance > 1 else 1) + 8 * 3 * per_pair
-        assert told == run.model.units == total
+        assert nfe == run.model.units == total
 
 
 def test_the_number_of_function_evaluations_of_several_optimiser_steps() -> None:
@@ -171,8 +171,8 @@ def test_the_number_of_function_evaluations_of_several_optimiser_steps() -> None
     run = Recorder(tables)
     per_step = 8 * 10 + 10 * (4 * 4 + 3 * 4 * 5)
     for step in range(2):
-        told = run.trainer.train_step(step).metrics["train/nfe"]
-        assert told == run.model.units == (step + 1) * per_step
+        nfe = run.trainer.train_step(step).metrics["train/nfe"]
+        assert nfe == run.model.units == (step + 1) * per_step
 
 
 def test_the_evaluations_of_the_guard_are_counted_too() -> None:
@@ -189,9 +189,9 @@ def test_the_evaluations_of_the_guard_are_counted_too() -> None:
     run.trainer.start(0)
     look = 6 * 4 + 4 * 10  # held-out samples at 4 levels, and 4 samples whose spread is measured
     start, step = 6 * 20 + look, 8 * 10 + 8 * 10 * 3
-    told = [run.trainer.train_step(i).metrics["train/nfe"] for i in range(2)]
-    assert told == [start + step, start + 2 * step + look]
-    assert told[-1] == run.model.units
+    nfe = [run.trainer.train_step(i).metrics["train/nfe"] for i in range(2)]
+    assert nfe == [start + step, start + 2 * step + look]
+    assert nfe[-1] == run.model.units
 
 
 def test_norms_relative_to_the_reference_cost_no_pass() -> None:

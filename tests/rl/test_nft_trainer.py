@@ -114,8 +114,8 @@ def test_micro_batches_gradient_checkpointing_and_blocks_change_nothing(
         (found,), metrics = gradients(moved_away(nft_trainer(config, *few, *options)))
         return found, {k: v for k, v in metrics.items() if "time" not in k}
 
-    reference, told = run("--train.train_policy.mini_batch=8")
-    assert told["train/samples_used"] == 4  # so that 8 is no divisor of what is trained on
+    reference, reported = run("--train.train_policy.mini_batch=8")
+    assert reported["train/samples_used"] == 4  # so that 8 is no divisor of what is trained on
     ways = {"mini_batch=4": 0, "mini_batch=2": 0, "mini_batch=1": 0, "mini_batch=2 ": 1}
     for way, target_bytes in ways.items():
         monkeypatch.setattr(update, "TARGET_BYTES", target_bytes or 2**28)
@@ -124,7 +124,7 @@ def test_micro_batches_gradient_checkpointing_and_blocks_change_nothing(
             f"--train.train_policy.{way.strip()}", f"--policy.model_gradient_checkpointing={recompute}"
         )
         assert apart(found, reference) < 1e-5, way
-        for key, value in told.items():  # a square of a small difference keeps fewer digits
+        for key, value in reported.items():  # a square of a small difference keeps fewer digits
             rel = 1e-3 if "old_deviation" in key else 1e-5
             assert metrics[key] == pytest.approx(value, rel=rel, abs=1e-9), (way, key)
     with pytest.raises(ConfigError, match="mini_batch: found 3; allowed: a divisor"):
@@ -302,10 +302,10 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
     options = (*VALIDATION, f"--validation.dataset.local_dir={val}", "--train.ema_enable=true", "--train.ema_decay=0.5")
     chunk, rewards = "--validation.batch_size=2", {"bright": lambda media: media.mean() / 255.0}
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options, chunk, "--train.optm_lr=1e-2", val_reward_fns=rewards)
-    told: list[str] = []
+    reported: list[str] = []
 
     def media(step: int) -> Tensor:
-        report = trainer.validate(step, lambda name, data: told.append(name))
+        report = trainer.validate(step, lambda name, data: reported.append(name))
         assert [shown.prompt for shown in report.images] == [p for p in prompts for _ in range(2)]
         images = torch.stack([shown.image_HW3 for shown in report.images])
         assert report.metrics["val/reward/bright_mean"] == pytest.approx(
@@ -316,7 +316,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
         return images
 
     start = media(0)
-    assert told == ["pre_per_step_validation_hook", "post_per_step_validation_hook"] * 2
+    assert reported == ["pre_per_step_validation_hook", "post_per_step_validation_hook"] * 2
     assert len({image.numpy().tobytes() for image in start}) == 6
     for step in range(2):
         trainer.train_step(step)

@@ -39,7 +39,7 @@ def not_a_number(to_be_evaluated: Image) -> float:
 
 
 def broken(to_be_evaluated: Image) -> float:
-    """Fails as a function with a mistake does."""
+    """Fails as a function with a bug does."""
     return to_be_evaluated.no_such_thing  # type: ignore[attr-defined]
 
 
@@ -50,14 +50,14 @@ def stuck(to_be_evaluated: Image) -> float:
 
 
 def dies_on_rank_one(to_be_evaluated: Image) -> float:
-    """Ends the process of rank 1 at its first call; the others go on."""
+    """Ends the process of rank 1 at its first call; the others continue."""
     if os.environ.get("RANK") == "1":
         os._exit(17)
     return smooth(to_be_evaluated)
 
 
 def slow(to_be_evaluated: Image) -> float:
-    """`smooth` after a moment, in which a signal can arrive; tells that it was called."""
+    """`smooth` after a moment, in which a signal can arrive; it leaves a file that shows that it was called."""
     Path(os.environ["TEST_CALLED"]).touch()
     time.sleep(0.01)
     return smooth(to_be_evaluated)

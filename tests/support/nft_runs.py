@@ -299,12 +299,12 @@ def run_forked(jobs: Sequence[Job], ranks: int, logs: Path) -> None:
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    told = [
+    failures = [
         f"rank {rank}: {code}\n{(logs / f'{ranks}_{rank}.log').read_text()[-3000:]}"
         for rank, code in enumerate(codes)
         if code != 0
     ]
-    assert not told, "\n".join(told)
+    assert not failures, "\n".join(failures)
 
 
 def moved_away(trainer: OnlineTask) -> OnlineTask:

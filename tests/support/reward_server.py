@@ -1,4 +1,4 @@
-"""A reward service that misbehaves as told, for tests of the client."""
+"""A reward service that misbehaves as a test asks, for tests of the client."""
 
 import io
 import json

@@ -54,8 +54,8 @@ class ToyModel(VelocityModel):
     def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
         """Labels int64 ``[N]``; one above the last stands for the empty prompt."""
         labels = torch.tensor([self._labels.get(prompt, len(self._labels)) for prompt in prompts])
-        twin = None if negative is None else {TEXT: torch.full_like(labels, len(self._labels))}
-        return Cond(text={TEXT: labels}, negative=twin)
+        unconditional = None if negative is None else {TEXT: torch.full_like(labels, len(self._labels))}
+        return Cond(text={TEXT: labels}, negative=unconditional)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return self._shape

@@ -197,8 +197,8 @@ def test_rewards_that_taught_nothing_stand_at_the_top(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, share in enumerate([1.0, 0.5, 1.0], start=1):
         metrics.log(step, {"adv/zero_std_ratio": share, "reward/mean": 1.0})
-    (told,) = [item.text for item in report(tmp_path).by_id("warnings").all("li")]
-    assert told.startswith("At steps 1, 3 the samples of each prompt all had the same reward: nothing was learnt")
+    (warning,) = [item.text for item in report(tmp_path).by_id("warnings").all("li")]
+    assert warning.startswith("At steps 1, 3 the samples of each prompt all had the same reward: nothing was learnt")
 
 
 # ---- runs of every kind and state ------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_broken_images_are_counted_in_the_metrics(
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         (
             "--train.global_batch_size=14",
@@ -185,7 +185,7 @@ def test_broken_images_are_counted_in_the_metrics(
     ],
 )
 def test_a_batch_that_is_too_large_is_named_by_the_key_that_sets_it(
-    write_toml: Callable[..., Path], option: str, told: str
+    write_toml: Callable[..., Path], option: str, message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train(write_toml(), option)

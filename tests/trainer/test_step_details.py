@@ -119,13 +119,13 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         return norm
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", note_clipped)
-    told = [trainer.train_step(step).metrics["optim/learning_rate"] for step in range(3)]
+    reported = [trainer.train_step(step).metrics["optim/learning_rate"] for step in range(3)]
     assert trainer.ema is not None
     found = torch.cat([value.flatten() for value in trainer.ema.shadow.values()]).double()
     torch.testing.assert_close(found, average_by_hand(weights, 0.9999), rtol=0, atol=1e-7)
 
     rates = [0.0, 1e-2 / 3, 2e-2 / 3]
-    assert told == pytest.approx(rates)
+    assert reported == pytest.approx(rates)
     expected = adamw_by_hand(weights[0].numpy(), [grad.double().numpy() for grad in grads], rates, 1e-6, 0.01)
     np.testing.assert_allclose(weights[-1].numpy(), expected, rtol=0, atol=1e-6)
     assert np.abs(expected - weights[0].numpy()).max() > 5e-3
@@ -328,11 +328,11 @@ def test_the_data_term_adds_its_share_to_gradient_and_loss() -> None:
     trainer = data_trainer(0.7, square_loss)
     value = square_loss(trainer)  # with a gradient
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(trainer.params.values()))])
-    both, told = gradient_of_step(trainer)
+    both, reported = gradient_of_step(trainer)
     torch.testing.assert_close(both - alone, 0.7 * wanted, rtol=1e-3, atol=1e-5)
-    assert told["train/data_loss_mean"] == pytest.approx(value.item(), rel=1e-6)
-    assert told["train/policy_loss_mean"] == metrics["train/policy_loss_mean"]
-    assert told["train/loss_mean"] == pytest.approx(metrics["train/loss_mean"] + 0.7 * value.item(), rel=1e-6)
+    assert reported["train/data_loss_mean"] == pytest.approx(value.item(), rel=1e-6)
+    assert reported["train/policy_loss_mean"] == metrics["train/policy_loss_mean"]
+    assert reported["train/loss_mean"] == pytest.approx(metrics["train/loss_mean"] + 0.7 * value.item(), rel=1e-6)
 
 
 def test_a_data_loss_that_is_not_finite_is_not_applied() -> None:

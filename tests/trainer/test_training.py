@@ -255,8 +255,8 @@ def test_validation_images_that_are_partly_not_finite_are_counted_and_named(
         run = train(write_toml(VALIDATION.format(image_folder)), "--train.max_num_steps=1")
     (first, _) = read_metrics(run / "metrics.jsonl")
     assert (first["val/nonfinite_images"], first["val/empty_images"]) == (2.0, 0.0)
-    told = "Step 0: 2 of 4 validation images have pixels that are not finite, as for 'a photo of the number 0', "
-    assert [message for message in caplog.messages if message.startswith(told)]
+    expected = "Step 0: 2 of 4 validation images have pixels that are not finite, as for 'a photo of the number 0', "
+    assert [message for message in caplog.messages if message.startswith(expected)]
     assert "pixels that are not finite at steps 0, 1" in (run / "report.html").read_text()
 
 

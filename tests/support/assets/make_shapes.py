@@ -3,7 +3,7 @@
     python -m tests.support.assets.make_shapes
 
 About two minutes on one core. It stops early on purpose: the count is still wrong in a third of the images, which is
-what reinforcement learning has to mend.
+what reinforcement learning has to correct.
 """
 
 import sys
@@ -59,8 +59,8 @@ def pretrain(steps: int = STEPS) -> ShapesModel:
         loss.backward()
         optimizer.step(step, scale=1.0 / float(count), loss=float(loss.detach()))
         if (step + 1) % 200 == 0:
-            told = f"loss {float(loss.detach() / count):.4f}, count and colour right {accuracy(model)}"
-            print(f"step {step + 1}: {told}, {time.process_time() - began:.0f} CPU-s", flush=True)
+            progress = f"loss {float(loss.detach() / count):.4f}, count and colour right {accuracy(model)}"
+            print(f"step {step + 1}: {progress}, {time.process_time() - began:.0f} CPU-s", flush=True)
     return model
 
 

@@ -1,6 +1,7 @@
 """The guard of a DiffusionNFT run: what it measures, and what an alarm does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe
+from cosmos_rl.policy.trainer.rl.guard_rules import Measurement
+from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_rewards import smooth
-from tests.support.nft_runs import nft_toml, nft_train, nft_trainer, prompt_file, recorded
+from tests.support.nft_runs import nft_toml, nft_train, nft_train_task, nft_trainer, prompt_file, recorded
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
 ON = ("--train.train_policy.reward_hacking_guard.enable=true", "--train.train_policy.reward_hacking_guard.freq=1")
@@ -26,20 +29,28 @@ def acting(action: str) -> str:
     return f"--train.train_policy.reward_hacking_guard.action={action}"
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Multiplies the held-out loss by the given factors, look by look; the first one is of the start."""
+class ScaledProbe:
+    """A probe that multiplies the held-out loss of its measurements, one after the other, by the given factors."""
 
-    def script(*factors: float) -> None:
-        left, measured = list(factors), GuardProbe.held_out_loss
+    def __init__(self, probe: GuardProbe, factors: Sequence[float]) -> None:
+        self._probe = probe
+        self._factors = iter(factors)
 
-        def scaled(self: GuardProbe, conditions: Any) -> tuple[float, Tensor]:
-            loss, norm = measured(self, conditions)
-            return loss * (left.pop(0) if left else 1.0), norm
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._probe, name)
 
-        monkeypatch.setattr(GuardProbe, "held_out_loss", scaled)
+    def measure(self, conditions: Any) -> Measurement:
+        found = self._probe.measure(conditions)
+        return replace(found, loss=found.loss * next(self._factors, 1.0))
 
-    return script
+
+def scripted(*factors: float) -> Callable[[OnlineTask], None]:
+    """Gives the guard of a task a `ScaledProbe`."""
+
+    def prepare(task: OnlineTask) -> None:
+        task.guard.probe = ScaledProbe(task.guard.probe, factors)  # type: ignore[assignment]
+
+    return prepare
 
 
 def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, image_folder: Path) -> None:
@@ -55,14 +66,11 @@ def test_an_untouched_policy_has_ratios_of_one(tmp_path: Path, tiny_sd3: Path, i
     )  # all pairs, as there are fewer than reward_hacking_guard.samples
 
 
-def test_stop_saves_what_there_is_and_says_what_was_measured(
-    tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
-) -> None:
-    scripted(1.0, 1.0, 1.0, 4.0)
+def test_stop_saves_what_there_is_and_says_what_was_measured(tmp_path: Path, tiny_sd3: Path) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     expected = r"(?s)step 3: the held-out .* is 4 times .*max_loss_ratio = 3\).*up to step 2. .* is step 2."
     with pytest.raises(TrainingStoppedError, match=expected) as stopped:
-        nft_train(config, *ON, FEW, "--train.max_num_steps=5")
+        nft_train_task(config, *ON, FEW, "--train.max_num_steps=5", prepare=scripted(1.0, 1.0, 4.0))
     assert stopped.value.exit_code == 1
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
     assert layout.whole_steps(run / "checkpoints") == [1, 2, 3]
@@ -78,16 +86,14 @@ def test_a_policy_that_leaves_what_the_model_knows_is_stopped(tmp_path: Path, ti
         nft_train(config, *ON, FEW, "--train.optm_lr=0.1")
 
 
-def test_an_alarm_that_only_warns_does_not_end_the_run(
-    tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
-) -> None:
-    scripted(1.0, 4.0, 1.0)
-    run = nft_train(nft_toml(tmp_path, tiny_sd3), *ON, FEW, acting("warn"))
+def test_an_alarm_that_only_warns_does_not_end_the_run(tmp_path: Path, tiny_sd3: Path) -> None:
+    config = nft_toml(tmp_path, tiny_sd3)
+    run, _ = nft_train_task(config, *ON, FEW, acting("warn"), prepare=scripted(4.0, 1.0))
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [1, 0, 0]
 
 
 @pytest.mark.slow
-def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]) -> None:
+def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     options = (
         *ON,
@@ -103,9 +109,8 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path, 
         calm = nft_train(config, *options, acting("warn"))
     # the looks are after steps 3 and 6: good, bad; again good, bad; then good
     options += ("--train.max_num_steps=7", acting("rewind"))
-    scripted(1.0, 1.0, 9.0, 1.0, 9.0)
     with recorded() as steps:
-        run = nft_train(config, *options)
+        run, _ = nft_train_task(config, *options, prepare=scripted(1.0, 9.0, 1.0, 9.0))
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     # 6 steps, back to 2 (4 was saved after the last good look), 4 more, back to 2, 5 more
@@ -184,9 +189,7 @@ def test_a_validation_that_changed_is_compared_with_itself(
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
 
 
-def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
-    tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
-) -> None:
+def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(tmp_path: Path, tiny_sd3: Path) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     options = (
         *ON,
@@ -198,8 +201,7 @@ def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
     options += ("--validation.enable=true", "--validation.freq=3", "--train.ckpt.save_freq=1")
     options += (f"--validation.dataset.local_dir={prompt_file(tmp_path, ('a hat',), 'val.txt')}",)
     options += ("--train.train_policy.reward_hacking_guard.freq=2",)
-    # looks: the start, after 2 good, after 4 bad, again bad, again bad
-    scripted(1.0, 1.0, 9.0, 9.0, 9.0)
+    looks = scripted(1.0, 9.0, 9.0, 9.0)  # after 2 good, after 4 bad, again bad, again bad
     best: list[bool] = []
 
     def note_best(metrics: dict[str, Any], step: int) -> None:
@@ -207,19 +209,17 @@ def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(
         best.append((run / "best").exists() == (run / "best").is_symlink())
 
     with pytest.raises(TrainingStoppedError, match=r"went back 2 times already \(reward_hacking_guard.max_rewinds\)"):
-        nft_train(config, *options, custom_logger_fns=[note_best])
+        nft_train_task(config, *options, custom_logger_fns=[note_best], prepare=looks)
     assert len(best) == 4 + 2 + 2
     assert all(best)  # never a link that leads nowhere
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
     assert layout.whole_steps(run / "checkpoints") == [1, 2, 3, 4]
 
 
-def test_an_alarm_before_any_good_checkpoint_stops(
-    tmp_path: Path, tiny_sd3: Path, scripted: Callable[..., None]
-) -> None:
-    scripted(1.0, 9.0)
+def test_an_alarm_before_any_good_checkpoint_stops(tmp_path: Path, tiny_sd3: Path) -> None:
+    config = nft_toml(tmp_path, tiny_sd3)
     with pytest.raises(TrainingStoppedError, match="There is no checkpoint up to it. Step 1 is saved as it is"):
-        nft_train(nft_toml(tmp_path, tiny_sd3), *ON, FEW, acting("rewind"))
+        nft_train_task(config, *ON, FEW, acting("rewind"), prepare=scripted(9.0))
 
 
 def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp_path: Path, tiny_sd3: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,17 @@ def nft_train(config: Path, *overrides: str, **kwargs: Any) -> Path:
     return train(config, *overrides, **{"dataset": training_prompts, "val_dataset": validation_prompts, **kwargs})
 
 
-def nft_train_task(config: Path, *overrides: str, **kwargs: Any) -> tuple[Path, OnlineTask]:
-    """`train_task` with prompts."""
+def nft_train_task(
+    config: Path, *overrides: str, prepare: Callable[[OnlineTask], None] | None = None, **kwargs: Any
+) -> tuple[Path, OnlineTask]:
+    """`train_task` with prompts; ``prepare`` may replace parts of the task before it starts."""
     data = {"dataset": training_prompts, "val_dataset": validation_prompts}
 
     def build(*args: Any, **options: Any) -> OnlineTask:
-        return close_after_test(build_online(*args, **options))
+        task = close_after_test(build_online(*args, **options))
+        if prepare is not None:
+            prepare(task)
+        return task
 
     return train_task(build, config, *overrides, **{**data, **kwargs})
 

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from cosmos_rl.checkpoint.layout import policy_dir
-from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.trainer import run
 from cosmos_rl.policy.trainer.task import Task
@@ -50,10 +48,10 @@ def train_task(
     from cosmos_rl.policy.trainer.loop import TrainLoop
 
     config, folder, resume_from = _prepare(config_path, overrides, resume)
-    context = Context(torch.device("cpu"))
-    task = build(config, context, **{"dataset": training_pairs, "val_dataset": validation_data, **data})
-    loop = TrainLoop(config, folder, context, task, custom_logger_fns, {}, stop or Stop())
-    assert loop.run(resume_from) == expect
+    with process_group(config.train.device) as context:
+        task = build(config, context, **{"dataset": training_pairs, "val_dataset": validation_data, **data})
+        loop = TrainLoop(config, folder, context, task, custom_logger_fns, {}, stop or Stop())
+        assert loop.run(resume_from) == expect
     return folder.root, task
 
 

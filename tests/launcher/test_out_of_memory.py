@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,42 +11,43 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import OutOfMemory
 from cosmos_rl.launcher import out_of_memory, worker_entry
 from cosmos_rl.policy.config import load_config
-from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer import base, loop
-from cosmos_rl.policy.trainer.diffusers_trainer import sft_trainer
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
 
 VALIDATION = '[validation]\nenable = true\nfreq = 1\nbatch_size = 2\ndataset.local_dir = "{}"'
 
 
+def run_out(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
 @pytest.mark.parametrize(
-    ("place", "name", "phase", "remedy"),
+    ("method", "phase", "remedy"),
     [
-        (base, "build_optimizer", "loading", "train.train_policy.mini_batch = 1, now 2"),
-        (DiffuserModel, "encode_visuals", "encoding", 'train.param_dtype = "bfloat16"'),
-        (DiffuserModel, "training_sft_step", "training", 'train.optm_name = "AdamW8bit"'),
-        (sft_trainer.SFTTrainer, "held_out_loss", "validating", "validation.batch_size = 1, now 2"),
-        (loop, "collect", "saving", 'train.ckpt.save_mode = "sync"'),
+        ("trainable", "loading", "train.train_policy.mini_batch = 1, now 2"),
+        ("encode_visuals", "encoding", 'train.param_dtype = "bfloat16"'),
+        ("training_sft_step", "training", 'train.optm_name = "AdamW8bit"'),
+        ("sample", "validating", "validation.batch_size = 1, now 2"),
+        ("save_checkpoint_hook", "saving", 'train.ckpt.save_mode = "sync"'),
     ],
 )
 def test_the_message_says_where_how_much_and_what_to_change(
     write_toml: Callable[..., Path],
     image_folder: Path,
+    use_model: Callable[[type], type],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    place: Any,
-    name: str,
+    method: str,
     phase: str,
     remedy: str,
 ) -> None:
-    def run_out(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    monkeypatch.setattr(place, name, run_out)
+    hooks = {method: run_out} if method == "save_checkpoint_hook" else {}
+    if not hooks:
+        use_model(type("OutOfMemory", (SD3Model,), {method: run_out}))
     config = write_toml(VALIDATION.format(image_folder))
     monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(config), "--train.device=cpu"])
     with pytest.raises(SystemExit) as end:
-        worker_entry.main(dataset=training_pairs, val_dataset=validation_data)
+        worker_entry.main(dataset=training_pairs, val_dataset=validation_data, hook_fns=hooks)
     assert end.value.code == 1
     trace, _, message = capsys.readouterr().err.partition("error: ")
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried" in trace
@@ -58,12 +58,12 @@ def test_the_message_says_where_how_much_and_what_to_change(
 
 
 def test_memory_that_runs_out_during_a_rollout_is_reported_as_such(
-    write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    write_nft_toml: Callable[..., Path],
+    use_model: Callable[[type], type],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_out(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    monkeypatch.setattr(DiffuserModel, "pipeline_with_logprob", run_out)
+    use_model(type("OutOfMemory", (SD3Model,), {"pipeline_with_logprob": run_out}))
     options = ["--train.device=cpu", "--train.train_policy.reward_hacking_guard.enable=false"]
     monkeypatch.setattr(sys, "argv", ["script.py", "--config", str(write_nft_toml()), *options])
     with pytest.raises(SystemExit):

@@ -210,17 +210,22 @@ def test_a_tracker_that_fails_warns_once_and_is_still_called(
 
 
 def test_an_error_of_the_metrics_file_ends_the_run_and_the_trackers(
-    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_toml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: MetricsFile, step: int, metrics: Mapping[str, Any]) -> None:
-        raise OSError("no space left")
+    class Blocking(Recorder):
+        """Puts a folder in the place of the metrics file after the first step."""
 
-    tracker = Recorder()
+        def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+            super().log(step, metrics)
+            (file,) = (tmp_path / "out").glob("2*/metrics.jsonl")
+            file.unlink()
+            file.mkdir()
+
+    tracker = Blocking()
     monkeypatch.setattr("cosmos_rl.policy.trainer.loop.start_loggers", lambda *args: [tracker])
-    monkeypatch.setattr(MetricsFile, "log", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(IsADirectoryError):
         train(write_toml())
-    assert tracker.seen == ["finish"]
+    assert tracker.seen == [1, "finish"]
 
 
 def test_the_console_shows_the_first_the_last_and_every_nth_step_and_the_file_all(

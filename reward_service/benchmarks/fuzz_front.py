@@ -120,13 +120,13 @@ async def fuzz(folder: Path, requests: int, seed: int) -> dict[str, Any]:
                 unexpected.append(f"{number}: {error!r}")
             slowest = max(slowest, time.monotonic() - start)
             if number % 200 == 199:  # what was taken is done, so that nothing but the front itself can grow
-                ledger = front.front.ledger
-                for job_id, entry in list(ledger.open.items()):
+                tracker = front.front.tracker
+                for job_id, entry in list(tracker.open.items()):
                     for reward in list(entry.missing):
-                        await ledger.end(job_id, reward, "failed", "fuzz")
+                        await tracker.end(job_id, reward, "failed", "fuzz")
                 front.queue.jobs.clear()
-                front.board.told.clear()
-                await asyncio.to_thread(ledger.spool.sweep, -1.0, 0)
+                front.bus.told.clear()
+                await asyncio.to_thread(tracker.spool.sweep, -1.0, 0)
         growth = (process.memory_info().rss - base) / 2**20
     return {
         "requests": requests,

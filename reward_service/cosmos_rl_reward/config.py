@@ -29,13 +29,13 @@ class WorkerArgs(_Table):
     """Interpreter of their environment; ``python`` means the service's own."""
     device: str = "auto"
     """``auto``: a GPU when the environment's torch sees one, else the CPU."""
-    replicas: int = Field(1, ge=1, le=64)
+    replicas: int = Field(default=1, ge=1, le=64)
     """Worker processes."""
     environment: dict[str, str] = {}
     """Extra environment variables, such as ``CUDA_VISIBLE_DEVICES``."""
-    deadline_s: float = Field(300.0, gt=0)
+    deadline_s: float = Field(default=300.0, gt=0)
     """A call that takes longer is stopped: the worker is killed and the job counts one attempt."""
-    start_timeout_s: float = Field(900.0, gt=0)
+    start_timeout_s: float = Field(default=900.0, gt=0)
     """Loading the model may take this long."""
 
 
@@ -103,7 +103,7 @@ class DecodeArgs(WorkerArgs):
     """Accepted from older files, without effect."""
     load_mean_std: bool = False
     """Accepted from older files, without effect: the VAE's own statistics are used."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
 
 
 class ServiceConfig(_Table):

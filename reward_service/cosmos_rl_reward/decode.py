@@ -14,8 +14,8 @@ import numpy as np
 
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef, load, row_major
-from cosmos_rl_reward.rewards.pictures import whole_pixels
-from cosmos_rl_reward.rewards.weights import folder_of, need
+from cosmos_rl_reward.rewards.samples import round_pixels
+from cosmos_rl_reward.rewards.weights import find_folder, need
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.worker.inputs import describe, read_header
 
@@ -49,7 +49,7 @@ class LatentDecoder:
         names = [path for path in self.paths.values() if path]
         for name in names:
             if not Path(name).expanduser().exists():
-                folder_of(name, _FILES, offline=offline)
+                find_folder(name, _FILES, offline=offline)
             elif Path(name).is_file() and not offline:  # its configuration comes from the hub
                 self._load(name, False)
         if not names:
@@ -113,7 +113,7 @@ class LatentDecoder:
         if not bool(video.isfinite().all()):
             raise NotFinite("latents: they decode to a video that is not finite")
         levels = ((video.clamp(-1, 1) + 1) / 2 * 255).cpu().numpy()
-        return whole_pixels(levels, 0.0, 255.0)
+        return round_pixels(levels, 0.0, 255.0)
 
     def decode(self, path: Path, target: Path) -> None:
         """Decode the job at ``path`` sample by sample into ``target``, which appears when it is whole.

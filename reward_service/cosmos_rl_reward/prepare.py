@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
-from cosmos_rl_reward.rewards.weights import write_whole
+from cosmos_rl_reward.rewards.weights import write_atomically
 from cosmos_rl_reward.worker.host import decode_spec, reward_spec
 from cosmos_rl_reward.worker.replica import Failed, Replica, interpreter
 from cosmos_rl_reward.worker.spec import PoolSpec
@@ -130,7 +130,7 @@ async def _install_packages(reward: str, python: str, tools: _Tools) -> None:
         await _run([*install, "--no-deps", *bare], "pip")
     if lock is not None:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(lock, (await _run([*pip, "freeze", "--exclude-editable"], "pip freeze")).encode())
+        write_atomically(lock, (await _run([*pip, "freeze", "--exclude-editable"], "pip freeze")).encode())
 
 
 async def _half_made(python: str) -> bool:

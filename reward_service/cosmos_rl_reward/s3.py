@@ -36,20 +36,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from cosmos_rl_reward.errors import StoreAway, UserError
+from cosmos_rl_reward.errors import StoreUnavailable, UserError
 from cosmos_rl_reward.locks import try_lock
-from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Upload, pack_header, unpack
+from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Upload, pack_header, unpack_header
 
 logger = logging.getLogger(__name__)
 _PAGE = 1000  # keys per listing and per removal, the most that S3 takes
 _FEW = 4  # up to so many objects are asked for one by one rather than by a listing
 _PARALLEL = 8  # requests at a time of one call
-_STRAY_S = 3600.0  # what belongs to no open job goes after this long
-_TELL_S = 10.0  # between two lines of the log about a store that is away
+_ABANDONED_S = 3600.0  # what belongs to no open job goes after this long
+_LOG_S = 10.0  # between two lines of the log about a store that is away
 _CONNECT_S, _READ_S, _ATTEMPTS = 5, 20, 3
 
 
-class _Conflict(StoreAway):
+class _Conflict(StoreUnavailable):
     """Two conditional writes of one object met; neither is known to have won."""
 
 
@@ -79,7 +79,7 @@ def connect() -> Any:
         raise UserError(f"blob_store: the AWS environment variables or files are wrong: {error}") from error
 
 
-def own_folder(base: Path) -> tuple[Path, IO[str]]:
+def make_process_folder(base: Path) -> tuple[Path, IO[str]]:
     """A new folder below ``base``, this process's own while the returned file is open. Removes those of processes that
     are gone.
 
@@ -105,11 +105,11 @@ def own_folder(base: Path) -> tuple[Path, IO[str]]:
 class S3Spool(Spool):
     """A bucket of jobs and results, with a folder of this process before it.
 
-    Every method that is not about local paths may raise ``StoreAway``.
+    Every method that is not about local paths may raise ``StoreUnavailable``.
     """
 
     remote = True
-    look_s = 5.0  # word comes by events and by ``answered``
+    poll_s = 5.0  # word comes by events and by ``find_results``
     sweep_s = 600.0  # a listing of all finished jobs
 
     def __init__(
@@ -119,14 +119,14 @@ class S3Spool(Spool):
         super().__init__(folder)
         self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
         self._client, self._lock = client, lock
-        self._most, self._spare = limits
+        self._max_bytes, self._min_free = limits
         self._errors = importlib.import_module("botocore.exceptions")
         self._threads = ThreadPoolExecutor(_PARALLEL)
         self._mutex = threading.Lock()
-        self._lent: dict[str, set[Files]] = {}
+        self._users: dict[str, set[Files]] = {}
         self._sizes: dict[Path, int] = {}  # of files that are here or on their way
-        self._heads: dict[str, Job] = {}  # of the open jobs of the last listing
-        self._told = -math.inf
+        self._headers: dict[str, Job] = {}  # of the open jobs of the last listing
+        self._logged_at = -math.inf
         self._now = 0.0  # unix time as the store's last listing had it: ages are those of the store's clock
 
     # requests
@@ -137,7 +137,7 @@ class S3Spool(Spool):
         Raises:
             FileNotFoundError: no such object.
             FileExistsError: the object is there already.
-            StoreAway: anything else.
+            StoreUnavailable: anything else.
         """
         try:
             return getattr(self._client, action)(Bucket=self.bucket, **arguments)
@@ -154,12 +154,12 @@ class S3Spool(Spool):
             return FileExistsError(errno.EEXIST, "the object exists")
         if status == 409:
             return _Conflict(str(error))
-        if time.monotonic() - self._told > _TELL_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._logged_at > _LOG_S:
+            self._logged_at = time.monotonic()
             logger.error("blob_store s3://%s/%s: %s", self.bucket, self.prefix, error)
-        return StoreAway(f"s3://{self.bucket}: {error}")
+        return StoreUnavailable(f"s3://{self.bucket}: {error}")
 
-    def _put_new(self, key: str, data: bytes) -> bool:
+    def _create(self, key: str, data: bytes) -> bool:
         """Write an object that must not be there; False when it is."""
         for pause in (0.1, 0.2, 0.5, 1.0, None):
             try:
@@ -181,7 +181,7 @@ class S3Spool(Spool):
         except (self._errors.BotoCoreError, self._errors.ClientError) as error:
             raise self._explain(error) from error
         except importlib.import_module("boto3.exceptions").Boto3Error as error:
-            raise StoreAway(f"s3://{self.bucket}: {error}") from error
+            raise StoreUnavailable(f"s3://{self.bucket}: {error}") from error
 
     def _get(self, key: str) -> bytes | None:
         try:
@@ -213,7 +213,7 @@ class S3Spool(Spool):
             objects = [{"Key": self.prefix + key} for key in keys[i : i + _PAGE]]
             answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
             if failed := answer.get("Errors"):
-                raise StoreAway(f"s3://{self.bucket}: {len(failed)} objects cannot be removed: {failed[0]}")
+                raise StoreUnavailable(f"s3://{self.bucket}: {len(failed)} objects cannot be removed: {failed[0]}")
 
     def check(self) -> None:
         """Write, and write again what must not be written twice.
@@ -223,10 +223,10 @@ class S3Spool(Spool):
         """
         key = f"probe/{uuid.uuid4().hex}"
         try:
-            self._put_new(key, b"")
-            again = self._put_new(key, b"")
+            self._create(key, b"")
+            again = self._create(key, b"")
             if not self._exists(key) or self._get(key) is None or not any(self._pages(key)):
-                raise StoreAway(f"s3://{self.bucket}: does not have what was just written")
+                raise StoreUnavailable(f"s3://{self.bucket}: does not have what was just written")
             self._remove([key])
         except OSError as error:
             raise UserError(
@@ -245,7 +245,7 @@ class S3Spool(Spool):
         """Header of an accepted job, and whether the job is finished."""
         data = self._get(f"jobs/{job_id}")
         try:
-            return (unpack(data), len(data) < HEADER_BYTES) if data is not None else None
+            return (unpack_header(data), len(data) < HEADER_BYTES) if data is not None else None
         except ValueError:
             return None
 
@@ -254,11 +254,11 @@ class S3Spool(Spool):
         if (older := self.job(job.id)) is not None:
             return older
         self._send(_body(job), upload.path)
-        if self._put_new(f"jobs/{job.id}", pack_header(job)):
+        if self._create(f"jobs/{job.id}", pack_header(job)):
             return None
         older = self.job(job.id)
         if older is None:
-            raise StoreAway(f"job {job.id} came and went while it was sent again")
+            raise StoreUnavailable(f"job {job.id} came and went while it was sent again")
         if older.sha256 != job.sha256:
             self._remove([_body(job)])
         return None if older == job else older  # equal: it is ours, only the answer was lost and asked for again
@@ -272,14 +272,14 @@ class S3Spool(Spool):
         heads: dict[str, Job] = {}
         for page in self._pages("open/"):
             bodies = [key.split("/")[1:] for key, _ in page if "/body-" in key]
-            known = {job_id: self._heads[job_id] for job_id, _ in bodies if job_id in self._heads}
+            known = {job_id: self._headers[job_id] for job_id, _ in bodies if job_id in self._headers}
             new = [job_id for job_id, _ in bodies if job_id not in known]
             known.update((job.id, job) for job in self._threads.map(self.job, new) if job is not None)
             heads.update(known)
             for job_id, name in bodies:
                 if job_id in known and name == f"body-{known[job_id].sha256}":  # else a body that was not accepted
                     yield known[job_id]
-        self._heads = heads
+        self._headers = heads
 
     def finish(self, job: Job) -> None:
         """See ``Spool``. The header stays, marked as finished."""
@@ -308,13 +308,13 @@ class S3Spool(Spool):
     def _write(self, result: tuple[str, str, bytes]) -> bool:
         job_id, reward, data = result
         self._call("put_object", Key=f"{self.prefix}open/{job_id}/done-{reward}", Body=b"")
-        return self._put_new(f"results/{job_id}/{reward}", data)
+        return self._create(f"results/{job_id}/{reward}", data)
 
     def missing_rewards(self, job: Job) -> list[str]:
         there = {key.rpartition("/")[2] for page in self._pages(f"results/{job.id}/") for key, _ in page}
         return [reward for reward in job.rewards if reward not in there]
 
-    def answered(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
+    def find_results(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
         """See ``Spool``. One listing, and a request for each result that is there."""
         places = {f"open/{job_id}/done-{reward}": (job_id, reward) for job_id, reward in wanted}
         for page in self._pages("open/") if places else ():
@@ -328,7 +328,7 @@ class S3Spool(Spool):
     def has_decoded(self, job_id: str) -> bool:
         return self._exists(f"open/{job_id}/decoded")
 
-    def undecoded(self, jobs: Iterable[Job]) -> set[str]:
+    def find_undecoded(self, jobs: Iterable[Job]) -> set[str]:
         ids = {job.id for job in jobs if job.media == "latent"}
         if len(ids) <= _FEW:
             return {job_id for job_id in ids if not self.has_decoded(job_id)}
@@ -336,7 +336,7 @@ class S3Spool(Spool):
             ids -= {key.split("/")[1] for key, _ in page if key.endswith("/decoded")}
         return ids
 
-    def share_decoded(self, job: Job) -> None:
+    def publish_decoded(self, job: Job) -> None:
         self._send(f"open/{job.id}/decoded", self.decoded_path(job.id))
 
     # files of this process
@@ -346,11 +346,11 @@ class S3Spool(Spool):
 
         Raises:
             FileNotFoundError: the job was finished meanwhile.
-            StoreAway: also when there is no room here.
+            StoreUnavailable: also when there is no room here.
         """
         files = super().acquire(job, decoded)
         with self._mutex:
-            self._lent.setdefault(job.id, set()).add(files)
+            self._users.setdefault(job.id, set()).add(files)
         try:
             self._fetch(_body(job), self.job_path(job.id))
             if decoded and job.media == "latent":
@@ -371,10 +371,10 @@ class S3Spool(Spool):
     def _make_room(self, path: Path, size: int) -> None:
         with self._mutex:
             others = sum(other for place, other in self._sizes.items() if place != path)
-            if others and others + size > self._most:
-                raise StoreAway(f"{others} bytes of jobs are being scored here (max_spool_bytes)")
-            if self.free_bytes() - size < self._spare:
-                raise StoreAway(f"the disk of {self.root} is full (min_free_bytes)")
+            if others and others + size > self._max_bytes:
+                raise StoreUnavailable(f"{others} bytes of jobs are being scored here (max_spool_bytes)")
+            if self.free_bytes() - size < self._min_free:
+                raise StoreUnavailable(f"the disk of {self.root} is full (min_free_bytes)")
             self._sizes[path] = size
 
     def _save(self, body: Any, size: int, path: Path) -> None:
@@ -383,7 +383,9 @@ class S3Spool(Spool):
             with open(aside, "wb") as file:
                 shutil.copyfileobj(body, file, 1 << 20)
                 if file.tell() != size:
-                    raise StoreAway(f"s3://{self.bucket}: an object came with {file.tell()} bytes instead of {size}")
+                    raise StoreUnavailable(
+                        f"s3://{self.bucket}: an object came with {file.tell()} bytes instead of {size}"
+                    )
             os.replace(aside, path)
         except self._errors.BotoCoreError as error:
             raise self._explain(error) from error
@@ -393,11 +395,11 @@ class S3Spool(Spool):
     def release(self, files: Files) -> None:
         """See ``Spool``. The last one removes them."""
         with self._mutex:
-            users = self._lent.get(files.id, set())
+            users = self._users.get(files.id, set())
             users.discard(files)
-            if users or files.id not in self._lent:
+            if users or files.id not in self._users:
                 return
-            del self._lent[files.id]
+            del self._users[files.id]
             for path in (self.job_path(files.id), self.decoded_path(files.id)):
                 self._sizes.pop(path, None)
                 path.unlink(missing_ok=True)
@@ -406,7 +408,7 @@ class S3Spool(Spool):
 
     def sweep(self, ttl_s: float, keep: int) -> int:
         """See ``Spool``. Bodies, marks and latents that belong to no open job go after an hour as well."""
-        self._sweep_strays()
+        self._sweep_abandoned()
         times, names = array("d"), bytearray()  # 24 bytes each, there may be many
         for page in self._pages("jobs/"):
             for key, entry in page:
@@ -428,9 +430,9 @@ class S3Spool(Spool):
         self._remove([key for keys in self._threads.map(results, job_ids) for key in keys])
         self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: who is interrupted finds them again
 
-    def _sweep_strays(self) -> None:
+    def _sweep_abandoned(self) -> None:
         for page in self._pages("open/"):
-            old = [key for key, entry in page if entry["LastModified"].timestamp() < self._now - _STRAY_S]
+            old = [key for key, entry in page if entry["LastModified"].timestamp() < self._now - _ABANDONED_S]
             ids = {key.split("/")[1] for key in old}
             found = dict(zip(ids, self._threads.map(self._header, ids), strict=True))
             over = {job_id for job_id, header in found.items() if header is None or header[1]}

@@ -29,7 +29,7 @@ from cosmos_rl_reward.payload.arrays import ArrayRef
 from cosmos_rl_reward.payload.media import Media
 
 HEADER_BYTES = 4096
-_STRAY_S = 3600.0  # an upload that nobody finished goes after this long
+_ABANDONED_S = 3600.0  # an upload that nobody finished goes after this long
 JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -67,7 +67,7 @@ class Job:
         return self.array.shape[0]
 
     @property
-    def room(self) -> int:
+    def disk_bytes(self) -> int:
         """Bytes that the job takes on the disk, decoded latents included."""
         return self.size + (Media(self.media, self.array).decoded_bytes if self.media == "latent" else 0)
 
@@ -79,7 +79,7 @@ def pack_header(job: Job) -> bytes:
     return data.ljust(HEADER_BYTES - 1) + b"\n"
 
 
-def unpack(data: bytes) -> Job:
+def unpack_header(data: bytes) -> Job:
     """Read a header; raises ValueError when it is not one."""
     try:
         fields = json.loads(data)
@@ -141,12 +141,12 @@ class Spool:
 
     Attributes:
         remote: calls go over a network, so an event loop makes them in threads.
-        look_s: seconds between two looks for a result that somebody waits for, besides ``answered``.
+        poll_s: seconds between two looks for a result that somebody waits for, besides ``find_results``.
         sweep_s: seconds between two calls of ``sweep``.
     """
 
     remote = False
-    look_s = 60.0
+    poll_s = 60.0
     sweep_s = 60.0
 
     def __init__(self, root: Path) -> None:
@@ -155,7 +155,7 @@ class Spool:
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shards: dict[str, str] = {}
-        self._strays: dict[str, float] = {}  # files in ``incoming`` and when they were first seen
+        self._abandoned: dict[str, float] = {}  # files in ``incoming`` and when they were first seen
 
     def check(self) -> None:
         """Whether the place can do what is asked of it; raises ``UserError``. A folder that was made can."""
@@ -208,11 +208,11 @@ class Spool:
         """Whether a job's decoded latents are there."""
         return _read_header(self.decoded_path(job_id)) is not None
 
-    def undecoded(self, jobs: Iterable[Job]) -> set[str]:
+    def find_undecoded(self, jobs: Iterable[Job]) -> set[str]:
         """Ids of those jobs with latents that nobody has decoded yet."""
         return {job.id for job in jobs if job.media == "latent" and not self.has_decoded(job.id)}
 
-    def share_decoded(self, job: Job) -> None:
+    def publish_decoded(self, job: Job) -> None:
         """A job's latents were decoded into ``decoded_path``: let all machines see them. They do, in a folder."""
 
     def acquire(self, job: Job, decoded: bool) -> Files:
@@ -231,7 +231,7 @@ class Spool:
         """Those of the jobs that have no result of the reward."""
         return {job_id for job_id in job_ids if not self.has_result(job_id, reward)}
 
-    def answered(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
+    def find_results(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
         """Those of the wanted results, given as (job, reward), that are there."""
         for job_id, reward in wanted:
             data = self.result(job_id, reward)
@@ -315,11 +315,11 @@ class Spool:
         return gone
 
     def _sweep_incoming(self) -> None:
-        now, before = uptime(), self._strays
-        self._strays = {}
+        now, before = uptime(), self._abandoned
+        self._abandoned = {}
         for entry in os.scandir(self.incoming):
-            seen = self._strays[entry.path] = before.get(entry.path, now)
-            if now - seen > _STRAY_S:
+            seen = self._abandoned[entry.path] = before.get(entry.path, now)
+            if now - seen > _ABANDONED_S:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(entry.path)
 
@@ -355,7 +355,7 @@ class Spool:
 def _read_header(path: str | Path) -> Job | None:
     try:
         with open(path, "rb") as file:
-            return unpack(file.read(HEADER_BYTES))
+            return unpack_header(file.read(HEADER_BYTES))
     except (FileNotFoundError, ValueError):
         return None
 

@@ -21,19 +21,19 @@ def open_spool(config: ServiceConfig) -> Spool:
     found = STORE_URL.fullmatch(config.blob_store)
     if found is None:
         return Spool(config.spool_dir)
-    from cosmos_rl_reward.s3 import S3Spool, connect, own_folder
+    from cosmos_rl_reward.s3 import S3Spool, connect, make_process_folder
 
-    folder, lock = own_folder(config.state / "store")
+    folder, lock = make_process_folder(config.state / "store")
     limits = (config.max_spool_bytes, config.min_free_bytes)
     return S3Spool(folder, connect(), found[1], (found[2] or "").strip("/"), limits, lock)
 
 
-async def ask(spool: Spool, function: Callable[..., T], *arguments: object) -> T:
+async def call_spool(spool: Spool, function: Callable[..., T], *arguments: object) -> T:
     """Call the spool from an event loop: a folder answers at once, a store in a thread."""
     return await asyncio.to_thread(function, *arguments) if spool.remote else function(*arguments)
 
 
-def more_threads(spool: Spool) -> None:
+def add_threads(spool: Spool) -> None:
     """Let the running event loop wait for many answers of a store; a folder needs no more threads than usual."""
     if spool.remote:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))

@@ -26,7 +26,7 @@ from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
 from cosmos_rl_reward.locks import try_lock
 from cosmos_rl_reward.store import open_spool
-from cosmos_rl_reward.worker import family
+from cosmos_rl_reward.worker import process_tree
 
 logger = logging.getLogger(__name__)
 BROKER_VARIABLE = "COSMOS_RL_REWARD_INTERNAL_BROKER"
@@ -225,7 +225,7 @@ class Service:
             self.workers.signal(signal.SIGKILL)
         await draining
         hurry.cancel()
-        await asyncio.to_thread(family.kill_leftovers)
+        await asyncio.to_thread(process_tree.kill_leftovers)
         await self.front.end(8)
         await self.broker.end(3)
         self._listener.close()

@@ -37,7 +37,7 @@ class MemoryQueue:
         raise AssertionError("a front never takes jobs")
 
 
-class MemoryBoard:
+class MemoryEventBus:
     """States that a test sets."""
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class FrontInMemory:
     """What a test gets."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self.config, self.queue, self.board = config, MemoryQueue(), MemoryBoard()
+        self.config, self.queue, self.bus = config, MemoryQueue(), MemoryEventBus()
         for args in config.enabled:
-            self.board.set(args.reward_type, "ready")
+            self.bus.set(args.reward_type, "ready")
 
     @contextlib.asynccontextmanager
     async def _connect(self) -> AsyncIterator[tuple[Any, Any]]:
-        yield self.queue, self.board
+        yield self.queue, self.bus
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator["FrontInMemory"]:

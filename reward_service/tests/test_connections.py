@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from cosmos_rl_reward.front import connections, intake
+from cosmos_rl_reward.front import connections, uploads
 from tests.fronts import front_in_memory
 from tests.service import body, picture
 
@@ -108,7 +108,7 @@ def test_a_head_of_60_kib_and_large_bodies_are_fine(tmp_path):
 def test_a_head_and_a_body_have_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
     monkeypatch.setattr(connections, "_REST_S", 0.3)
-    monkeypatch.setattr(intake, "_POLITE_S", 0.3)
+    monkeypatch.setattr(uploads, "_DISCARD_S", 0.3)
 
     async def test(front, port):
         whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_rl_reward import cli
 from cosmos_rl_reward.prepare import requirements
-from cosmos_rl_reward.rewards.weights import write_whole
+from cosmos_rl_reward.rewards.weights import write_atomically
 from tests.service import MOODY, Service, picture, toml
 
 pytestmark = pytest.mark.process
@@ -157,7 +157,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     lock.write_text("old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
-        write_whole(lock, b"new")
+        write_atomically(lock, b"new")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("reward.txt", "old")]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.front.auth import Auth
-from cosmos_rl_reward.front.watcher import Watcher
+from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.spool import Spool, Upload
 from tests.fronts import front_in_memory
@@ -87,8 +87,8 @@ def test_refused_at_the_door(tmp_path, content, status, reason):
 
 def test_what_a_reward_asks_for_is_checked_once_it_has_told(tmp_path):
     async def test(front):
-        front.board.set("a", "ready", media_types=["image"], required_metadata=["geneval_tags"])
-        await Watcher(front.front.ledger).refresh()
+        front.bus.set("a", "ready", media_types=["image"], required_metadata=["geneval_tags"])
+        await Reconciler(front.front.tracker).refresh()
         video = await front.enqueue(body(np.zeros((1, 3, 1, 4, 4), np.uint8), "a", media_type="video"))
         missing = await front.enqueue(body(picture(), "a"))
         good = await front.enqueue(body(picture(), "a", geneval_tags=["counting"]))
@@ -175,13 +175,13 @@ def test_without_a_broker_jobs_are_taken_and_queued_later(tmp_path):
         front.queue.broken = True
         job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
         assert front.queue.jobs == {}
-        front.queue.broken, front.board.name = False, "two"
-        watcher = Watcher(front.front.ledger)
-        await watcher.refresh()
+        front.queue.broken, front.bus.name = False, "two"
+        reconciler = Reconciler(front.front.tracker)
+        await reconciler.refresh()
         assert front.queue.jobs == {"a": [job]}
         front.queue.jobs.clear()  # lost without a trace
-        front.front.ledger.open[job].since -= 60
-        await watcher.requeue_unknown()
+        front.front.tracker.open[job].since -= 60
+        await reconciler.requeue_unknown()
         assert front.queue.jobs == {"a": [job]}
 
     run(tmp_path, test)
@@ -205,10 +205,10 @@ def test_a_new_front_knows_the_jobs_of_the_old_one(tmp_path):
 def test_first_result_wins(tmp_path):
     async def test(front):
         job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
-        spool = front.front.ledger.spool
+        spool = front.front.tracker.spool
         assert spool.write_result(job, "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
         assert not spool.write_result(job, "a", encode({"scores": {"a": [2]}, "state": "succeeded"}))
-        assert not await front.front.ledger.end(job, "a", "expired", "too late")
+        assert not await front.front.tracker.end(job, "a", "expired", "too late")
         return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 
     assert run(tmp_path, test)["scores"] == {"a": [1]}
@@ -216,36 +216,36 @@ def test_first_result_wins(tmp_path):
 
 def test_jobs_that_nobody_can_score_end_with_the_reason(tmp_path):
     async def test(front):
-        watcher, ledger = Watcher(front.front.ledger), front.front.ledger
+        reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
         old = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
         waits = (await front.enqueue(body(picture(), "b"))).json()["uuid"]
-        front.board.set("b", "failed", "weights missing")
-        await watcher.refresh()
+        front.bus.set("b", "failed", "weights missing")
+        await reconciler.refresh()
         refused = await front.enqueue(body(picture(), "b"))
         assert refused.status_code == 503
         assert refused.json()["message"] == "reward b is not available: weights missing"
         assert "Retry-After" in refused.headers
-        await watcher.compare()
-        assert waits in ledger.open  # it may still come back
+        await reconciler.reconcile()
+        assert waits in tracker.open  # it may still come back
         await asyncio.sleep(0.3)
-        await watcher.compare()
-        ledger.open[old].since -= 4000
-        await watcher.compare()
+        await reconciler.reconcile()
+        tracker.open[old].since -= 4000
+        await reconciler.reconcile()
         fields = [{"uuid": old, "type": "a"}, {"uuid": waits, "type": "b"}]
         expired, failed = [(await front.client.post("/api/reward/pull", data=f)).json() for f in fields]
         assert (expired["state"], failed["state"]) == ("expired", "failed")
         assert "3600 s" in expired["error"]
         assert failed["error"] == "reward b is not available: weights missing"
-        assert not ledger.open
-        assert (ledger.bytes, ledger.depth("a"), ledger.depth("b")) == (0, 0, 0)
+        assert not tracker.open
+        assert (tracker.bytes, tracker.depth("a"), tracker.depth("b")) == (0, 0, 0)
         gone = (await front.client.get("/readyz")).json()
         assert gone["ready"] is False
-        front.board.rewards.clear()
+        front.bus.rewards.clear()
         lost = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
-        await watcher.refresh()
-        await watcher.compare()
+        await reconciler.refresh()
+        await reconciler.reconcile()
         await asyncio.sleep(0.3)
-        await watcher.compare()
+        await reconciler.reconcile()
         answer = await front.client.post("/api/reward/pull", data={"uuid": lost, "type": "a"})
         assert answer.json()["error"] == "reward a is not available: no worker serves it yet"
 
@@ -254,14 +254,14 @@ def test_jobs_that_nobody_can_score_end_with_the_reason(tmp_path):
 
 def test_latents_without_anybody_to_decode_them_end(tmp_path):
     async def test(front):
-        watcher = Watcher(front.front.ledger)
-        await watcher.refresh()
+        reconciler = Reconciler(front.front.tracker)
+        await reconciler.refresh()
         latents = np.zeros((1, 16, 1, 2, 2), np.float16)
         job = (await front.enqueue(body(latents, "a", media_type="latent"))).json()["uuid"]
         assert front.queue.jobs == {"_decode": [job]}
-        await watcher.compare()
+        await reconciler.reconcile()
         await asyncio.sleep(0.3)
-        await watcher.compare()
+        await reconciler.reconcile()
         return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 
     assert run(tmp_path, test, no_worker_after_s=0.2)["error"].startswith("nobody decodes latents")
@@ -279,12 +279,12 @@ def test_odd_reward_names_are_unknown(tmp_path):
 
 def test_results_go_after_their_time(tmp_path):
     async def test(front):
-        ledger = front.front.ledger
+        tracker = front.front.tracker
         jobs = [(await front.enqueue(body(picture(), "a"))).json()["uuid"] for _ in range(4)]
         for job in jobs[:3]:
-            await ledger.end(job, "a", "failed", "x")
-        assert ledger.spool.sweep(3600, keep=2) == 1
-        assert ledger.spool.sweep(-1, keep=10) == 2
+            await tracker.end(job, "a", "failed", "x")
+        assert tracker.spool.sweep(3600, keep=2) == 1
+        assert tracker.spool.sweep(-1, keep=10) == 2
         codes = [(await front.client.post("/api/reward/pull", data={"uuid": j, "type": "a"})).json() for j in jobs]
         assert [c["state"] for c in codes] == ["unknown", "unknown", "unknown", "queued"]
 

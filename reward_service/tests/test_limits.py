@@ -13,8 +13,8 @@ import pytest
 
 from cosmos_rl_reward import clock
 from cosmos_rl_reward.clock import SteadyClock
-from cosmos_rl_reward.front import intake
-from cosmos_rl_reward.front.watcher import Watcher
+from cosmos_rl_reward.front import uploads
+from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.spool import Spool
 from tests.fronts import front_in_memory
 from tests.service import body, picture
@@ -56,7 +56,7 @@ def test_chunked_bodies_count_while_they_arrive(tmp_path, monkeypatch, limit):
     async def test(front):
         stop, peak = asyncio.Event(), 0
         if limit == "min_free_bytes":
-            monkeypatch.setattr(front.front.ledger.spool, "free_bytes", lambda: free + 28 * MIB - on_disk(tmp_path))
+            monkeypatch.setattr(front.front.tracker.spool, "free_bytes", lambda: free + 28 * MIB - on_disk(tmp_path))
         sending = [asyncio.create_task(slow_upload(front, 12 * MIB, stop)) for _ in range(4)]
         for _ in range(100):
             await asyncio.sleep(0.01)
@@ -73,7 +73,7 @@ def test_chunked_bodies_count_while_they_arrive(tmp_path, monkeypatch, limit):
 
 
 def test_many_slow_bodies_stay_off_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(intake, "_GATHERED", 4 * MIB)
+    monkeypatch.setattr(uploads, "_MAX_BUFFERED", 4 * MIB)
 
     async def test(front):
         stop, sent = asyncio.Event(), []
@@ -86,11 +86,11 @@ def test_many_slow_bodies_stay_off_the_memory(tmp_path, monkeypatch):
 
         sending = [asyncio.create_task(front.enqueue(parts())) for _ in range(60)]
         async with asyncio.timeout(60):
-            while len(sent) < 60 or front.front.intake._gathered > 5 * MIB:  # all of them are 51
+            while len(sent) < 60 or front.front.receiver._buffered > 5 * MIB:  # all of them are 51
                 await asyncio.sleep(0.01)
         stop.set()
         await asyncio.gather(*sending)
-        return front.front.intake._gathered
+        return front.front.receiver._buffered
 
     assert run(tmp_path, test) == 0
 
@@ -145,10 +145,10 @@ def test_latents_take_the_room_of_their_pixels(tmp_path):
     async def test(front):
         content = body(LATENTS, "a", media_type="latent")
         first = await front.enqueue(content)
-        taken = front.front.ledger.bytes
+        taken = front.front.tracker.bytes
         second = await front.enqueue(content)
-        await front.front.ledger.end(first.json()["uuid"], "a", "failed", "x")
-        return first.status_code, taken, second, front.front.ledger.bytes, (await front.enqueue(content)).status_code
+        await front.front.tracker.end(first.json()["uuid"], "a", "failed", "x")
+        return first.status_code, taken, second, front.front.tracker.bytes, (await front.enqueue(content)).status_code
 
     first, taken, second, after, third = run(tmp_path, test, max_spool_bytes=60_000)
     assert (first, third) == (200, 200)
@@ -169,34 +169,34 @@ def clock_set(monkeypatch, seconds):
 @pytest.mark.parametrize("step", [3601.0, -86_400.0, 366 * 86_400.0])
 def test_a_step_of_the_clock_ends_no_job_and_forgets_no_result(tmp_path, monkeypatch, step):
     async def before(front):
-        watcher, ledger = Watcher(front.front.ledger), front.front.ledger
-        await watcher.refresh()
+        reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
+        await reconciler.refresh()
         done, waits = [(await front.enqueue(body(picture(i), "a"))).json()["uuid"] for i in range(2)]
-        await ledger.end(done, "a", "failed", "x")
+        await tracker.end(done, "a", "failed", "x")
         with clock_set(monkeypatch, step):
-            await watcher.compare()
-            assert waits in ledger.open
-            assert ledger.spool.sweep(86_400, keep=10) == 0
+            await reconciler.reconcile()
+            assert waits in tracker.open
+            assert tracker.spool.sweep(86_400, keep=10) == 0
             late = (await front.enqueue(body(picture(), "a"))).json()["uuid"]  # accepted after the step
-            await ledger.end(late, "a", "failed", "x")
-        assert ledger.spool.sweep(86_400, keep=10) == 0  # and the clock is set back
-        ledger.open[waits].since -= 3599
-        await watcher.compare()
-        assert waits in ledger.open
+            await tracker.end(late, "a", "failed", "x")
+        assert tracker.spool.sweep(86_400, keep=10) == 0  # and the clock is set back
+        tracker.open[waits].since -= 3599
+        await reconciler.reconcile()
+        assert waits in tracker.open
         return done, waits
 
     done, waits = run(tmp_path, before)
 
     async def restarted(front):
-        watcher, ledger = Watcher(front.front.ledger), front.front.ledger
-        await watcher.refresh()
-        await watcher.compare()
-        assert waits in ledger.open
-        assert ledger.spool.sweep(86_400, keep=10) == 0
-        assert ledger.spool.result(done, "a")
-        ledger.open[waits].since -= 3601  # but its time does end
-        await watcher.compare()
-        assert waits not in ledger.open
+        reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
+        await reconciler.refresh()
+        await reconciler.reconcile()
+        assert waits in tracker.open
+        assert tracker.spool.sweep(86_400, keep=10) == 0
+        assert tracker.spool.result(done, "a")
+        tracker.open[waits].since -= 3601  # but its time does end
+        await reconciler.reconcile()
+        assert waits not in tracker.open
 
     with clock_set(monkeypatch, step):
         run(tmp_path, restarted)
@@ -211,12 +211,12 @@ def test_ages_count_across_a_restart_but_not_across_a_reboot(tmp_path, monkeypat
     job = run(tmp_path, first)
 
     async def second(front):
-        return clock.uptime() - front.front.ledger.open[job].since
+        return clock.uptime() - front.front.tracker.open[job].since
 
     here = clock.uptime()
-    monkeypatch.setattr("cosmos_rl_reward.front.ledger.uptime", lambda: here + 500)
+    monkeypatch.setattr("cosmos_rl_reward.front.job_tracker.uptime", lambda: here + 500)
     assert run(tmp_path, second) < 100
-    monkeypatch.setattr("cosmos_rl_reward.front.ledger.boot", lambda: "another boot")
+    monkeypatch.setattr("cosmos_rl_reward.front.job_tracker.boot", lambda: "another boot")
     assert run(tmp_path, second) < -400  # since now, as the ledger has it
 
 
@@ -262,21 +262,21 @@ def test_uploads_that_nobody_finished_go_by_an_age_that_the_clock_cannot_change(
 
 def test_adopted_once_it_was_open_twice(tmp_path):
     async def test(front):
-        watcher, ledger = Watcher(front.front.ledger), front.front.ledger
-        await watcher.refresh()
+        reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
+        await reconciler.refresh()
         job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
-        del ledger.open[job]  # another front's
-        await watcher.adopt()
-        assert job not in ledger.open  # its front may be about to queue it
-        await watcher.adopt()
-        assert job in ledger.open
+        del tracker.open[job]  # another front's
+        await reconciler.recover()
+        assert job not in tracker.open  # its front may be about to queue it
+        await reconciler.recover()
+        assert job in tracker.open
 
     run(tmp_path, test)
 
 
 def test_polls_cost_nothing_while_they_wait_and_are_bounded(tmp_path):
     async def test(front, port):
-        url, ledger = f"http://127.0.0.1:{port}", front.front.ledger
+        url, tracker = f"http://127.0.0.1:{port}", front.front.tracker
         job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
         fields = {"uuid": job, "type": "a", "wait": "60"}
         limits = httpx.Limits(max_connections=200)
@@ -288,11 +288,11 @@ def test_polls_cost_nothing_while_they_wait_and_are_bounded(tmp_path):
                 while front.front.polls < 64 or sum(poll.done() for poll in polls) < 36:
                     await asyncio.sleep(0.05)
             looks = []
-            has_result = ledger.spool.has_result
-            ledger.spool.has_result = lambda *place: looks.append(place) or has_result(*place)
+            has_result = tracker.spool.has_result
+            tracker.spool.has_result = lambda *place: looks.append(place) or has_result(*place)
             await asyncio.sleep(1.2)
             assert len(looks) == 0
-            ledger.spool.write_result(job, "a", b'{"scores": {"a": [1]}, "state": "succeeded"}')
+            tracker.spool.write_result(job, "a", b'{"scores": {"a": [1]}, "state": "succeeded"}')
             answers = await asyncio.wait_for(
                 asyncio.gather(*polls), 20
             )  # without any event: by the look of ``compare``
@@ -310,15 +310,15 @@ def test_polls_cost_nothing_while_they_wait_and_are_bounded(tmp_path):
 
 def test_a_wait_for_another_fronts_job_ends_without_an_event(tmp_path):
     async def test(front):
-        ledger = front.front.ledger
+        tracker = front.front.tracker
         job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
-        del ledger.open[job]
-        waiting = asyncio.create_task(ledger.wait(job, "a", 60))
+        del tracker.open[job]
+        waiting = asyncio.create_task(tracker.wait(job, "a", 60))
         await asyncio.sleep(0.05)
-        ledger.spool.write_result(job, "a", b'{"scores": {"a": [1]}, "state": "succeeded"}')
+        tracker.spool.write_result(job, "a", b'{"scores": {"a": [1]}, "state": "succeeded"}')
         await asyncio.wait_for(waiting, 20)
-        await asyncio.wait_for(ledger.wait(job, "a", 60), 20)  # there already
-        await asyncio.wait_for(ledger.wait(str(uuid.uuid4()), "a", 0.1), 20)
+        await asyncio.wait_for(tracker.wait(job, "a", 60), 20)  # there already
+        await asyncio.wait_for(tracker.wait(str(uuid.uuid4()), "a", 0.1), 20)
 
     run(tmp_path, test)
 

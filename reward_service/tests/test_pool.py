@@ -14,9 +14,9 @@ from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.results import encode, without_scores
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
-from cosmos_rl_reward.worker import patience
+from cosmos_rl_reward.worker import retries
 from cosmos_rl_reward.worker.host import reward_spec
-from cosmos_rl_reward.worker.inputs import Input, batches, merge, read_input
+from cosmos_rl_reward.worker.inputs import Input, group_inputs, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
 from cosmos_rl_reward.worker.pool import Pool
 from tests.service import TESTS, body, picture
@@ -57,7 +57,7 @@ def test_only_what_belongs_together_is_merged(tmp_path):
         body(picture(7), "mock", note=["x"]),
         body(picture(8), "mock", geneval_tags=["counting"]),
     )
-    groups = batches(found, ("references",))
+    groups = group_inputs(found, ("references",))
     assert [[int(one.id[-2:]) for one in group] for group in groups] == [[0, 1], [2], [3], [4, 5], [6], [7]]
     images, metadata = merge(groups[0], ())
     assert images[:, 0, 0, 0].tolist() == [1, 2, 2]
@@ -137,7 +137,7 @@ class Disk:
 
 def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
     """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
-    monkeypatch.setattr(patience, "_PAUSES_S", (0.02,))
+    monkeypatch.setattr(retries, "_PAUSES_S", (0.02,))
     told = []
 
     async def announce(event):

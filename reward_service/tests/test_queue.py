@@ -8,8 +8,8 @@ import time
 import pytest
 
 from cosmos_rl_reward.broker import queue as queue_module
-from cosmos_rl_reward.broker.board import Board
 from cosmos_rl_reward.broker.embedded import server_command, wait_for_socket
+from cosmos_rl_reward.broker.event_bus import EventBus
 from cosmos_rl_reward.broker.queue import Control, StreamQueue
 
 pytestmark = pytest.mark.process
@@ -196,8 +196,8 @@ def test_a_broker_that_dies_and_comes_back_empty(tmp_path):
     """What runs goes on; what is put afterwards is run; a job that is put again while it runs ends both times."""
 
     async def test():
-        async with brokered(tmp_path) as (broker, queue), Board(broker.url) as board:
-            epoch = await board.epoch()
+        async with brokered(tmp_path) as (broker, queue), EventBus(broker.url) as bus:
+            epoch = await bus.epoch()
             await queue.put("r", ["a"])
             runs = Runs(free=False)
             async with consuming(queue, runs):
@@ -206,7 +206,7 @@ def test_a_broker_that_dies_and_comes_back_empty(tmp_path):
                 with pytest.raises((OSError, queue_module.ValkeyError)):
                     await queue.put("r", ["b"])
                 await broker.start()
-                assert await board.epoch() != epoch
+                assert await bus.epoch() != epoch
                 assert await queue.unknown("r", ["a", "b"]) == ["a", "b"]
                 await queue.put("r", ["a", "b"])
                 await until(lambda: len(runs.calls) == 3)
@@ -220,11 +220,11 @@ def test_a_broker_that_dies_and_comes_back_empty(tmp_path):
 
 def test_events_and_states_reach_the_other_side(tmp_path):
     async def test():
-        async with brokered(tmp_path) as (broker, _), Board(broker.url) as board:
+        async with brokered(tmp_path) as (broker, _), EventBus(broker.url) as bus:
             heard = []
 
             async def listen():
-                async for event in board.events():
+                async for event in bus.events():
                     heard.append(event)
 
             listening = asyncio.create_task(listen())
@@ -232,13 +232,13 @@ def test_events_and_states_reach_the_other_side(tmp_path):
                 async with asyncio.timeout(20):
                     while {"n": number} not in heard:
                         with contextlib.suppress(OSError, queue_module.ValkeyError):
-                            await board.publish([{"n": number}, {"ü": None}])
+                            await bus.publish([{"n": number}, {"ü": None}])
                         await asyncio.sleep(0.02)
                 broker.kill()
                 await broker.start()
-            await board.set_status("h", {"r": {"state": "ready"}})
-            assert await board.statuses() == {"h": {"r": {"state": "ready"}}}
-            assert await board.epoch() == await board.epoch()
+            await bus.set_status("h", {"r": {"state": "ready"}})
+            assert await bus.statuses() == {"h": {"r": {"state": "ready"}}}
+            assert await bus.epoch() == await bus.epoch()
             listening.cancel()
 
     asyncio.run(test())

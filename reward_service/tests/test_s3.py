@@ -15,13 +15,13 @@ import pytest
 
 from cosmos_rl_reward import cli, s3
 from cosmos_rl_reward.config import build
-from cosmos_rl_reward.errors import StoreAway, UserError
-from cosmos_rl_reward.front.watcher import Watcher
+from cosmos_rl_reward.errors import StoreUnavailable, UserError
+from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
-from cosmos_rl_reward.worker.patience import PatientSpool
+from cosmos_rl_reward.worker.retries import RetryingSpool
 from tests.fronts import front_in_memory
 from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
 from tests.service import MOODY, body, picture, toml
@@ -99,13 +99,13 @@ def test_results_are_found(spools):
     one, two = spools
     jobs = [put(one)[0] for _ in range(3)]
     wanted = [(job.id, reward) for job in jobs for reward in job.rewards]
-    assert list(two.answered(wanted)) == []
+    assert list(two.find_results(wanted)) == []
     one.write_results([(jobs[0].id, "a", b"0"), (jobs[2].id, "b", b"2")])
-    assert sorted(two.answered(wanted)) == sorted([(jobs[0].id, "a", b"0"), (jobs[2].id, "b", b"2")])
+    assert sorted(two.find_results(wanted)) == sorted([(jobs[0].id, "a", b"0"), (jobs[2].id, "b", b"2")])
     assert two.missing_rewards(jobs[0]) == ["b"]
     assert [two.has_result(job.id, "a") for job in jobs] == [True, False, False]
     assert two.without_result([job.id for job in jobs], "a") == {jobs[1].id, jobs[2].id}
-    assert list(two.answered([(jobs[1].id, "a")])) == []
+    assert list(two.find_results([(jobs[1].id, "a")])) == []
 
 
 def test_a_finished_job_keeps_its_header_and_results_alone(spools, request):
@@ -136,7 +136,7 @@ def decode(spool, job, pixels=b"\7" * 12):
     aside = Spool(Path(files.decoded).parents[2]).incoming / "aside"
     aside.write_bytes(pack_header(job) + pixels)
     os.replace(aside, files.decoded)
-    spool.share_decoded(job)
+    spool.publish_decoded(job)
     spool.release(files)
 
 
@@ -144,10 +144,10 @@ def test_decoded_latents_reach_other_machines(spools):
     one, two = spools
     jobs = [put(one, media="latent")[0] for _ in range(6)]
     picture_ = put(one)[0]
-    assert two.undecoded([*jobs, picture_]) == {job.id for job in jobs}
+    assert two.find_undecoded([*jobs, picture_]) == {job.id for job in jobs}
     decode(one, jobs[0])
-    assert two.undecoded([*jobs, picture_]) == {job.id for job in jobs[1:]}
-    assert two.undecoded(jobs[:2]) == {jobs[1].id}
+    assert two.find_undecoded([*jobs, picture_]) == {job.id for job in jobs[1:]}
+    assert two.find_undecoded(jobs[:2]) == {jobs[1].id}
     assert [two.has_decoded(job.id) for job in jobs[:2]] == [True, False]
     files = two.acquire(jobs[0], True)
     assert Path(files.decoded).read_bytes() == pack_header(jobs[0]) + b"\7" * 12
@@ -210,7 +210,7 @@ def test_what_belongs_to_no_open_job_is_swept(store, tmp_path, monkeypatch):
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{PREFIX}/jobs/{never.id}")  # its front died before this
     spool.sweep(3600, keep=9)
     assert len([key for key in store.names() if key.startswith("open/")]) == 3  # they may be on their way
-    monkeypatch.setattr(s3, "_STRAY_S", -10.0)
+    monkeypatch.setattr(s3, "_ABANDONED_S", -10.0)
     spool.sweep(3600, keep=9)
     assert [key for key in store.names() if key.startswith("open/")] == [f"open/{job.id}/body-{job.sha256}"]
     assert list(spool.open_jobs()) == [job]
@@ -241,17 +241,17 @@ def test_the_body_of_a_job_that_came_second_is_removed(store, tmp_path, monkeypa
 
 
 def test_a_worker_tries_until_the_store_is_back(store, tmp_path, monkeypatch):
-    patient = PatientSpool(in_store(tmp_path), "mock")
+    retrying = RetryingSpool(in_store(tmp_path), "mock")
     tried = []
 
     def write():
         tried.append(1)
         if len(tried) < 50:
-            raise StoreAway("nobody there")
+            raise StoreUnavailable("nobody there")
         return "written"
 
     monkeypatch.setattr(asyncio, "sleep", no_word)
-    assert asyncio.run(patient.insist(write)) == "written"
+    assert asyncio.run(retrying.retry(write)) == "written"
 
 
 async def no_word(*_):
@@ -302,14 +302,14 @@ def test_files_stay_while_somebody_reads_them_and_have_a_limit(store, tmp_path):
     spool = in_store(tmp_path, max_spool_bytes=HEADER_BYTES + 100)
     first, second = put(spool)[0], put(spool)[0]
     readers = [spool.acquire(first, True), spool.acquire(first, True)]
-    with pytest.raises(StoreAway, match="max_spool_bytes"):
+    with pytest.raises(StoreUnavailable, match="max_spool_bytes"):
         spool.acquire(second, True)
     spool.release(readers[0])
     assert Path(readers[1].path).exists()
     spool.release(readers[1])
     assert not Path(readers[1].path).exists()
     assert Path(spool.acquire(second, True).path).exists()
-    with pytest.raises(StoreAway, match="min_free_bytes"):
+    with pytest.raises(StoreUnavailable, match="min_free_bytes"):
         in_store(tmp_path, min_free_bytes=1 << 60).acquire(first, True)
 
 
@@ -338,8 +338,8 @@ def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
             assert "Could not connect to the endpoint" in asked.json()["message"]
             again = await front.enqueue(body(picture(), "a"))
             in_store(tmp_path / "two").write_result(job, "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
-            await Watcher(front.front.ledger).compare()  # nobody told of the result
-            assert list(front.front.ledger.open) == [again.json()["uuid"]]
+            await Reconciler(front.front.tracker).reconcile()  # nobody told of the result
+            assert list(front.front.tracker.open) == [again.json()["uuid"]]
             return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 
     assert asyncio.run(test())["scores"] == {"a": [1]}

@@ -137,10 +137,10 @@ class _Consumer:
 
     async def serve(self) -> None:
         """Take jobs and have them run, until ``control`` ends it."""
-        beside = [asyncio.create_task(self._patiently(part)) for part in (self._renew, self._acknowledge)]
+        beside = [asyncio.create_task(self._reconnecting(part)) for part in (self._renew, self._acknowledge)]
         beside.append(asyncio.create_task(self._release()))
         try:
-            await self._patiently(self._take)
+            await self._reconnecting(self._take)
             while self._leases:
                 self._changed.clear()
                 await self._changed.wait()
@@ -153,7 +153,7 @@ class _Consumer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _patiently(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _reconnecting(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``part`` again whenever the broker fails it."""
         while True:
             try:
@@ -182,13 +182,13 @@ class _Consumer:
                 continue
             if time.monotonic() - looked >= _RENEW_S:
                 looked = time.monotonic()
-                await self._adopt(room)
+                await self._claim_expired(room)
                 continue
             found = await self._client.xreadgroup(_GROUP, self._name, {stream: ">"}, count=room, block=_BLOCK_MS)
             for entry, fields in found[0][1] if found else ():
                 self._start(entry, fields, 1)
 
-    async def _adopt(self, room: int) -> None:
+    async def _claim_expired(self, room: int) -> None:
         """Claim jobs whose consumer died."""
         stream, idle_ms = self._keys[0], int(LEASE_S * 1000)
         found = await self._client.xautoclaim(stream, _GROUP, self._name, idle_ms, self._cursor, count=room)

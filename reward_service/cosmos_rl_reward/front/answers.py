@@ -5,11 +5,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.front.job_tracker import JobTracker
 from cosmos_rl_reward.payload.metadata import REWARD_NAME
 from cosmos_rl_reward.results import FAILED, without_scores
 from cosmos_rl_reward.spool import JOB_ID, Job
-from cosmos_rl_reward.store import ask
+from cosmos_rl_reward.store import call_spool
 
 MAX_WAIT_S = 60.0
 
@@ -26,17 +26,17 @@ class Answer:
     position: int | None = None
 
 
-async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) -> Answer:
+async def get_answer(tracker: JobTracker, job_id: str, reward: str, wait_s: float = 0.0) -> Answer:
     """The state of a reward of a job; waits up to ``wait_s`` (at most 60 s) for a final one."""
     if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
         return Answer("unknown")
-    entry = ledger.open.get(job_id)
+    entry = tracker.open.get(job_id)
     if wait_s > 0 and entry is not None and reward in entry.missing:  # it looks for a result itself
-        await ledger.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
+        await tracker.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
         wait_s = 0.0
-    data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
+    data = await call_spool(tracker.spool, tracker.spool.result, job_id, reward)
     if data is None:
-        job = await known_job(ledger, job_id)
+        job = await find_job(tracker, job_id)
         if job is None:
             return Answer("unknown")
         if reward not in job.rewards:
@@ -46,41 +46,41 @@ async def look(ledger: Ledger, job_id: str, reward: str, wait_s: float = 0.0) ->
                 error = f"the job did not ask for reward {reward}; it asked for {', '.join(job.rewards)}"
             return Answer(FAILED, without_scores(reward, FAILED, error))
         if wait_s > 0:
-            await ledger.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
-            data = await ask(ledger.spool, ledger.spool.result, job_id, reward)
+            await tracker.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
+            data = await call_spool(tracker.spool, tracker.spool.result, job_id, reward)
         if data is None:
-            return Answer("queued", position=ledger.position(job_id, reward))
-    return Answer(state_of(data), data)
+            return Answer("queued", position=tracker.position(job_id, reward))
+    return Answer(read_state(data), data)
 
 
-def state_of(data: bytes) -> str:
+def read_state(data: bytes) -> str:
     """State in a stored result."""
     return json.loads(data)["state"]
 
 
-async def look_all(ledger: Ledger, job_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
+async def describe_job(tracker: JobTracker, job_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
     """All rewards of a job at once; None when the job is not known (any more)."""
-    job = await known_job(ledger, job_id)
+    job = await find_job(tracker, job_id)
     if job is None:
         return None
-    return await look_at(ledger, job, wait_s)
+    return await collect_results(tracker, job, wait_s)
 
 
-async def known_job(ledger: Ledger, job_id: str) -> Job | None:
+async def find_job(tracker: JobTracker, job_id: str) -> Job | None:
     """A job by its id; from the disk only when it is not open here."""
-    entry = ledger.open.get(job_id)
+    entry = tracker.open.get(job_id)
     if entry is not None:
         return entry.job
-    return await asyncio.to_thread(ledger.spool.job, job_id)
+    return await asyncio.to_thread(tracker.spool.job, job_id)
 
 
-async def look_at(ledger: Ledger, job: Job, wait_s: float) -> dict[str, Any]:
+async def collect_results(tracker: JobTracker, job: Job, wait_s: float) -> dict[str, Any]:
     """All rewards of a job that is there."""
     loop = asyncio.get_running_loop()
     end = loop.time() + min(wait_s, MAX_WAIT_S)
     rewards: dict[str, Any] = {}
     for name in job.rewards:
-        answer = await look(ledger, job.id, name, max(0.0, end - loop.time()))
+        answer = await get_answer(tracker, job.id, name, max(0.0, end - loop.time()))
         rewards[name] = json.loads(answer.result) if answer.result else {"state": answer.state}
         if answer.position is not None:
             rewards[name]["position"] = answer.position

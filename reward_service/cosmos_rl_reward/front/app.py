@@ -17,26 +17,26 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from cosmos_rl_reward import __version__
-from cosmos_rl_reward.broker.board import Board
+from cosmos_rl_reward.broker.event_bus import EventBus
 from cosmos_rl_reward.broker.queue import JobQueue, StreamQueue
 from cosmos_rl_reward.config import ServiceConfig
-from cosmos_rl_reward.errors import StoreAway
+from cosmos_rl_reward.errors import StoreUnavailable
 from cosmos_rl_reward.front import v1, v2
 from cosmos_rl_reward.front.auth import Auth, Denied
-from cosmos_rl_reward.front.connections import guarded
+from cosmos_rl_reward.front.connections import make_protocol
 from cosmos_rl_reward.front.direct import DirectApp
-from cosmos_rl_reward.front.intake import Intake, discard_body
-from cosmos_rl_reward.front.ledger import Ledger, Notices
-from cosmos_rl_reward.front.local import LocalOnly
+from cosmos_rl_reward.front.job_tracker import Events, JobTracker
+from cosmos_rl_reward.front.local_only import LocalOnly
 from cosmos_rl_reward.front.metrics import Metrics
+from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.front.state import Front
-from cosmos_rl_reward.front.watcher import Watcher
+from cosmos_rl_reward.front.uploads import UploadReceiver, discard_body
 from cosmos_rl_reward.payload.errors import Refused
-from cosmos_rl_reward.store import more_threads, open_spool
+from cosmos_rl_reward.store import add_threads, open_spool
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
-Connect = Callable[[], AbstractAsyncContextManager[tuple[JobQueue, Notices]]]
+Connect = Callable[[], AbstractAsyncContextManager[tuple[JobQueue, Events]]]
 
 
 @router.get("/healthz")
@@ -77,16 +77,16 @@ async def page() -> Response:
     return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _reject(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     front = Front.of(request)
     front.metrics.rejected.labels(str(error.status)).inc()
     await discard_body(request)
-    retry = {"Retry-After": str(front.ledger.retry_after())} if error.status in (429, 503, 507) else {}
+    retry = {"Retry-After": str(front.tracker.retry_after())} if error.status in (429, 503, 507) else {}
     return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=retry)
 
 
-async def _denied(request: Request, error: Exception) -> Response:
+async def _deny(request: Request, error: Exception) -> Response:
     assert isinstance(error, Denied)
     front = Front.of(request)
     if error.status != 503:
@@ -96,14 +96,14 @@ async def _denied(request: Request, error: Exception) -> Response:
     return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=headers)
 
 
-async def _away(request: Request, error: Exception) -> Response:
+async def _report_store_unavailable(request: Request, error: Exception) -> Response:
     front = Front.of(request)
     front.metrics.rejected.labels("503").inc()
     text = f"the object store does not answer: {error}"
     return JSONResponse({"message": text, "error": text}, 503, headers={"Retry-After": "5"})
 
 
-async def _gone(_: Request, __: Exception) -> Response:
+async def _ignore_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # nobody is there to read it
 
 
@@ -117,16 +117,16 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with connect() as (queue, board):
+        async with connect() as (queue, bus):
             numbers = Metrics()
-            ledger = Ledger(config, open_spool(config), queue, board, numbers)
-            more_threads(ledger.spool)
-            await asyncio.to_thread(ledger.load)
-            app.state.front = Front(config, ledger, Intake(ledger), auth, numbers)
-            watcher = Watcher(ledger)
+            tracker = JobTracker(config, open_spool(config), queue, bus, numbers)
+            add_threads(tracker.spool)
+            await asyncio.to_thread(tracker.load)
+            app.state.front = Front(config, tracker, UploadReceiver(tracker), auth, numbers)
+            reconciler = Reconciler(tracker)
             with contextlib.suppress(Exception):  # the broker may come later
-                await watcher.refresh()
-            watching = asyncio.create_task(watcher.run())
+                await reconciler.refresh()
+            watching = asyncio.create_task(reconciler.run())
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, app.state.front.drain)
             yield
@@ -141,7 +141,12 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
         app.add_middleware(LocalOnly)
     for part in (router, v1.router, v2.router):
         app.include_router(part)
-    errors = {Refused: _refused, Denied: _denied, StoreAway: _away, ClientDisconnect: _gone}
+    errors = {
+        Refused: _reject,
+        Denied: _deny,
+        StoreUnavailable: _report_store_unavailable,
+        ClientDisconnect: _ignore_disconnect,
+    }
     for kind, answer in errors.items():
         app.add_exception_handler(kind, answer)
     often = {"/api/reward/enqueue": v1.enqueue, "/api/reward/pull": v1.pull, "/v2/score": v2.score}
@@ -157,9 +162,9 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
     """
 
     @contextlib.asynccontextmanager
-    async def connect() -> AsyncIterator[tuple[JobQueue, Notices]]:
-        async with Board(broker_url) as board, StreamQueue(broker_url) as queue:
-            yield queue, board
+    async def connect() -> AsyncIterator[tuple[JobQueue, Events]]:
+        async with EventBus(broker_url) as bus, StreamQueue(broker_url) as queue:
+            yield queue, bus
 
     uvicorn.Server(server_settings(config, create_app(config, connect))).run(sockets=[listener])
 
@@ -170,5 +175,5 @@ def server_settings(config: ServiceConfig, app: FastAPI) -> uvicorn.Config:
     if config.tls_cert:
         tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key or None}
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False}
-    limits: dict[str, Any] = {"http": guarded(config.max_connections), "ws": "none", "timeout_keep_alive": 75}
+    limits: dict[str, Any] = {"http": make_protocol(config.max_connections), "ws": "none", "timeout_keep_alive": 75}
     return uvicorn.Config(app, timeout_graceful_shutdown=5, **limits, **quiet, **tls)

@@ -19,7 +19,7 @@ _BODY_BYTES = 256 << 10  # of a body that wait for the application: what the eve
 _REST_S = 10.0  # for the rest of a body whose answer is already given
 _READ_S = 60.0  # for a client to read something of an answer that waits for it
 _PIPELINED = 8  # requests of one connection that wait for an answer before them
-_OWN_FILES = 96  # open files and sockets that are not connections
+_RESERVED_FILES = 96  # open files and sockets that are not connections
 _HEALTH_CHECK = b"GET /healthz "
 _PER_ROUND = 32  # pieces of input that one round of the event loop parses: 1 to 3 ms with the requests that they begin
 
@@ -28,10 +28,10 @@ class Turns:
     """Which connections parse their input in this round of the event loop, and which wait for the next one."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Guarded] = deque()
+        self._waiting: deque[LimitedProtocol] = deque()
         self._taken = 0
 
-    def take(self, connection: "Guarded") -> bool:
+    def take(self, connection: "LimitedProtocol") -> bool:
         """True when the connection may parse now; else it is called in its turn."""
         if self._taken == 0:
             connection.loop.call_soon(self._next_round)
@@ -50,29 +50,29 @@ class Turns:
             connection.parse_held_back()
 
 
-class Guarded(HttpToolsProtocol):
-    """One connection. Use the class that ``guarded`` returns."""
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Use the class that ``make_protocol`` returns."""
 
-    most: ClassVar[int]
-    strangers: ClassVar[dict["Guarded", None]]  # without a whole request so far, the oldest first
-    resting: ClassVar[dict["Guarded", None]]  # between two requests
+    max_connections: ClassVar[int]
+    unidentified: ClassVar[dict["LimitedProtocol", None]]  # without a whole request so far, the oldest first
+    idle: ClassVar[dict["LimitedProtocol", None]]  # between two requests
     turns: ClassVar[Turns]
 
     _held_back = b""  # input that waits for its turn
-    _fruitless = 0  # bytes since something came of them
+    _bytes_without_progress = 0  # bytes since something came of them
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it in; the one that has waited longest makes room when there are too many."""
         super().connection_made(transport)
-        while len(self.connections) > self.most and (waiting := self.strangers or self.resting):
+        while len(self.connections) > self.max_connections and (waiting := self.unidentified or self.idle):
             next(iter(waiting))._drop()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.max_connections:
             self._drop()
             return
-        self.strangers[self] = None
-        self._within(HEAD_S)
+        self.unidentified[self] = None
+        self._set_deadline(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
@@ -102,30 +102,30 @@ class Guarded(HttpToolsProtocol):
         """Parse no more at a time than may lead to nothing; more of it where a body is under way."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing():
-            room = HEAD_BYTES - self._fruitless
+            room = HEAD_BYTES - self._bytes_without_progress
             if room == HEAD_BYTES and self.cycle is not None and self.cycle.more_body:
                 room = _BODY_BYTES
             if room <= 0:
                 self._refuse(431)
                 return
-            self._fruitless += min(room, len(rest))
+            self._bytes_without_progress += min(room, len(rest))
             super().data_received(rest[:room])  # type: ignore[arg-type]
             rest = rest[room:]
-        if self._fruitless and self._deadline is None and not self.transport.is_closing():
-            self._within(HEAD_S)
+        if self._bytes_without_progress and self._deadline is None and not self.transport.is_closing():
+            self._set_deadline(HEAD_S)
 
     def on_headers_complete(self) -> None:
         """A request: it is the application's now."""
         if len(self.pipeline) >= _PIPELINED:
             raise ValueError("too many requests before the first answer")  # the parser makes a 400 of it
-        self.strangers.pop(self, None)
-        self.resting.pop(self, None)
+        self.unidentified.pop(self, None)
+        self.idle.pop(self, None)
         self._progress()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of a body; what comes after the answer is dropped and does not count as progress."""
-        self._fruitless = 0
+        self._bytes_without_progress = 0
         if self.cycle.response_complete:
             return
         self._progress()
@@ -144,9 +144,9 @@ class Guarded(HttpToolsProtocol):
         """The answer is sent."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self.resting[self] = None
+            self.idle[self] = None
             if self.cycle.more_body:
-                self._within(_REST_S)
+                self._set_deadline(_REST_S)
 
     def pause_writing(self) -> None:
         """The client does not read its answers."""
@@ -160,17 +160,17 @@ class Guarded(HttpToolsProtocol):
             self._unread.cancel()
 
     def _progress(self) -> None:
-        self._fruitless = 0
+        self._bytes_without_progress = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _within(self, seconds: float) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         self._progress()
-        self._deadline = self.loop.call_later(seconds, self._late)
+        self._deadline = self.loop.call_later(seconds, self._time_out)
 
-    def _late(self) -> None:
-        if self in self.strangers and not self._fruitless:
+    def _time_out(self) -> None:
+        if self in self.unidentified and not self._bytes_without_progress:
             self._drop()  # it never said anything
         else:
             self._refuse(408)
@@ -191,15 +191,15 @@ class Guarded(HttpToolsProtocol):
         self._progress()
         if self._unread is not None:
             self._unread.cancel()
-        self.strangers.pop(self, None)
-        self.resting.pop(self, None)
+        self.unidentified.pop(self, None)
+        self.idle.pop(self, None)
 
 
-def guarded(max_connections: int) -> type[Guarded]:
+def make_protocol(max_connections: int) -> type[LimitedProtocol]:
     """The protocol for one server; as many open files as the system allows are allowed, and kept in mind."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = hard if hard != resource.RLIM_INFINITY else soft
-    most = min(max_connections, (files - _OWN_FILES) * 8 // 9)  # every eighth may have a file open as well
-    members: dict[str, Any] = {"most": max(1, most), "strangers": {}, "resting": {}, "turns": Turns()}
-    return type("GuardedConnection", (Guarded,), members)
+    most = min(max_connections, (files - _RESERVED_FILES) * 8 // 9)  # every eighth may have a file open as well
+    members: dict[str, Any] = {"max_connections": max(1, most), "unidentified": {}, "idle": {}, "turns": Turns()}
+    return type("LimitedConnection", (LimitedProtocol,), members)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cosmos_rl_reward.front.local import LocalOnly
+from cosmos_rl_reward.front.local_only import LocalOnly
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[Request, Exception], Awaitable[Response]]

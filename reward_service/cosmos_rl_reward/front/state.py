@@ -11,9 +11,9 @@ from starlette.requests import Request
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.front.auth import Auth, Denied
-from cosmos_rl_reward.front.intake import Intake
-from cosmos_rl_reward.front.ledger import Ledger
+from cosmos_rl_reward.front.job_tracker import JobTracker
 from cosmos_rl_reward.front.metrics import Metrics
+from cosmos_rl_reward.front.uploads import UploadReceiver
 
 
 @dataclass
@@ -21,8 +21,8 @@ class Front:
     """One front's parts. ``draining`` is set when it takes no more jobs."""
 
     config: ServiceConfig
-    ledger: Ledger
-    intake: Intake
+    tracker: JobTracker
+    receiver: UploadReceiver
     auth: Auth
     metrics: Metrics
     draining: bool = False
@@ -61,30 +61,30 @@ class Front:
         config, rewards = self.config, {}
         for args in config.enabled:
             name = args.reward_type
-            state, reason = self.ledger.state(name)
-            mine = [status[name] for status in self.ledger.statuses.values() if name in status]
+            state, reason = self.tracker.state(name)
+            mine = [status[name] for status in self.tracker.statuses.values() if name in status]
             about = next((status["about"] for status in mine if status["about"]), {})
             rewards[name] = {
                 "state": state,
                 "reason": reason,
                 "required": args.required,
-                "queued": self.ledger.depth(name),
+                "queued": self.tracker.depth(name),
                 "replicas": sum(status["replicas"] for status in mine),
                 "restarts": sum(status["restarts"] for status in mine),
                 "last_success": max((status["last_success"] for status in mine), default=0.0) or None,
-                "per_second": round(self.ledger.rates.get(name, 0.0), 2),
+                "per_second": round(self.tracker.rates.get(name, 0.0), 2),
                 **{k: about[k] for k in ("media_types", "score_keys", "required_metadata", "warning") if k in about},
                 "provenance": about.get("provenance", {}),
                 "versions": about.get("versions", {}),
-                **self.ledger.recent[name].summary(),
+                **self.tracker.recent[name].summary(),
             }
         limits = ("max_body_bytes", "max_items", "max_pixels", "max_queued_jobs", "job_ttl_s", "result_ttl_s")
         return {
             "version": __version__,
             "time": time.time(),
             "rewards": rewards,
-            "hosts": self.ledger.hosts(),
+            "hosts": self.tracker.hosts(),
             "limits": {name: getattr(config, name) for name in limits},
-            "spool_bytes": self.ledger.bytes,
-            "errors": list(self.ledger.errors),
+            "spool_bytes": self.tracker.bytes,
+            "errors": list(self.tracker.errors),
         }

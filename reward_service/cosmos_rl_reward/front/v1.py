@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from cosmos_rl_reward.front.answers import MAX_WAIT_S, look
-from cosmos_rl_reward.front.intake import parts_of
+from cosmos_rl_reward.front.answers import MAX_WAIT_S, get_answer
 from cosmos_rl_reward.front.state import Front
+from cosmos_rl_reward.front.uploads import iter_body
 from cosmos_rl_reward.payload.errors import Refused
 
 router = APIRouter()
@@ -36,7 +36,7 @@ async def read_fields(request: Request) -> dict[str, str]:
         Refused: the body is too long or is not what its type says.
     """
     body = bytearray()
-    async for chunk in parts_of(request, Front.of(request).config.receive_timeout_s):
+    async for chunk in iter_body(request, Front.of(request).config.receive_timeout_s):
         body += chunk
         if len(body) > _MAX_FORM:
             raise Refused(f"the form has more than {_MAX_FORM} bytes", 413)
@@ -78,11 +78,11 @@ async def ping(request: Request) -> Response:
 async def enqueue(request: Request) -> Response:
     """Take a job: one line of JSON metadata, then the bytes of an array."""
     front = Front.of(request)
-    ticket = await front.intake.receive(request, front.allow(request, "submit"))
+    ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     answer = {"uuid": ticket.job.id}
     if replica := os.environ.get("LEPTON_REPLICA_ID"):
         answer["replica_id"] = replica
-    return JSONResponse(answer, headers={} if ticket.fresh else {"X-Job-State": "known"})
+    return JSONResponse(answer, headers={} if ticket.created else {"X-Job-State": "known"})
 
 
 @router.post("/api/reward/pull")
@@ -95,7 +95,7 @@ async def pull(request: Request) -> Response:
         return missing_field("uuid")
     job_id, reward = fields["uuid"], fields.get("type") or DEFAULT_TYPE
     with front.poll(wait_seconds(fields.get("wait", "0"))) as wait_s:
-        answer = await look(front.ledger, job_id, reward, wait_s)
+        answer = await get_answer(front.tracker, job_id, reward, wait_s)
     headers = {"X-Job-State": answer.state}
     if answer.result is not None:
         return Response(answer.result, media_type="application/json", headers=headers)
@@ -103,7 +103,7 @@ async def pull(request: Request) -> Response:
     if answer.state == "queued":
         content["position"] = answer.position
         headers["Retry-After"] = "1"
-        state, reason = front.ledger.state(reward)
+        state, reason = front.tracker.state(reward)
         if state != "ready":
             content["reward_state"] = f"{state}: {reason}" if reason else state
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from cosmos_rl_reward.front.answers import MAX_WAIT_S, look_all, look_at
+from cosmos_rl_reward.front.answers import MAX_WAIT_S, collect_results, describe_job
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.v1 import read_fields, wait_seconds
 from cosmos_rl_reward.payload.errors import Refused
@@ -34,16 +34,16 @@ def _not_found(job_id: str) -> JSONResponse:
 async def _job(front: Front, job_id: str, wait_s: float) -> dict[str, Any] | None:
     if not JOB_ID.fullmatch(job_id):
         return None
-    return await look_all(front.ledger, job_id, wait_s)
+    return await describe_job(front.tracker, job_id, wait_s)
 
 
 @router.post("/jobs")
 async def submit(request: Request) -> Response:
     """Take a job (the body of v1's enqueue): 202, or 200 when it ended within ``Prefer: wait=N``."""
     front = Front.of(request)
-    ticket = await front.intake.receive(request, front.allow(request, "submit"))
+    ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     with front.poll(_preferred_wait(request)) as wait_s:
-        state = await look_at(front.ledger, ticket.job, wait_s)
+        state = await collect_results(front.tracker, ticket.job, wait_s)
     status = {"queued": 202}.get(state["state"], 200)
     return JSONResponse(state, status, headers={"Location": f"/v2/jobs/{ticket.job.id}"})
 
@@ -52,9 +52,9 @@ async def submit(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """Take a job and answer with its end: 200, or 504 with the job's id when it takes longer than a minute."""
     front = Front.of(request)
-    ticket = await front.intake.receive(request, front.allow(request, "submit"))
+    ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     with front.poll(MAX_WAIT_S) as wait_s:
-        state = await look_at(front.ledger, ticket.job, wait_s)
+        state = await collect_results(front.tracker, ticket.job, wait_s)
     return JSONResponse(state, {"queued": 504}.get(state["state"], 200))
 
 
@@ -75,11 +75,11 @@ async def cancel(job_id: str, request: Request) -> Response:
     """Cancel what has no result yet; results that are there stay."""
     front = Front.of(request)
     front.allow(request, "submit")
-    job = await asyncio.to_thread(front.ledger.spool.job, job_id)
+    job = await asyncio.to_thread(front.tracker.spool.job, job_id)
     if job is None:
         return _not_found(job_id)
     for reward in job.rewards:
-        await front.ledger.end(job_id, reward, CANCELLED, "cancelled by a client")
+        await front.tracker.end(job_id, reward, CANCELLED, "cancelled by a client")
     return JSONResponse(await _job(front, job_id, 0))
 
 

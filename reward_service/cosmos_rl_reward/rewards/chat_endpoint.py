@@ -126,7 +126,7 @@ class ChatEndpoint:
                 time.sleep(min(8.0, 0.25 * 2**attempt) * random.uniform(0.5, 1.0))
         raise failure
 
-    def all_at_once(self, calls: list[Callable[[], Answer]]) -> list[Future[Answer]]:
+    def run_concurrently(self, calls: list[Callable[[], Answer]]) -> list[Future[Answer]]:
         """Run calls, as many at a time as allowed, and wait for all of them."""
         futures = [self._pool.submit(call) for call in calls]
         for future in futures:
@@ -143,7 +143,7 @@ def _completion(answer: httpx.Response, address: str) -> dict[str, Any]:
     return completion
 
 
-def picture_part(picture: np.ndarray, size: int = 0) -> dict[str, Any]:
+def image_part(picture: np.ndarray, size: int = 0) -> dict[str, Any]:
     """A uint8 ``[H, W, 3]`` picture as part of a message: PNG, scaled to ``size`` x ``size`` unless that is 0."""
     image = Image.fromarray(picture)
     if size:

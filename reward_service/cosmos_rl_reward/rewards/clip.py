@@ -8,13 +8,13 @@ import numpy as np
 from PIL import Image
 
 from cosmos_rl_reward.handler import BaseRewardHandler
-from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+from cosmos_rl_reward.rewards.samples import as_images, get_prompts
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
 
-def cropped(pictures: np.ndarray, size: int, *, nearest_offset: bool = False) -> np.ndarray:
+def resize_and_crop(pictures: np.ndarray, size: int, *, nearest_offset: bool = False) -> np.ndarray:
     """Shorter side to ``size`` (bicubic), centre crop.
 
     Args:
@@ -33,7 +33,7 @@ def cropped(pictures: np.ndarray, size: int, *, nearest_offset: bool = False) ->
     return np.stack([_resized(picture, *target)[rows, columns] for picture in pictures])
 
 
-def padded(pictures: np.ndarray, size: int) -> np.ndarray:
+def resize_and_pad(pictures: np.ndarray, size: int) -> np.ndarray:
     """Longer side to ``size`` (bicubic), black borders on both ends of the shorter: uint8 ``[B, size, size, 3]``."""
     height, width = pictures.shape[1:3]
     scale = size / max(height, width)
@@ -89,7 +89,7 @@ class ClipReward(BaseRewardHandler):
         import torch
 
         batch = as_images(images)
-        prompts = prompts_of(metadata, len(batch))
+        prompts = get_prompts(metadata, len(batch))
         size = self._model.config.vision_config.image_size
         with torch.inference_mode():
             image = image_features(self._model, normalised(self._pixels(batch, size)))

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import video_frames
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint
-from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_share
-from cosmos_rl_reward.rewards.pictures import as_videos, frame_rate, per_sample, prompts_of, score_samples
+from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_probability
+from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, get_prompts, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, bfloat16_or_wider, fetch_text, folder_of, need
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, choose_dtype, download_text, find_folder, need
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = Path(__file__).parent / "cosmos_reason1.txt"
@@ -22,7 +22,7 @@ _PUBLISHED_URL = (
     "https://raw.githubusercontent.com/nvidia-cosmos/cosmos-rl/9f39936ce9a6f36e9cdea3f6e1ef63d8143c3d97"
     f"/reward_service/cosmos_rl_reward/model/{_PUBLISHED}"
 )
-_OWN_WORDS = (
+_OWN_QUESTION = (
     "system prompt or question are in our own words, so scores do not compare with published ones; run"
     " cosmos-rl-reward-prepare, which fetches the published ones, or give both in reward_args.options"
 )
@@ -69,12 +69,12 @@ class CosmosReason1(BaseRewardHandler):
         need("transformers", "torchvision")  # frames are sized with them too
         texts = Path(self.download_path, "cosmos_reason1", _PUBLISHED)
         if not offline and not self._configured() and not texts.is_file():
-            fetch_text(_PUBLISHED_URL, texts)
+            download_text(_PUBLISHED_URL, texts)
         system, question = _SYSTEM.read_text(encoding="utf-8"), _QUESTION
         if texts.is_file():
             system, question = read_constants(texts, "SYSTEM_PROMPT", "USER_PROMPT")
         elif not self._configured():
-            self.warning = _OWN_WORDS
+            self.warning = _OWN_QUESTION
         if path := self.options["system_prompt"]:
             if not Path(path).is_file():
                 raise NotReady(f"reward_args.options.system_prompt: no file {path}")
@@ -82,7 +82,7 @@ class CosmosReason1(BaseRewardHandler):
         self._system, self._question = system.strip(), self.options["question"] or question
         if self.endpoint_url:
             return None
-        self._folder = folder_of(self.model_path or _MODEL, MODEL_FILES, offline=offline)
+        self._folder = find_folder(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         return f"cosmos_reason1: {self._folder}"
 
     def _configured(self) -> bool:
@@ -96,17 +96,17 @@ class CosmosReason1(BaseRewardHandler):
             self._critic = EndpointCritic(ChatEndpoint.of(self))
             self.score_keys = ("prediction", "no_score")
         else:
-            self._critic = LocalCritic(self._folder, self.device, bfloat16_or_wider(self.dtype))
+            self._critic = LocalCritic(self._folder, self.device, choose_dtype(self.dtype))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
         count = len(videos)
-        questions = prompts_of(metadata, count) if self.options["ask_prompts"] else [self._question] * count
-        infos = per_sample(metadata, "video_infos", count)
+        questions = get_prompts(metadata, count) if self.options["ask_prompts"] else [self._question] * count
+        infos = get_per_sample(metadata, "video_infos", count)
 
         def ask(index: int) -> Pair:
             video = videos[index]
-            indices, fps = video_frames.every_nth(video.shape[1], frame_rate(infos, index))
+            indices, fps = video_frames.sample_every_nth(video.shape[1], get_frame_rate(infos, index))
             most = _ALL_PIXELS // len(indices)
             frames = video_frames.resized(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, most)
             return self._critic.yes_and_no(frames, fps, self._system, questions[index])
@@ -116,7 +116,7 @@ class CosmosReason1(BaseRewardHandler):
         def score(index: int) -> dict[str, Any]:
             yes, no = answers[index]()
             verdict = "Bad" if yes > no else "Good"
-            return {"prediction": verdict, "no_score": no_share(yes, no), "yes_logit": yes, "no_logit": no}
+            return {"prediction": verdict, "no_score": no_probability(yes, no), "yes_logit": yes, "no_logit": no}
 
         return score_samples(self.score_keys, count, score)
 

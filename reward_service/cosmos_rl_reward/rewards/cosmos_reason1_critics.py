@@ -15,7 +15,7 @@ import numpy as np
 
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards.chat_endpoint import JPEG_QUALITY, ChatEndpoint, EndpointError, video_part
-from cosmos_rl_reward.rewards.pictures import SampleError
+from cosmos_rl_reward.rewards.samples import SampleError
 from cosmos_rl_reward.rewards.video_frames import FACTOR
 
 Pair = tuple[float, float]
@@ -23,7 +23,7 @@ _TOP = 20  # what OpenAI's protocol and vLLM's default allow
 _TOLERANCE = 1e-3
 
 
-def no_share(yes: float, no: float) -> float:
+def no_probability(yes: float, no: float) -> float:
     """The softmax over two, of No: the logistic function of the difference."""
     return float(1 / (1 + np.exp(np.clip(yes - no, -700, 700))))
 
@@ -83,7 +83,7 @@ class EndpointCritic:
 
         Raises:
             EndpointError: no answer, or one without log-probabilities.
-            SampleError: see ``from_top``; or the server did not give the model the whole video.
+            SampleError: see ``read_top_logprobs``; or the server did not give the model the whole video.
         """
         pixels = frames.byte().permute(0, 2, 3, 1).numpy()
         messages = [
@@ -107,18 +107,18 @@ class EndpointCritic:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             address = self._endpoint.address
             raise EndpointError(f"{address}: the answer has no choices[0].logprobs.content[0].top_logprobs") from error
-        return from_top(listed)
+        return read_top_logprobs(listed)
 
     def answers(self, calls: list[Callable[[], Pair]]) -> list[Callable[[], Pair]]:
         """Results of the calls, which run as many at a time as the options allow."""
-        return [future.result for future in self._endpoint.all_at_once(calls)]
+        return [future.result for future in self._endpoint.run_concurrently(calls)]
 
     def about(self) -> dict[str, Any]:
         """What its numbers depend on; the model's name is among the options."""
         return {"endpoint": self._endpoint.address, "frames": f"JPEG, quality {JPEG_QUALITY}"}
 
 
-def from_top(listed: list[tuple[str, float]]) -> Pair:
+def read_top_logprobs(listed: list[tuple[str, float]]) -> Pair:
     """Log-probabilities of exactly "Yes" and "No" from a list of the likeliest tokens.
 
     A token that is not listed is at most as likely as the last one. When that bound fixes the share of No to 1e-3, it
@@ -138,7 +138,7 @@ def from_top(listed: list[tuple[str, float]]) -> Pair:
         raise SampleError(f"neither Yes nor No is among the {len(listed)} likeliest tokens: {likeliest}, …")
     bound = min(found.values())
     pair = (bound if yes is None else yes, bound if no is None else no)
-    if (yes is None or no is None) and (slack := no_share(max(pair), min(pair))) >= _TOLERANCE:
+    if (yes is None or no is None) and (slack := no_probability(max(pair), min(pair))) >= _TOLERANCE:
         absent = "Yes" if yes is None else "No"
         raise SampleError(
             f"{absent} is not among the {len(listed)} likeliest tokens, and its share may be anything up to {slack:.3g}"

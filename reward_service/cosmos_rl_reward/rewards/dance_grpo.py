@@ -11,13 +11,13 @@ import numpy as np
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens, video_frames
-from cosmos_rl_reward.rewards.pictures import as_videos, frame_rate, per_sample, prompts_of, score_samples
+from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, get_prompts, score_samples
 from cosmos_rl_reward.rewards.weights import (
     MODEL_FILES,
     TOKENIZER_FILES,
-    bfloat16_or_wider,
-    fetch_text,
-    folder_of,
+    choose_dtype,
+    download_text,
+    find_folder,
     load_state,
     need,
 )
@@ -57,13 +57,15 @@ class DanceGRPO(BaseRewardHandler):
 
     def fetch(self, offline: bool) -> str | None:
         need("transformers", "torchvision")
-        self._folder = folder_of(self.model_path or _MODEL, (*MODEL_FILES, "*.pth"), offline=offline, published=_MODEL)
+        self._folder = find_folder(
+            self.model_path or _MODEL, (*MODEL_FILES, "*.pth"), offline=offline, published=_MODEL
+        )
         self._settings = _settings(self._folder)
-        self._checkpoint = _newest_checkpoint(self._folder)
+        self._checkpoint = _find_newest_checkpoint(self._folder)
         self._template = self._read_template(offline)
         base = self.options["base_model"] or self._settings["model_config"]["model_name_or_path"]
         whole = (self._checkpoint / "model.pth").is_file()
-        self._base = folder_of(base, TOKENIZER_FILES if whole else MODEL_FILES, offline=offline)
+        self._base = find_folder(base, TOKENIZER_FILES if whole else MODEL_FILES, offline=offline)
         return f"dance_grpo: {self._checkpoint}"
 
     def _read_template(self, offline: bool) -> str:
@@ -71,7 +73,7 @@ class DanceGRPO(BaseRewardHandler):
         downloaded = Path(self.download_path, "dance_grpo", _TEMPLATE_FILE)
         path = Path(self.options["template"] or (beside if beside.is_file() else downloaded))
         if path == downloaded and not path.is_file() and not offline:
-            fetch_text(_TEMPLATE_URL, path)
+            download_text(_TEMPLATE_URL, path)
         if not path.is_file():
             raise NotReady(
                 f"reward_args.options.template: no file {path}; the model was trained with one fixed question, which is"
@@ -90,7 +92,7 @@ class DanceGRPO(BaseRewardHandler):
     def set_up(self) -> None:
         """Load backbone, head and processor."""
         self.fetch(offline=True)  # a start never downloads
-        dtype = bfloat16_or_wider(self.dtype)
+        dtype = choose_dtype(self.dtype)
         self.dtype = str(dtype).removeprefix("torch.")
         from transformers import AutoConfig, AutoProcessor
 
@@ -101,7 +103,7 @@ class DanceGRPO(BaseRewardHandler):
         scale = alpha / (rank**0.5 if lora.get("use_rslora") else rank)
         files, state = self._state()
         config = AutoConfig.from_pretrained(str(self._base))
-        weights = special_tokens.merged(state, scale)
+        weights = special_tokens.merge_lora(state, scale)
         backbone, head = special_tokens.build(config, weights, "rm_head", dtype, self._checkpoint)
         self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
         self.model_digest = digest(files)
@@ -119,16 +121,16 @@ class DanceGRPO(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
-        prompts, infos = prompts_of(metadata, len(videos)), per_sample(metadata, "video_infos", len(videos))
+        prompts, infos = get_prompts(metadata, len(videos)), get_per_sample(metadata, "video_infos", len(videos))
 
         def score(index: int) -> dict[str, float]:
-            return self._one(videos[index], prompts[index], frame_rate(infos, index))
+            return self._one(videos[index], prompts[index], get_frame_rate(infos, index))
 
         return score_samples(self.score_keys, len(videos), score)
 
     def _one(self, video: np.ndarray, prompt: str, video_fps: float) -> dict[str, float]:
         data, norm = self._settings["data_config"], self._settings["inference_config"]
-        indices = video_frames.evenly(video.shape[1], video_fps, data["fps"], number=data.get("num_frames"))
+        indices = video_frames.sample_evenly(video.shape[1], video_fps, data["fps"], number=data.get("num_frames"))
         frames = video_frames.resized(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, data["max_frame_pixels"])
         question = self._template.replace("{text_prompt}", prompt)
         content = [{"type": "video"}, {"type": "text", "text": question}]
@@ -174,7 +176,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _newest_checkpoint(folder: Path) -> Path:
+def _find_newest_checkpoint(folder: Path) -> Path:
     """The checkpoint folder with the highest step, or the folder itself."""
     steps = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
     chosen = steps[-1] if steps else folder

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cosmos_rl_reward.handler import BaseRewardHandler
 from cosmos_rl_reward.handler.base import digest
-from cosmos_rl_reward.rewards.pictures import as_images, as_videos, prompts_of, score_samples, to_numpy
+from cosmos_rl_reward.rewards.samples import as_images, as_videos, get_prompts, score_samples, to_numpy
 
 
 def function_handler(function: Callable[..., Any], reward_name: str) -> type[BaseRewardHandler]:
@@ -70,10 +70,10 @@ class _EachSample(_FunctionReward):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         is_video = to_numpy(images).ndim == 5
         samples = as_videos(images).transpose(0, 2, 3, 4, 1) if is_video else as_images(images)
-        prompts = prompts_of(metadata, len(samples))
+        prompts = get_prompts(metadata, len(samples))
 
         def score(index: int) -> dict[str, Any]:
-            own = _of_sample(metadata, index, len(samples))
+            own = _select_sample(metadata, index, len(samples))
             info = own.get("video_infos")
             fps = info.get("video_fps", info.get("fps")) if isinstance(info, dict) else None
             keywords = {"reference": own.get("references"), "prompt": prompts[index], "metadata": own, "fps": fps}
@@ -89,5 +89,5 @@ class _EachSample(_FunctionReward):
         return result
 
 
-def _of_sample(metadata: dict[str, Any], index: int, count: int) -> dict[str, Any]:
+def _select_sample(metadata: dict[str, Any], index: int, count: int) -> dict[str, Any]:
     return {k: v[index] if isinstance(v, list) and len(v) == count else v for k, v in metadata.items()}

@@ -11,8 +11,8 @@ from cosmos_rl_reward.handler import BaseRewardHandler, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import gen_eval_rules as rules
 from cosmos_rl_reward.rewards.gen_eval_models import ColorClassifier, Detector
-from cosmos_rl_reward.rewards.pictures import as_images, per_sample, score_samples
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, folder_of, need, torch_dtype
+from cosmos_rl_reward.rewards.samples import as_images, get_per_sample, score_samples
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, find_folder, need, torch_dtype
 
 _DETECTOR, _CLIP = "facebook/mask2former-swin-small-coco-instance", "openai/clip-vit-large-patch14"
 _KEYS = ("gen_eval_score", "gen_eval_reward", "gen_eval_strict")
@@ -44,8 +44,8 @@ class GenEval(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         need("transformers", "torchvision", "scipy")
         self._folders = [
-            folder_of(self.model_path or _DETECTOR, MODEL_FILES, offline=offline),
-            folder_of(self.options["clip_model"], MODEL_FILES, offline=offline),
+            find_folder(self.model_path or _DETECTOR, MODEL_FILES, offline=offline),
+            find_folder(self.options["clip_model"], MODEL_FILES, offline=offline),
         ]
         return f"gen_eval: {', '.join(map(str, self._folders))}"
 
@@ -60,10 +60,10 @@ class GenEval(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         pictures = as_images(images)
         count = len(pictures)
-        tags = per_sample(metadata, "geneval_tags", count)
-        includes = per_sample(metadata, "geneval_includes", count)
+        tags = get_per_sample(metadata, "geneval_tags", count)
+        includes = get_per_sample(metadata, "geneval_includes", count)
         given = metadata.get("geneval_excludes")
-        excludes = per_sample(metadata, "geneval_excludes", count) if given is not None else [[]] * count
+        excludes = get_per_sample(metadata, "geneval_excludes", count) if given is not None else [[]] * count
         for index in range(count):
             rules.check(tags[index], includes[index], excludes[index], index)
         only_strict = bool(metadata.get("geneval_only_strict", False))
@@ -82,7 +82,7 @@ class GenEval(BaseRewardHandler):
     def _one(
         self, picture: np.ndarray, tag: str, includes: list[dict], excludes: list[dict], only_strict: bool
     ) -> dict[str, float]:
-        objects = {name: rules.kept(found, tag) for name, found in self._detect(picture).items()}
+        objects = {name: rules.select_detections(found, tag) for name, found in self._detect(picture).items()}
         seen: dict[int, str] = {}  # both verdicts ask for the colours of the same detections
 
         def colors_of(name: str, detections: list[rules.Detection]) -> list[str]:
@@ -96,7 +96,7 @@ class GenEval(BaseRewardHandler):
         verdict = not only_strict and rules.lenient(objects, includes, excludes, colors_of)
         return {
             "gen_eval_score": share,
-            "gen_eval_strict": float(exact and rules.holds_none(objects, excludes)),
+            "gen_eval_strict": float(exact and rules.contains_none(objects, excludes)),
             "gen_eval_reward": float(verdict),
         }
 

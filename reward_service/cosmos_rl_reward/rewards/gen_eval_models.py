@@ -93,7 +93,7 @@ class ColorClassifier:
         if not detections:
             return []
         size = self._model.config.vision_config.image_size
-        crops = [clip.cropped(cut_out(picture, d)[None], size, nearest_offset=True)[0] for d in detections]
+        crops = [clip.resize_and_crop(cut_out(picture, d)[None], size, nearest_offset=True)[0] for d in detections]
         with torch.inference_mode():
             seen = clip.image_features(self._model, clip.normalised(np.stack(crops)))
             best = (seen @ self._sentences(name).T).argmax(-1).tolist()

@@ -44,7 +44,7 @@ Objects = dict[str, list[Detection]]
 ColorsOf = Callable[[str, list[Detection]], list[str]]
 
 
-def kept(detections: Iterable[Detection], tag: str) -> list[Detection]:
+def select_detections(detections: Iterable[Detection], tag: str) -> list[Detection]:
     """The most certain ones first: above 0.3 (``counting``: 0.9), at most 16."""
     bound = _CONFIDENCE_COUNTING if tag == "counting" else _CONFIDENCE
     ranked = sorted(detections, key=lambda d: -d.confidence)
@@ -119,10 +119,10 @@ def lenient(objects: Objects, requirements: list[dict], excluded: list[dict], co
             matched = targets is not None and _in_relation(relation, found, targets)
         correct = correct and matched
         groups.append(found if matched else None)
-    return correct and holds_none(objects, excluded)
+    return correct and contains_none(objects, excluded)
 
 
-def holds_none(objects: Objects, excluded: list[dict]) -> bool:
+def contains_none(objects: Objects, excluded: list[dict]) -> bool:
     """No excluded class is there as often as it must not be."""
     return all(len(objects.get(entry["class"], [])) < entry["count"] for entry in excluded)
 

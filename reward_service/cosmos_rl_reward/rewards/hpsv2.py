@@ -11,7 +11,15 @@ import numpy as np
 from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, fill, folder_of, hub_file, load_state, need, torch_dtype
+from cosmos_rl_reward.rewards.weights import (
+    TOKENIZER_FILES,
+    fill,
+    find_folder,
+    find_or_download,
+    load_state,
+    need,
+    torch_dtype,
+)
 
 _REPOSITORY, _FILE = "xswu/HPSv2", "HPS_v2.1_compressed.pt"
 _TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -42,7 +50,7 @@ _SINGLE = {
 }
 
 
-def transformers_names(state: dict[str, Any]) -> dict[str, Any]:
+def rename_to_transformers(state: dict[str, Any]) -> dict[str, Any]:
     """An open_clip state dict under transformers' names for the same model."""
     renamed: dict[str, Any] = {}
     for name, value in state.items():
@@ -120,7 +128,7 @@ def clip_from_open_clip(state: dict[str, Any], heads: tuple[int, int], eos_token
     for tower in (model.vision_model, model.text_model):  # not part of a state dict, so they would stay on "meta"
         count = tower.embeddings.position_embedding.num_embeddings
         tower.embeddings.register_buffer("position_ids", torch.arange(count)[None], persistent=False)
-    return fill(model, transformers_names(state), source)
+    return fill(model, rename_to_transformers(state), source)
 
 
 @RewardRegistry.register()
@@ -141,9 +149,9 @@ class HPSv2(clip.ClipReward):
 
     def fetch(self, offline: bool) -> str | None:
         need("transformers", "huggingface_hub")
-        self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
+        self._tokenizer_folder = find_folder(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
         path = Path(self.download_path, "hpsv2", "ckpts", _FILE)
-        self._file = hub_file(self.model_path, path, _REPOSITORY, offline=offline)
+        self._file = find_or_download(self.model_path, path, _REPOSITORY, offline=offline)
         return f"hpsv2: {self._file}"
 
     def set_up(self) -> None:
@@ -157,4 +165,4 @@ class HPSv2(clip.ClipReward):
         self.model_digest = digest([self._file])
 
     def _pixels(self, images: np.ndarray, size: int) -> np.ndarray:
-        return clip.padded(images, size)
+        return clip.resize_and_pad(images, size)

@@ -13,9 +13,16 @@ from PIL import Image
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens
-from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+from cosmos_rl_reward.rewards.samples import as_images, get_prompts
 from cosmos_rl_reward.rewards.video_frames import FACTOR
-from cosmos_rl_reward.rewards.weights import TOKENIZER_FILES, bfloat16_or_wider, folder_of, hub_file, load_state, need
+from cosmos_rl_reward.rewards.weights import (
+    TOKENIZER_FILES,
+    choose_dtype,
+    find_folder,
+    find_or_download,
+    load_state,
+    need,
+)
 
 _REPOSITORY, _FILE = "MizzenAI/HPSv3", "HPSv3.safetensors"
 _BASE = "Qwen/Qwen2-VL-7B-Instruct"
@@ -49,16 +56,16 @@ class HPSv3(BaseRewardHandler):
             raise NotReady(f"options.engine: {self.options['engine']!r} is not 'transformers' or 'package'")
         need("transformers", "huggingface_hub", "hpsv3")
         path = Path(self.download_path, "hpsv3", _FILE)
-        self._file = hub_file(self.model_path, path, _REPOSITORY, offline=offline)
+        self._file = find_or_download(self.model_path, path, _REPOSITORY, offline=offline)
         if self.options["engine"] == "transformers":
-            self._base = folder_of(self.options["base_model"], TOKENIZER_FILES, offline=offline)
+            self._base = find_folder(self.options["base_model"], TOKENIZER_FILES, offline=offline)
         return f"hpsv3: {self._file}"
 
     def set_up(self) -> None:
         """Load the model, by either engine."""
         self.fetch(offline=True)  # a start never downloads
         self.model_digest = digest([self._file])
-        dtype = bfloat16_or_wider(self.dtype)
+        dtype = choose_dtype(self.dtype)
         self.dtype = str(dtype).removeprefix("torch.")
         if self.options["engine"] == "package":
             self._package = _package_inferencer(self._file, self.device)
@@ -78,7 +85,7 @@ class HPSv3(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
+        prompts = get_prompts(metadata, len(pictures))
         step = max(1, int(self.options["batch"]))
         score = self._by_package if self.options["engine"] == "package" else self._by_transformers
         values: list[float] = []

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.pictures import as_images, prompts_of
+from cosmos_rl_reward.rewards.samples import as_images, get_prompts
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
-    file_of,
     fill,
-    folder_of,
+    find_file,
+    find_folder,
     load_state,
     need,
     torch_dtype,
@@ -39,7 +39,7 @@ _VISION = (
 )
 
 
-def parts_of(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """An ImageReward state dict as three: image tower and text tower under transformers' names, and the head."""
     vision, text, head = {}, {}, {}
     for name, value in state.items():
@@ -66,7 +66,7 @@ def build(state: dict[str, Any], heads: tuple[int, int], source: Path) -> tuple[
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision_state, text_state, head_state = parts_of(state)
+    vision_state, text_state, head_state = split_state(state)
     if not vision_state or not text_state or not head_state:
         raise NotReady(f"weights {source}: no ImageReward checkpoint (blip.visual_encoder, blip.text_encoder, mlp)")
     patches, width = vision_state["embeddings.position_embedding"].shape[1:]
@@ -131,17 +131,17 @@ class ImageReward(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         need("transformers")
         name = _MODEL if self.model_path in ("", _OLD_NAME) else self.model_path
-        self._folder = folder_of(name, (*_FILES, "med_config.json"), offline=offline)
-        self._tokenizer_folder = folder_of(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
-        return f"image_reward: {file_of(self._folder, _FILES)}"
+        self._folder = find_folder(name, (*_FILES, "med_config.json"), offline=offline)
+        self._tokenizer_folder = find_folder(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
+        return f"image_reward: {find_file(self._folder, _FILES)}"
 
     def set_up(self) -> None:
         """Load towers, head and tokenizer."""
         self.fetch(offline=True)  # a start never downloads
         from transformers import AutoTokenizer
 
-        path = file_of(self._folder, _FILES)
-        text_heads = json.loads(file_of(self._folder, ["med_config.json"]).read_text(encoding="utf-8"))[
+        path = find_file(self._folder, _FILES)
+        text_heads = json.loads(find_file(self._folder, ["med_config.json"]).read_text(encoding="utf-8"))[
             "num_attention_heads"
         ]
         vision, text, head = build(load_state(path), (self._image_heads, text_heads), path)
@@ -155,9 +155,9 @@ class ImageReward(BaseRewardHandler):
         import torch
 
         pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
+        prompts = get_prompts(metadata, len(pictures))
         size = self._vision.config.image_size
-        pixels = torch.from_numpy(clip.normalised(clip.cropped(pictures, size, nearest_offset=True)))
+        pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(pictures, size, nearest_offset=True)))
         words = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt"
         ).to(self.device)

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from cosmos_rl_reward.handler import BaseRewardHandler, RewardRegistry
-from cosmos_rl_reward.rewards.pictures import as_frames
+from cosmos_rl_reward.rewards.samples import as_frames
 
 
 def jpeg_kilobytes(image: np.ndarray, quality: int = 95) -> float:

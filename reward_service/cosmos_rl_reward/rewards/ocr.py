@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import ocr_scoring
-from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
+from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_prompts, score_samples
 
 
 @RewardRegistry.register()
@@ -80,7 +80,7 @@ class OcrReward(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         """See ``BaseRewardHandler.calculate_reward``. ``metadata.ocr_use_gpu`` overrides the device's setting."""
         pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
+        prompts = get_prompts(metadata, len(pictures))
         upstream = self.options["normalisation"] == "upstream"
         on_gpu, warning = bool(metadata.get("ocr_use_gpu", self.device.startswith("cuda"))), ""
         try:
@@ -89,7 +89,7 @@ class OcrReward(BaseRewardHandler):
             engine, warning = self._engine(False), f"metadata.ocr_use_gpu: ocr runs on the CPU here ({error})"
 
         def score(index: int) -> dict[str, Any]:
-            target = (ocr_scoring.first_quoted if upstream else ocr_scoring.quoted_text)(prompts[index])
+            target = (ocr_scoring.find_first_quoted if upstream else ocr_scoring.find_quoted_text)(prompts[index])
             if not target or not ocr_scoring.normalised(target):
                 raise SampleError(f"no quoted text in the prompt {prompts[index][:80]!r}")
             answer = engine(np.ascontiguousarray(pictures[index][:, :, ::-1]))  # RGB -> BGR

@@ -22,7 +22,7 @@ _QUOTES = (
 _INCHES = re.compile(r"\d'\s?\d+(?:\.\d+)?$")  # 5'10, before the mark of the inches
 
 
-def quoted_text(prompt: str) -> str | None:
+def find_quoted_text(prompt: str) -> str | None:
     """The text a picture should show: all quoted spans of the prompt, joined by a space; None without any.
 
     ``'A sign "Hello" above "World"'`` -> ``'Hello World'``. What is quoted within a span belongs to it. Marks of feet
@@ -86,7 +86,7 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def first_quoted(prompt: str) -> str | None:
+def find_first_quoted(prompt: str) -> str | None:
     """What stands between the first and the second ASCII double quote; None without two."""
     parts = prompt.split('"')
     return parts[1] if len(parts) > 2 and parts[1] else None

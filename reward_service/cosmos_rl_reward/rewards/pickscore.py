@@ -9,7 +9,7 @@ import numpy as np
 from cosmos_rl_reward.handler import RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, TOKENIZER_FILES, folder_of, need, torch_dtype
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, TOKENIZER_FILES, find_folder, need, torch_dtype
 
 _MODEL = "yuvalkirstain/PickScore_v1"
 _TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -32,11 +32,11 @@ class PickScore(clip.ClipReward):
 
     def fetch(self, offline: bool) -> str | None:
         need("transformers")
-        self._folder = folder_of(self.model_path or _MODEL, MODEL_FILES, offline=offline)
+        self._folder = find_folder(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         tokenizer = self.options["tokenizer"]
         if not tokenizer and not any((self._folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
             tokenizer = _TOKENIZER
-        self._tokenizer_folder = folder_of(tokenizer, TOKENIZER_FILES, offline=offline) if tokenizer else self._folder
+        self._tokenizer_folder = find_folder(tokenizer, TOKENIZER_FILES, offline=offline) if tokenizer else self._folder
         return f"pickscore: {self._folder}"
 
     def set_up(self) -> None:
@@ -50,7 +50,7 @@ class PickScore(clip.ClipReward):
         self.model_digest = digest(sorted(self._folder.glob("*.safetensors")))
 
     def _pixels(self, images: np.ndarray, size: int) -> np.ndarray:
-        return clip.cropped(images, size)
+        return clip.resize_and_crop(images, size)
 
     def _score(self, cosine: Any) -> Any:
         return self._model.logit_scale.float().exp() * cosine / 26

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_reward.handler import NotReady
-from cosmos_rl_reward.rewards.pictures import SampleError
+from cosmos_rl_reward.rewards.samples import SampleError
 
 
 def read_constants(path: Path, *names: str) -> list[str]:
@@ -41,7 +41,7 @@ def _text(node: ast.expr) -> str | None:
     return None if None in parts else "".join(part for part in parts if part is not None)
 
 
-def merged(state: dict[str, Any], scale: float) -> dict[str, Any]:
+def merge_lora(state: dict[str, Any], scale: float) -> dict[str, Any]:
     """A checkpoint trained with LoRA as plain weights: ``W + scale * B A`` under the base model's names."""
     plain: dict[str, Any] = {}
     lora: dict[str, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ def build(config: Any, state: dict[str, Any], head: str, dtype: Any, source: Pat
         if name.startswith(f"{head}."):
             top[name[len(head) + 1 :]] = value
         elif not name.startswith("lm_head."):
-            backbone[_todays_name(name)] = value
+            backbone[_current_name(name)] = value
     words = "language_model.embed_tokens.weight"
     if words not in backbone or not top:
         raise NotReady(f"weights {source}: no Qwen2-VL with a head {head!r}")
@@ -97,7 +97,7 @@ def build(config: Any, state: dict[str, Any], head: str, dtype: Any, source: Pat
     return model.eval(), _head(top, source)
 
 
-def _todays_name(name: str) -> str:
+def _current_name(name: str) -> str:
     """The entry's name in transformers 5, of a checkpoint written by it or by an earlier version."""
     if re.match(r"model\.(visual|language_model)\.", name):
         return name[len("model.") :]

@@ -10,10 +10,10 @@ import numpy as np
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
-from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, picture_part
-from cosmos_rl_reward.rewards.pictures import SampleError, as_images, prompts_of, score_samples
+from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, image_part
+from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_prompts, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
-from cosmos_rl_reward.rewards.weights import fetch_text
+from cosmos_rl_reward.rewards.weights import download_text
 
 _TEMPLATE = Path(__file__).parent / "unified_reward.txt"
 _PUBLISHED = "point_score_image_generation.py"
@@ -21,7 +21,7 @@ _PUBLISHED_URL = (
     "https://raw.githubusercontent.com/CodeGoat24/UnifiedReward/ed52f98c680bfeca1e23e26aa61715de03412f2b"
     f"/inference_llava/image_generation/{_PUBLISHED}"
 )
-_OWN_WORDS = (
+_OWN_QUESTION = (
     "the question is in our own words, so scores do not compare with published ones; run cosmos-rl-reward-prepare,"
     " which fetches the published one, or name a file with it in reward_args.options.template"
 )
@@ -67,7 +67,7 @@ class UnifiedReward(BaseRewardHandler):
             return Path(self.options["template"])
         if self._published().is_file():
             return self._published()
-        self.warning = _OWN_WORDS
+        self.warning = _OWN_QUESTION
         return _TEMPLATE
 
     def fetch(self, offline: bool) -> str | None:
@@ -76,8 +76,8 @@ class UnifiedReward(BaseRewardHandler):
         if self.options["template"]:
             return None
         if not path.is_file() and not offline:
-            fetch_text(_PUBLISHED_URL, path)
-        return f"unified_reward: {path}" if path.is_file() else _OWN_WORDS
+            download_text(_PUBLISHED_URL, path)
+        return f"unified_reward: {path}" if path.is_file() else _OWN_QUESTION
 
     def set_up(self) -> None:
         """Read the template and see that the server has the model."""
@@ -103,14 +103,14 @@ class UnifiedReward(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         pictures = as_images(images)
-        prompts = prompts_of(metadata, len(pictures))
+        prompts = get_prompts(metadata, len(pictures))
         pairs = zip(pictures, prompts, strict=True)
-        answers = self._endpoint.all_at_once([lambda p=p, t=t: self._rating(p, t) for p, t in pairs])
+        answers = self._endpoint.run_concurrently([lambda p=p, t=t: self._rating(p, t) for p, t in pairs])
         return score_samples(self.score_keys, len(pictures), lambda k: {"unified_reward": answers[k].result()})
 
     def _rating(self, picture: np.ndarray, prompt: str) -> float:
         question = {"type": "text", "text": self._template.replace("{prompt}", prompt)}
-        content = [picture_part(picture, int(self.options["size"])), question]
+        content = [image_part(picture, int(self.options["size"])), question]
         text = self._endpoint.ask(content, temperature=0, max_tokens=int(self.options["max_tokens"]))
         found = list(self._pattern.finditer(text))
         try:

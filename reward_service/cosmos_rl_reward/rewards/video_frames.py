@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_reward.rewards.pictures import SampleError
+from cosmos_rl_reward.rewards.samples import SampleError
 
 FACTOR = 28  # Qwen2-VL: patches of 14 pixels, merged 2 x 2
 
 
-def evenly(frames: int, video_fps: float, fps: float, *, number: int | None = None) -> np.ndarray:
+def sample_evenly(frames: int, video_fps: float, fps: float, *, number: int | None = None) -> np.ndarray:
     """Indices of ``fps`` frames a second (or of ``number`` frames), evenly over the whole video.
 
     An even number of frames between 4 and 768, at most as many as there are.
@@ -27,7 +27,7 @@ def evenly(frames: int, video_fps: float, fps: float, *, number: int | None = No
     return np.rint(np.linspace(0, frames - 1, count)).astype(int)
 
 
-def every_nth(frames: int, video_fps: float, most: int = 160) -> tuple[np.ndarray, float]:
+def sample_every_nth(frames: int, video_fps: float, most: int = 160) -> tuple[np.ndarray, float]:
     """Indices of every n-th frame, n as small as at most ``most`` frames allow, an even number of them.
 
     Returns:

@@ -29,7 +29,7 @@ def need(*packages: str) -> None:
         )
 
 
-def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, published: str = "") -> Path:
+def find_folder(name: str, patterns: Iterable[str], *, offline: bool = False, published: str = "") -> Path:
     """A local folder as it is, else the hub repository of that name (downloaded into the hub's cache when missing).
 
     Args:
@@ -60,7 +60,7 @@ def folder_of(name: str, patterns: Iterable[str], *, offline: bool = False, publ
         raise NotReady(f"weights {name!r}: not a local folder, and not available from the hub ({reason})") from error
 
 
-def hub_file(configured: str, path: Path, repository: str, *, offline: bool) -> Path:
+def find_or_download(configured: str, path: Path, repository: str, *, offline: bool) -> Path:
     """A file of weights: ``configured`` if that is one, else ``path``, fetched from a hub repository when missing.
 
     Raises:
@@ -82,7 +82,7 @@ def hub_file(configured: str, path: Path, repository: str, *, offline: bool) -> 
     return path
 
 
-def fetch_text(url: str, path: Path) -> None:
+def download_text(url: str, path: Path) -> None:
     """Fetch a small text file to ``path``, which appears when it is whole.
 
     Raises:
@@ -91,12 +91,12 @@ def fetch_text(url: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=60) as answer:
-            write_whole(path, answer.read())
+            write_atomically(path, answer.read())
     except OSError as error:
         raise NotReady(f"{path} is missing, and cannot be fetched from {url}: {error}") from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file aside and give it its name when it is whole."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -106,7 +106,7 @@ def write_whole(path: Path, data: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
-def file_of(folder: str | Path, names: Iterable[str]) -> Path:
+def find_file(folder: str | Path, names: Iterable[str]) -> Path:
     """The first of ``names`` that exists in a folder.
 
     Raises:
@@ -164,7 +164,7 @@ def torch_dtype(name: str, device: str) -> Any:
     return torch.float32 if device.startswith("cpu") and dtype == torch.float16 else dtype
 
 
-def bfloat16_or_wider(name: str) -> Any:
+def choose_dtype(name: str) -> Any:
     """float32 when that is configured, else bfloat16: for models that were trained so and overflow in float16."""
     import torch
 

@@ -30,12 +30,12 @@ class Delivery:
         except Exception:
             logger.exception("%s: results cannot be written", self._jobs.spec.name)
             for item, _ in answers:
-                self._jobs.hand_back(item)
+                self._jobs.return_to_queue(item)
 
     async def _deliver(self, answers: Answers, began: float) -> None:
         scored = [(item, reply) for item, reply in answers if "body" in reply]
         if self._jobs.spec.decoding:
-            await self._share_decoded([item for item, _ in scored])
+            await self._publish_decoded([item for item, _ in scored])
         elif scored:
             await self._write(scored)
         for item, reply in scored:
@@ -48,11 +48,11 @@ class Delivery:
             elif "body" not in reply:
                 await self._jobs.fail(item, reply["error"])
 
-    async def _share_decoded(self, items: list[Item]) -> None:
-        patient, spool = self._jobs.patient, self._jobs.spool
+    async def _publish_decoded(self, items: list[Item]) -> None:
+        retrying, spool = self._jobs.retrying, self._jobs.spool
         for item in items:
-            await patient.insist(spool.share_decoded, item.job)
-            for reward in await patient.insist(spool.missing_rewards, item.job):
+            await retrying.retry(spool.publish_decoded, item.job)
+            for reward in await retrying.retry(spool.missing_rewards, item.job):
                 await self._queue(reward, item.job.id)
 
     async def _queue(self, reward: str, job_id: str) -> None:
@@ -65,7 +65,7 @@ class Delivery:
     async def _write(self, scored: Answers) -> None:
         name = self._jobs.spec.name
         results = [(item.job.id, name, reply["body"].encode(errors="backslashreplace")) for item, reply in scored]
-        await self._jobs.patient.insist(self._jobs.spool.write_results, results)
+        await self._jobs.retrying.retry(self._jobs.spool.write_results, results)
 
     async def _announce(self, item: Item, reply: dict[str, Any], began: float) -> None:
         await self._jobs.announce(

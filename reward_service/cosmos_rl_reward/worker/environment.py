@@ -20,7 +20,7 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(_|$)
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 
 
-def passed_on(variables: Mapping[str, str], downloads: bool = False) -> dict[str, str]:
+def filter_environment(variables: Mapping[str, str], downloads: bool = False) -> dict[str, str]:
     """Those of ``variables`` that a reward's process gets.
 
     Args:

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from cosmos_rl_reward.broker.board import Board
+from cosmos_rl_reward.broker.event_bus import EventBus
 from cosmos_rl_reward.broker.queue import Control, StreamQueue
 from cosmos_rl_reward.config import RESTARTS_VARIABLE, RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
-from cosmos_rl_reward.store import more_threads, open_spool
-from cosmos_rl_reward.worker import family
+from cosmos_rl_reward.store import add_threads, open_spool
+from cosmos_rl_reward.worker import process_tree
 from cosmos_rl_reward.worker.pool import Pool
 from cosmos_rl_reward.worker.replica import Replica
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST, PoolSpec
@@ -69,25 +69,25 @@ class Host:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; then finish what runs within ``drain_s`` and hand the rest back."""
-        more_threads(self.spool)
+        add_threads(self.spool)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _end_at_once)
-        family.adopt_orphans()
-        if left := await asyncio.to_thread(family.kill_leftovers):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _kill_everything)
+        process_tree.become_subreaper()
+        if left := await asyncio.to_thread(process_tree.kill_leftovers):
             logger.warning("killed what rewards of an earlier run had left behind: PIDs %s", left)
-        async with Board(self.broker_url) as board, StreamQueue(self.broker_url) as queue:
+        async with EventBus(self.broker_url) as bus, StreamQueue(self.broker_url) as queue:
 
             async def requeue(name: str, job_id: str) -> None:
                 await queue.put(name, [job_id])
 
-            news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-            pools = [Pool(spec, self.spool, news.put, requeue) for spec in self._specs]
+            events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+            pools = [Pool(spec, self.spool, events.put, requeue) for spec in self._specs]
             workers = [asyncio.create_task(pool.serve()) for pool in pools]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
-            showing = asyncio.create_task(self._show(board, pools))
-            posting = asyncio.create_task(_post(board, news))
+            showing = asyncio.create_task(self._publish_status(bus, pools))
+            posting = asyncio.create_task(_publish_events(bus, events))
             reaping = asyncio.create_task(_reap())
             stopping = asyncio.create_task(stop.wait())
             try:
@@ -98,7 +98,7 @@ class Host:
             finally:
                 await self._drain(consumers)
                 await _end([showing, posting, reaping, stopping, *workers])
-                await asyncio.to_thread(family.kill_descendants)
+                await asyncio.to_thread(process_tree.kill_descendants)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
         for control in self._controls.values():
@@ -112,7 +112,7 @@ class Host:
     async def _consume(self, queue: StreamQueue, pool: Pool, stop: asyncio.Event) -> None:
         """Take jobs while the pool can score them."""
         while not stop.is_set():
-            if not await _either(pool.available, stop):
+            if not await _wait_for_either(pool.available, stop):
                 return
             control = self._controls[pool.spec.name] = Control()
             taking = asyncio.create_task(queue.consume(pool.spec.name, pool.run, pool.concurrency, control))
@@ -121,7 +121,7 @@ class Host:
             control.end()
             await taking
 
-    async def _show(self, board: Board, pools: list[Pool]) -> None:
+    async def _publish_status(self, bus: EventBus, pools: list[Pool]) -> None:
         """Put the pools' health on the board; wake the decoder when a reward wants it."""
         last: list[dict[str, Any]] = []
         shown = 0.0
@@ -133,7 +133,7 @@ class Host:
                 status: dict[str, Any] = {pool.spec.name: state for pool, state in zip(pools, states, strict=True)}
                 status[HOST] = {"machine": socket.gethostname(), "restarts": self.restarts}
                 with contextlib.suppress(Exception):  # the broker is away: it is tried again
-                    await board.set_status(self.name, status)
+                    await bus.set_status(self.name, status)
                     last, shown = news, loop.time()
             if any(pool.health.about.get("needs_latent_decoder") for pool in pools):
                 for pool in pools:
@@ -142,30 +142,30 @@ class Host:
             await asyncio.sleep(0.1)
 
 
-async def _post(board: Board, news: asyncio.Queue[dict[str, Any]]) -> None:
+async def _publish_events(bus: EventBus, queue: asyncio.Queue[dict[str, Any]]) -> None:
     """Publish events, those that came together in one message."""
     while True:
-        events = [await news.get()]
-        while not news.empty():
-            events.append(news.get_nowait())
+        events = [await queue.get()]
+        while not queue.empty():
+            events.append(queue.get_nowait())
         with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
-            await board.publish(events)
+            await bus.publish(events)
 
 
 async def _reap() -> None:
     while True:
         await asyncio.sleep(_REAP_S)
-        await asyncio.to_thread(family.reap, Replica.running)
+        await asyncio.to_thread(process_tree.reap_orphans, Replica.running)
 
 
-def _end_at_once() -> None:
+def _kill_everything() -> None:
     """The service's root is gone, however that came: nothing of the rewards may stay."""
     logger.error("the service's first process is gone; everything ends")
-    family.kill_descendants()
+    process_tree.kill_descendants()
     os._exit(1)
 
 
-async def _either(event: asyncio.Event, stop: asyncio.Event) -> bool:
+async def _wait_for_either(event: asyncio.Event, stop: asyncio.Event) -> bool:
     """Wait for either event; True when it was the first."""
     waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -16,8 +16,8 @@ import numpy as np
 from cosmos_rl_reward.handler import BadInput
 from cosmos_rl_reward.payload.arrays import BFLOAT16, load
 from cosmos_rl_reward.payload.metadata import PER_ITEM, parse_line
-from cosmos_rl_reward.rewards.pictures import whole_pixels
-from cosmos_rl_reward.spool import HEADER_BYTES, Job, unpack
+from cosmos_rl_reward.rewards.samples import round_pixels
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, unpack_header
 
 KINDS = {4: "image", 5: "video"}  # by the number of axes
 
@@ -42,7 +42,7 @@ class Input:
 def read_header(path: Path) -> tuple[Job, bytes]:
     """Header and first line of a job file."""
     with open(path, "rb") as file:
-        job = unpack(file.read(HEADER_BYTES))
+        job = unpack_header(file.read(HEADER_BYTES))
         return job, file.read(job.line_end - HEADER_BYTES)
 
 
@@ -103,7 +103,7 @@ def to_pixels(array: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
     for k, sample in enumerate(array):
         low, high = float(sample.min()), float(sample.max())
         try:
-            pixels[k] = whole_pixels(sample, low, high)
+            pixels[k] = round_pixels(sample, low, high)
             highest = max(highest, high)
         except ValueError as error:
             bad[k] = f"payload: {error}"
@@ -116,7 +116,7 @@ def _bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def batches(inputs: list[Input], required: tuple[str, ...]) -> list[list[Input]]:
+def group_inputs(inputs: list[Input], required: tuple[str, ...]) -> list[list[Input]]:
     """Group jobs that may be scored in one call: same picture shape, and metadata that differs per sample only."""
     groups: dict[str, list[Input]] = {}
     for one in inputs:
@@ -135,7 +135,7 @@ def _per_item(one: Input, required: tuple[str, ...]) -> set[str]:
     return {k for k in names if isinstance(one.metadata.get(k), list) and len(one.metadata[k]) == count}
 
 
-def bad_samples(batch: list[Input]) -> dict[int, str]:
+def merge_bad_samples(batch: list[Input]) -> dict[int, str]:
     """Reasons of the samples of a merged batch that are no pictures, by their index in it."""
     bad, begin = {}, 0
     for one in batch:

@@ -9,7 +9,7 @@ from typing import Any
 from cosmos_rl_reward.results import FAILED, printable, without_scores
 from cosmos_rl_reward.spool import Files, Job, Spool
 from cosmos_rl_reward.worker.batches import Batches, Item
-from cosmos_rl_reward.worker.patience import PatientSpool
+from cosmos_rl_reward.worker.retries import RetryingSpool
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, PoolSpec
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Jobs:
 
     def __init__(self, spec: PoolSpec, spool: Spool, announce: Announce, requeue: Requeue) -> None:
         self.spec, self.spool, self.announce, self.requeue = spec, spool, announce, requeue
-        self.patient = PatientSpool(spool, spec.name)
+        self.retrying = RetryingSpool(spool, spec.name)
         self.waiting = Batches()
         self._items: dict[str, Item] = {}
         self._attempts: dict[str, int] = {}  # also of jobs that went back to the queue
@@ -36,7 +36,7 @@ class Jobs:
             RuntimeError: it goes back to the queue.
         """
         if (item := self._items.get(job_id)) is None:
-            item = await self._take_in(job_id, tries)
+            item = await self._admit(job_id, tries)
             if item is None:
                 return
         try:
@@ -46,9 +46,9 @@ class Jobs:
                 raise RuntimeError("this host cannot score it now") from None
             raise
 
-    async def _take_in(self, job_id: str, tries: int) -> Item | None:
+    async def _admit(self, job_id: str, tries: int) -> Item | None:
         """Let a job wait for a replica, with its files; None when nothing is to be done for it here."""
-        job = await self.patient.ask(self.spool.job, job_id)
+        job = await self.retrying.call(self.spool.job, job_id)
         if job is None or not await self.unfinished([job]):
             return None
         if job.media == "latent" and not self.spec.decoding and not await self._decoded(job_id):
@@ -68,12 +68,12 @@ class Jobs:
         return item
 
     async def _decoded(self, job_id: str) -> bool:
-        return await self.patient.ask(self.spool.has_decoded, job_id)
+        return await self.retrying.call(self.spool.has_decoded, job_id)
 
     async def _acquire(self, job: Job) -> Files:
         if not self.spool.remote:
-            return await self.patient.ask(self.spool.acquire, job, not self.spec.decoding)
-        coming = asyncio.ensure_future(self.patient.ask(self.spool.acquire, job, not self.spec.decoding))
+            return await self.retrying.call(self.spool.acquire, job, not self.spec.decoding)
+        coming = asyncio.ensure_future(self.retrying.call(self.spool.acquire, job, not self.spec.decoding))
         try:
             return await asyncio.shield(coming)
         except asyncio.CancelledError:
@@ -86,7 +86,7 @@ class Jobs:
 
     async def unfinished(self, jobs: list[Job]) -> set[str]:
         """Ids of those jobs for which there still is something to do."""
-        return await self.patient.ask(self._unfinished, jobs)
+        return await self.retrying.call(self._unfinished, jobs)
 
     def _unfinished(self, jobs: list[Job]) -> set[str]:
         if self.spec.decoding:
@@ -101,17 +101,17 @@ class Jobs:
         if not item.done.done():
             item.done.set_result(None)
 
-    def hand_back(self, item: Item) -> None:
+    def return_to_queue(self, item: Item) -> None:
         """The queue hands the job out again, here or elsewhere."""
         self._items.pop(item.job.id, None)
         self._release(item)
         item.done.cancel()
 
-    def hand_back_all(self) -> None:
-        """``hand_back`` for all that is here."""
+    def return_all_to_queue(self) -> None:
+        """``return_to_queue`` for all that is here."""
         self.waiting.clear()
         for item in list(self._items.values()):
-            self.hand_back(item)
+            self.return_to_queue(item)
 
     def _release(self, item: Item) -> None:
         if item.files is not None:
@@ -137,10 +137,10 @@ class Jobs:
         logger.error("%s: job %s failed: %s", name, item.job.id, error)
         names, prefix = [name], ""
         if self.spec.decoding:
-            names, prefix = await self.patient.insist(self.spool.missing_rewards, item.job), "decoding latents: "
+            names, prefix = await self.retrying.retry(self.spool.missing_rewards, item.job), "decoding latents: "
         for name in names:
             result = (item.job.id, name, without_scores(name, FAILED, prefix + error))
-            await self.patient.insist(self.spool.write_results, [result])
+            await self.retrying.retry(self.spool.write_results, [result])
             await self.announce({"id": item.job.id, "reward": name, "state": FAILED, "error": error[:500]})
         self.finish(item)
 

@@ -61,21 +61,21 @@ def _entry(key: str, index: int, value: Any, errors: dict[int, str]) -> Any:
     return value
 
 
-def without(scores: Any, bad: dict[int, str]) -> Any:
+def mask_scores(scores: Any, bad: dict[int, str]) -> Any:
     """A column, or a table of columns, with None for the samples ``bad``."""
     if isinstance(scores, dict):
-        return {key: without(value, bad) for key, value in scores.items()}
+        return {key: mask_scores(value, bad) for key, value in scores.items()}
     return [None if k in bad else value for k, value in enumerate(scores)]
 
 
-def part(value: Any, begin: int, end: int) -> Any:
+def slice_scores(value: Any, begin: int, end: int) -> Any:
     """Rows ``begin:end`` of a column or of a table of columns."""
     if isinstance(value, dict):
-        return {k: part(v, begin, end) for k, v in value.items()}
+        return {k: slice_scores(v, begin, end) for k, v in value.items()}
     return value[begin:end]
 
 
-def means(scores: dict[str, Any]) -> dict[str, float]:
+def mean_scores(scores: dict[str, Any]) -> dict[str, float]:
     """The mean of each column of numbers, over the samples that have one; at most 8 columns."""
     found = {}
     for key, column in scores.items():

@@ -10,13 +10,13 @@ from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker.batches import Item
 from cosmos_rl_reward.worker.delivery import Delivery
 from cosmos_rl_reward.worker.jobs import Announce, Jobs, Requeue
-from cosmos_rl_reward.worker.replica import Died, Failed, Replica
+from cosmos_rl_reward.worker.replica import Failed, Replica, ReplicaExited
 from cosmos_rl_reward.worker.spec import Health, PoolSpec
 
 logger = logging.getLogger(__name__)
 _LAST_S = 16.0  # for writing the last results when the host ends
 _BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
-_MAX_DEATH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
+_MAX_CRASH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
 
@@ -35,7 +35,7 @@ class Pool:
         self.wanted, self.available = asyncio.Event(), asyncio.Event()
         self._delivery = Delivery(jobs, self.health)
         self._up: set[int] = set()
-        self._deaths = 0
+        self._crashes = 0
         self._failures: dict[int, int] = {}  # of each replica, in a row: what its back-off depends on
         if spec.lazy:
             self.health.state = "idle"
@@ -90,14 +90,14 @@ class Pool:
             except Failed as error:
                 failures += 1
                 await self._fail(number, f"{error} (interpreter {replica.python})")
-            except Died as error:
-                self._deaths += not error.repeated
-                failures = min(max(0, self._deaths - 1), _MAX_DEATH_BACK_OFF)
+            except ReplicaExited as error:
+                self._crashes += not error.repeated
+                failures = min(max(0, self._crashes - 1), _MAX_CRASH_BACK_OFF)
                 self.health.restarts += 1
                 logger.error("%s: %s; starting it again", self.spec.name, error)
                 self._up.discard(number)
-                if self._deaths >= _BREAKER:
-                    await self._fail(number, f"{self._deaths} times in a row: {error}")
+                if self._crashes >= _BREAKER:
+                    await self._fail(number, f"{self._crashes} times in a row: {error}")
             except Exception:  # an error of ours: the other rewards of this host have nothing to do with it
                 failures = self._failures.get(number, 0) + 1
                 self.health.restarts += 1
@@ -125,12 +125,12 @@ class Pool:
         try:
             while batch := await waiting.take(lambda: not ending.done(), self.limit, self.spec.max_wait_s):
                 task = await self._score(replica, batch)
-                self._failures[number] = self._deaths = 0
+                self._failures[number] = self._crashes = 0
                 if writing:
                     await writing.pop()
                 if task is not None:
                     writing.append(task)
-            raise Died(await replica.exit_reason())
+            raise ReplicaExited(await replica.exit_reason())
         finally:
             ending.cancel()
 
@@ -152,17 +152,17 @@ class Pool:
             await self._jobs.fail_all(reason)
         else:
             self.available.clear()
-            self._jobs.hand_back_all()
+            self._jobs.return_all_to_queue()
 
     async def _score(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
         """Have a batch scored; the returned task writes its results, while the next one is scored."""
         try:
             return await self._score_unfinished(replica, batch)
-        except Died:
+        except ReplicaExited:
             raise
         except Exception:
             for item in batch:
-                self._jobs.hand_back(item)
+                self._jobs.return_to_queue(item)
             raise
 
     async def _score_unfinished(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
@@ -177,7 +177,7 @@ class Pool:
         files = [asdict(item.files) for item in batch if item.files is not None]
         try:
             replies = await replica.score(files, self.spec.workers.deadline_s)
-        except Died as error:
+        except ReplicaExited as error:
             error.repeated = all(item.attempts for item in batch)
             for item in batch:
                 await self._jobs.retry(item, str(error), count=len(batch) == 1)

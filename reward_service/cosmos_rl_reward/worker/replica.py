@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cosmos_rl_reward.worker import family
-from cosmos_rl_reward.worker.environment import passed_on
+from cosmos_rl_reward.worker import process_tree
+from cosmos_rl_reward.worker.environment import filter_environment
 from cosmos_rl_reward.worker.wire import HEAD, pack
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Failed(Exception):
     """The scorer cannot start; the message is the reason."""
 
 
-class Died(Exception):
+class ReplicaExited(Exception):
     """The scorer ended, or was killed, while it had jobs.
 
     Attributes:
@@ -53,9 +53,9 @@ class Replica:
         """``environment``: variables on top of those that every reward gets; ``downloads``: it may use the hub."""
         self.name = name
         self.python = interpreter(venv_python)
-        self._mark = family.new_mark()
-        self._environment = {**passed_on(os.environ, downloads), **environment, "PYTHONUNBUFFERED": "1"}
-        self._environment[family.MARK] = self._mark
+        self._mark = process_tree.new_mark()
+        self._environment = {**filter_environment(os.environ, downloads), **environment, "PYTHONUNBUFFERED": "1"}
+        self._environment[process_tree.MARK] = self._mark
         self._log: collections.deque[str] = collections.deque(maxlen=20)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -96,7 +96,7 @@ class Replica:
         except TimeoutError:
             await self.kill()
             raise Failed(f"not loaded after {timeout_s:g} s (start_timeout_s)") from None
-        except Died as error:
+        except ReplicaExited as error:
             raise Failed(f"{error} while loading") from None
         if not answer["ready"]:
             await self.kill()
@@ -113,13 +113,13 @@ class Replica:
             replies = (await self._ask({"jobs": jobs}, deadline_s))["replies"]
         except TimeoutError:
             await self.kill()
-            raise Died(f"no answer within {deadline_s:g} s (deadline_s)") from None
+            raise ReplicaExited(f"no answer within {deadline_s:g} s (deadline_s)") from None
         except (ValueError, KeyError, TypeError) as error:  # somebody else wrote into its channel
             await self.kill()
-            raise Died(f"the worker's answer cannot be read: {type(error).__name__}: {error}") from error
+            raise ReplicaExited(f"the worker's answer cannot be read: {type(error).__name__}: {error}") from error
         if len(replies) != len(jobs):
             await self.kill()
-            raise Died(f"the worker answered {len(replies)} of {len(jobs)} jobs")
+            raise ReplicaExited(f"the worker answered {len(replies)} of {len(jobs)} jobs")
         return replies
 
     async def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Replica:
         except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise Died(await self.exit_reason()) from None
+            raise ReplicaExited(await self.exit_reason()) from None
 
     async def ended(self) -> None:
         """Wait until the process is gone."""
@@ -172,10 +172,10 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await self._process.wait()
-        children = await asyncio.to_thread(family.descendants, self._process.pid)
+        children = await asyncio.to_thread(process_tree.list_descendants, self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(family.kill, self._mark, children)
+        await asyncio.to_thread(process_tree.kill_marked, self._mark, children)
         with contextlib.suppress(TimeoutError):  # asyncio also waits for whoever still has its standard output
             async with asyncio.timeout(_KILLED_S):
                 await self._process.wait()

@@ -47,7 +47,7 @@ class Scorer:
     """One handler and the calls to it."""
 
     def __init__(self, start: dict[str, Any]) -> None:
-        from cosmos_rl_reward.worker.discover import find_handler
+        from cosmos_rl_reward.worker.find_handler import find_handler
 
         self.name: str = start["name"]
         self.fetched: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Scorer:
         self.warning = self.handler.warning
         if start["self_test"]:
             self.warning = _join(self.warning, self._self_test())
-        self.provenance = _plain(self.handler.provenance())
+        self.provenance = _to_json_types(self.handler.provenance())
 
     def about(self) -> dict[str, Any]:
         """What the front has to know of this reward."""
@@ -89,7 +89,7 @@ class Scorer:
     def _call(self, images: Any, metadata: dict[str, Any]) -> Any:
         if self.torch is not None:
             images = self.torch.from_numpy(images).to(self.handler.device)
-        with _no_exit():
+        with _catch_exit():
             return self.handler.calculate_reward(images, metadata)
 
     def _self_test(self) -> str:
@@ -104,7 +104,7 @@ class Scorer:
 
     def score(self, requests: list[dict[str, str]]) -> list[dict[str, Any]]:
         """Score jobs given as ``{"id", "path", "decoded"}``; one reply each, in the same order."""
-        from cosmos_rl_reward.worker.inputs import Input, batches, read_input
+        from cosmos_rl_reward.worker.inputs import Input, group_inputs, read_input
 
         replies: dict[str, dict[str, Any]] = {}
         inputs: list[Input] = []
@@ -112,13 +112,13 @@ class Scorer:
             try:
                 inputs.append(read_input(**request))
             except Exception as error:
-                replies[request["id"]] = _failure(request["id"], error)
-        for batch in batches(inputs, self.handler.required_metadata):
+                replies[request["id"]] = _describe_failure(request["id"], error)
+        for batch in group_inputs(inputs, self.handler.required_metadata):
             try:
                 answers = self._score_batch(batch)
             except Exception as error:
                 if len(batch) == 1:
-                    answers = [_failure(batch[0].id, error)]
+                    answers = [_describe_failure(batch[0].id, error)]
                 else:  # find out whose fault it is
                     answers = [answer for one in batch for answer in self._score_alone(one)]
             replies.update({answer["id"]: answer for answer in answers})
@@ -128,26 +128,26 @@ class Scorer:
         try:
             return self._score_batch([one])
         except Exception as error:
-            return [_failure(one.id, error)]
+            return [_describe_failure(one.id, error)]
 
     def _score_batch(self, batch: list[Any]) -> list[dict[str, Any]]:
         from cosmos_rl_reward.results import SUCCEEDED, encode
-        from cosmos_rl_reward.worker.inputs import bad_samples, merge
-        from cosmos_rl_reward.worker.outcome import check, means, part, without
+        from cosmos_rl_reward.worker.inputs import merge, merge_bad_samples
+        from cosmos_rl_reward.worker.outcome import check, mask_scores, mean_scores, slice_scores
 
         images, metadata = merge(batch, self.handler.required_metadata)
         began = time.perf_counter()
         returned = self._call(images, metadata)
         duration = time.perf_counter() - began
         scores, errors = check(returned, len(images))
-        bad = bad_samples(batch)
-        scores, errors = without(scores, bad), {**errors, **bad}
+        bad = merge_bad_samples(batch)
+        scores, errors = mask_scores(scores, bad), {**errors, **bad}
         warning = _join(self.handler.warning, str(returned.get("warning") or ""))
         answers, at = [], 0
         for one in batch:
             end = at + len(one.images)
             mine = {str(i - at): e for i, e in sorted(errors.items()) if at <= i < end}
-            own = part(scores, at, end)
+            own = slice_scores(scores, at, end)
             result = {
                 "scores": own,
                 "input_info": one.info,
@@ -160,18 +160,18 @@ class Scorer:
                 "provenance": self.provenance,
             }
             if len(batch) == 1:
-                result.update(_plain({k: returned[k] for k in ("duration", "input_info") if k in returned}))
+                result.update(_to_json_types({k: returned[k] for k in ("duration", "input_info") if k in returned}))
             for optional in ("item_errors", "warning"):
                 if not result[optional]:
                     del result[optional]
             body = encode(result).decode()
             answer = {"id": one.id, "body": body, "failed": len(mine), "batch": len(images), "s": duration}
-            answers.append({**answer, "means": means(own)})
+            answers.append({**answer, "means": mean_scores(own)})
             at = end
         return answers
 
 
-class Decoding:
+class DecoderWorker:
     """The VAE instead of a reward: writes decoded videos beside the jobs."""
 
     def __init__(self, start: dict[str, Any]) -> None:
@@ -195,17 +195,17 @@ class Decoding:
         for request in requests:
             try:
                 began = time.perf_counter()
-                with _no_exit():
+                with _catch_exit():
                     self.decoder.decode(Path(request["path"]), Path(request["decoded"]))
                 seconds = time.perf_counter() - began
                 replies.append({"id": request["id"], "body": "", "failed": 0, "batch": 1, "s": seconds})
             except Exception as error:
-                replies.append(_failure(request["id"], error))
+                replies.append(_describe_failure(request["id"], error))
         return replies
 
 
 @contextlib.contextmanager
-def _no_exit() -> Iterator[None]:
+def _catch_exit() -> Iterator[None]:
     """``sys.exit`` and the like fail this try, they do not end the process with its loaded model."""
     try:
         yield
@@ -240,11 +240,11 @@ def _join(*texts: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _failure(job_id: str, error: Exception) -> dict[str, Any]:
+def _describe_failure(job_id: str, error: Exception) -> dict[str, Any]:
     """A reply for a job that has no result; ``again`` says whether another try could help."""
     from cosmos_rl_reward.handler import BadInput
     from cosmos_rl_reward.payload.errors import Refused
@@ -273,7 +273,7 @@ def serve(channel: socket.socket, log: Any) -> None:
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
     try:
-        kind: Any = {"decode": Decoding, "fetch decoder": Decoding}.get(start["op"], Scorer)
+        kind: Any = {"decode": DecoderWorker, "fetch decoder": DecoderWorker}.get(start["op"], Scorer)
         worker = kind(start)
     except BaseException as error:
         reason = str(error)

@@ -9,7 +9,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.hpsv2 import HPSv2, transformers_names
+from cosmos_rl_reward.rewards.hpsv2 import HPSv2, rename_to_transformers
 from cosmos_rl_reward.rewards.pickscore import PickScore
 
 rng = np.random.default_rng(0)
@@ -22,17 +22,17 @@ def test_cropping_is_that_of_the_library(shape):
     pictures = rng.integers(0, 256, (2, *shape, 3), dtype=np.uint8)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     expected = processor(images=list(pictures), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(clip.normalised(clip.cropped(pictures, 28)), expected, atol=1e-5)
+    np.testing.assert_allclose(clip.normalised(clip.resize_and_crop(pictures, 28)), expected, atol=1e-5)
 
 
 def test_padding_centres_and_never_skips_it():
     wide = np.full((1, 10, 28, 3), 200, np.uint8)  # the longer side already has the target size
-    result = clip.padded(wide, 28)[0]
+    result = clip.resize_and_pad(wide, 28)[0]
     assert result.shape == (28, 28, 3)
     assert (result[9:19] == 200).all()
     assert result[:9].max() == result[19:].max() == 0
     assert (
-        clip.padded(np.full((1, 100, 40, 3), 9, np.uint8), 28)[0, 14].tolist()
+        clip.resize_and_pad(np.full((1, 100, 40, 3), 9, np.uint8), 28)[0, 14].tolist()
         == [[0] * 3] * 8 + [[9] * 3] * 11 + [[0] * 3] * 9
     )
 
@@ -53,7 +53,7 @@ def test_pickscore_is_the_scaled_cosine_over_26(tmp_path):
     reward = PickScore(model_path=str(tmp_path), device="cpu", dtype="float16")
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.cropped(PICTURES, 28)), PROMPTS)
+    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_crop(PICTURES, 28)), PROMPTS)
     with torch.inference_mode():
         expected = expected * model.logit_scale.exp().item() / 26
     result = reward.calculate_reward(torch.from_numpy(PICTURES), {"prompts": PROMPTS})["scores"]["pickscore"]
@@ -117,7 +117,7 @@ def test_hpsv2_is_the_cosine_of_an_open_clip_checkpoint(tmp_path):
     reward._heads = (2, 2)
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.padded(PICTURES, 28)), PROMPTS)
+    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_pad(PICTURES, 28)), PROMPTS)
     result = reward.calculate_reward(PICTURES, {"prompts": PROMPTS})["scores"]["hpsv2"]
     np.testing.assert_allclose(result, expected, atol=2e-6)
     assert np.ptp(result) > 0.01
@@ -127,7 +127,7 @@ def test_another_models_file_is_refused(tmp_path):
     model = save_clip(tmp_path)
     state = open_clip_state(model)
     with pytest.raises(NotReady, match="unknown entry head.weight"):
-        transformers_names({**state, "head.weight": torch.zeros(1)})
+        rename_to_transformers({**state, "head.weight": torch.zeros(1)})
     del state["ln_final.bias"]
     torch.save(state, tmp_path / "cut.pt")
     reward = HPSv2(model_path=str(tmp_path / "cut.pt"), options={"tokenizer": str(tmp_path)})

@@ -19,7 +19,15 @@ from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import gen_eval_rules as rules
 from cosmos_rl_reward.rewards.gen_eval import GenEval
 from cosmos_rl_reward.rewards.gen_eval_models import ColorClassifier, Detector, cut_out
-from cosmos_rl_reward.rewards.gen_eval_rules import COLORS, NAMES, Detection, kept, lenient, relations, strict
+from cosmos_rl_reward.rewards.gen_eval_rules import (
+    COLORS,
+    NAMES,
+    Detection,
+    lenient,
+    relations,
+    select_detections,
+    strict,
+)
 
 rng = np.random.default_rng(0)
 
@@ -44,9 +52,9 @@ def test_the_names_are_the_80_in_their_order():
 
 def test_which_detections_count():
     found = [at(0, 0, confidence=c) for c in (0.3, 0.31, 0.95, 0.9, 0.5)]
-    assert [d.confidence for d in kept(found, "colors")] == [0.95, 0.9, 0.5, 0.31]
-    assert [d.confidence for d in kept(found, "counting")] == [0.95]
-    assert len(kept([at(0, 0)] * 20, "counting")) == 16
+    assert [d.confidence for d in select_detections(found, "colors")] == [0.95, 0.9, 0.5, 0.31]
+    assert [d.confidence for d in select_detections(found, "counting")] == [0.95]
+    assert len(select_detections([at(0, 0)] * 20, "counting")) == 16
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from cosmos_rl_reward.handler import NotReady
 from cosmos_rl_reward.rewards.ocr import OcrReward
-from cosmos_rl_reward.rewards.ocr_scoring import diagnostics, first_quoted, ocr_score, quoted_text
+from cosmos_rl_reward.rewards.ocr_scoring import diagnostics, find_first_quoted, find_quoted_text, ocr_score
 
 NOTHING = SimpleNamespace(txts=None, scores=None)
 
@@ -47,12 +47,12 @@ NOTHING = SimpleNamespace(txts=None, scores=None)
     ],
 )
 def test_what_the_prompt_asks_for(prompt, target):
-    assert quoted_text(prompt) == target
+    assert find_quoted_text(prompt) == target
 
 
 def test_upstream_takes_the_first_ascii_span_only():
-    assert first_quoted('a "B" and "C"') == "B"
-    assert first_quoted("a 'B'") is None
+    assert find_first_quoted('a "B" and "C"') == "B"
+    assert find_first_quoted("a 'B'") is None
 
 
 @pytest.mark.parametrize(

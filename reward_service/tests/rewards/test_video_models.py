@@ -18,7 +18,7 @@ from cosmos_rl_reward.rewards import special_tokens, video_frames
 from cosmos_rl_reward.rewards.cosmos_reason1 import CosmosReason1
 from cosmos_rl_reward.rewards.dance_grpo import DanceGRPO
 from cosmos_rl_reward.rewards.hpsv3 import HPSv3, sized
-from cosmos_rl_reward.rewards.pictures import SampleError
+from cosmos_rl_reward.rewards.samples import SampleError
 
 rng = np.random.default_rng(0)
 
@@ -35,7 +35,7 @@ rng = np.random.default_rng(0)
     ],
 )
 def test_even_sampling(frames, video_fps, fps, number, expected):
-    assert video_frames.evenly(frames, video_fps, fps, number=number).tolist() == expected
+    assert video_frames.sample_evenly(frames, video_fps, fps, number=number).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_even_sampling(frames, video_fps, fps, number, expected):
     ],
 )
 def test_every_nth_frame(frames, expected, fps):
-    indices, rate = video_frames.every_nth(frames, 16.0)
+    indices, rate = video_frames.sample_every_nth(frames, 16.0)
     assert (indices.tolist(), rate) == (expected, fps)
 
 
 def test_one_frame_is_no_video():
     with pytest.raises(SampleError, match="at least 2"):
-        video_frames.evenly(1, 8.0, 2.0)
+        video_frames.sample_evenly(1, 8.0, 2.0)
     with pytest.raises(SampleError, match="at least 2"):
-        video_frames.every_nth(1, 8.0)
+        video_frames.sample_every_nth(1, 8.0)
 
 
 def test_sizes_are_multiples_of_28_within_bounds():

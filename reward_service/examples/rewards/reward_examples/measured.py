@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
-from cosmos_rl_reward.rewards.pictures import SampleError, as_frames, as_images, as_videos, per_sample, score_samples
+from cosmos_rl_reward.rewards.samples import SampleError, as_frames, as_images, as_videos, get_per_sample, score_samples
 from reward_examples import measures
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -131,7 +131,7 @@ class SsimToReference(_Measured):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         pictures = as_images(images)
-        references = per_sample(metadata, "references", len(pictures))
+        references = get_per_sample(metadata, "references", len(pictures))
 
         def score(index: int) -> dict[str, float]:
             picture = pictures[index]

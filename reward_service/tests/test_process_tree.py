@@ -13,8 +13,8 @@ import pytest
 
 from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.spool import Spool
-from cosmos_rl_reward.worker import family
-from cosmos_rl_reward.worker.environment import passed_on
+from cosmos_rl_reward.worker import process_tree
+from cosmos_rl_reward.worker.environment import filter_environment
 from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.replica import Replica
 from tests.service import MOODY, TESTS, Service, body, picture
@@ -28,11 +28,11 @@ SECRETS += ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY", "DATABASE_URL"
 
 
 def test_only_variables_of_the_list_reach_a_reward():
-    found = passed_on(dict.fromkeys((*KEPT, *SECRETS), "value"))
+    found = filter_environment(dict.fromkeys((*KEPT, *SECRETS), "value"))
     assert found == {**dict.fromkeys(KEPT, "value"), "HF_HUB_OFFLINE": "1"}
-    assert passed_on({"HF_HUB_OFFLINE": "0"}) == {"HF_HUB_OFFLINE": "0"}
+    assert filter_environment({"HF_HUB_OFFLINE": "0"}) == {"HF_HUB_OFFLINE": "0"}
     # who downloads weights for its user may use that user's token, and nothing else
-    found = passed_on(dict.fromkeys((*KEPT, *SECRETS), "value"), downloads=True)
+    found = filter_environment(dict.fromkeys((*KEPT, *SECRETS), "value"), downloads=True)
     assert set(found) == {*KEPT, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
 
 
@@ -43,7 +43,7 @@ def test_no_secret_of_the_service_reaches_a_scorer(tmp_path):
     with Service(tmp_path, {"reward_args": rewards}, secret) as service:
         found = service.processes()["scorer"][0].environ()
     assert found["MINE"] == "given"
-    assert [name for name in found if name.startswith("COSMOS_RL_REWARD")] == [family.MARK]
+    assert [name for name in found if name.startswith("COSMOS_RL_REWARD")] == [process_tree.MARK]
     assert not [value for value in found.values() if "secret-" in value or "broker" in value]
 
 
@@ -105,23 +105,26 @@ def _gone(children, what):
 
 @pytest.mark.process
 def test_leftovers_of_a_host_that_is_gone_are_ended_and_no_others():
-    code = "import sys, time; from cosmos_rl_reward.worker import family; print(family.new_mark(), flush=True); "
-    host = subprocess.Popen([sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE, text=True)
+    code = (
+        "import time; from cosmos_rl_reward.worker import process_tree\n"
+        "print(process_tree.new_mark(), flush=True); time.sleep(600)"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     mark = host.stdout.readline().strip()
     namespace, pid, ticks, name = mark.rsplit(":", 3)
     assert int(pid) == host.pid
 
     def child(mark):
-        return subprocess.Popen(["sleep", "600"], env={**os.environ, family.MARK: mark}, start_new_session=True)
+        return subprocess.Popen(["sleep", "600"], env={**os.environ, process_tree.MARK: mark}, start_new_session=True)
 
-    ours, theirs = child(mark), child(family.new_mark())
+    ours, theirs = child(mark), child(process_tree.new_mark())
     elsewhere, garbled = child(f"pid:[1]:{pid}:{ticks}:{name}"), child("x")
     reused = child(f"{namespace}:{os.getpid()}:1:{name}")  # the PID belongs to a later process now
     try:
-        assert family.kill_leftovers() == [reused.pid]
+        assert process_tree.kill_leftovers() == [reused.pid]
         host.kill()
         host.wait()
-        assert family.kill_leftovers() == [ours.pid]
+        assert process_tree.kill_leftovers() == [ours.pid]
         assert [p.poll() for p in (theirs, elsewhere, garbled)] == [None] * 3
     finally:
         for process in (host, ours, theirs, elsewhere, garbled, reused):

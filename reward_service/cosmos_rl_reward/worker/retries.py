@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to read or write jobs and results; the last one repeats
 
 
-class PatientSpool:
+class RetryingSpool:
     """Calls functions of a spool until they answer. ``name`` is for the log."""
 
     def __init__(self, spool: Spool, name: str) -> None:
         self.spool, self._name = spool, name
 
-    async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Look into the spool: a folder answers at once. A job that is not there (any more) is an answer."""
         try:
             if not self.spool.remote:
@@ -27,9 +27,9 @@ class PatientSpool:
             raise
         except OSError as error:  # a full disk has no room for a folder either
             logger.debug("%s: %s", self._name, error)
-        return await self.insist(function, *arguments, missing_is_final=True)
+        return await self.retry(function, *arguments, missing_is_final=True)
 
-    async def insist(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
+    async def retry(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
         """Call the spool in a thread, again without end when it fails."""
         for number in itertools.count():
             try:

@@ -18,16 +18,16 @@ class LocalOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http" and (reason := _foreign(scope["headers"])):
+        if scope["type"] == "http" and (reason := _find_rejection(scope["headers"])):
             app = JSONResponse({"message": reason, "error": reason}, 403)
         await app(scope, receive, send)
 
 
-def _foreign(headers: list[tuple[bytes, bytes]]) -> str:
+def _find_rejection(headers: list[tuple[bytes, bytes]]) -> str:
     """Why a request is not one of this machine's own, or an empty string."""
     hosts, origins = ([value.decode("latin-1").lower() for key, value in headers if key == k] for k in NAMES)
     for host in hosts:
-        if _name(host) not in LOOPBACK:
+        if _host_name(host) not in LOOPBACK:
             return f"Host: {host[:100]!r} is not a name of this machine; other names need a token_file"
     for origin in origins:
         if origin.partition("://")[2] not in hosts:
@@ -35,7 +35,7 @@ def _foreign(headers: list[tuple[bytes, bytes]]) -> str:
     return ""
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

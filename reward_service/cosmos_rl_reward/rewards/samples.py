@@ -21,7 +21,7 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def whole_pixels(array: np.ndarray, low: float, high: float) -> np.ndarray:
+def round_pixels(array: np.ndarray, low: float, high: float) -> np.ndarray:
     """Values 0..255 rounded to the nearest whole number (half to even), as uint8: the one rule for pixels here.
 
     Args:
@@ -83,7 +83,7 @@ def as_frames(media: Any) -> np.ndarray:
     return as_images(array)[:, None]
 
 
-def prompts_of(metadata: dict[str, Any], count: int) -> list[str]:
+def get_prompts(metadata: dict[str, Any], count: int) -> list[str]:
     """The request's prompts, one for each of ``count`` samples; a bare string counts as one.
 
     Raises:
@@ -99,7 +99,7 @@ def prompts_of(metadata: dict[str, Any], count: int) -> list[str]:
     return list(prompts)
 
 
-def per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
+def get_per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
     """A list of the metadata with one entry per sample.
 
     Raises:
@@ -113,7 +113,7 @@ def per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
     return list(values)
 
 
-def frame_rate(infos: list[Any], index: int) -> float:
+def get_frame_rate(infos: list[Any], index: int) -> float:
     """Frames per second of a video, from the request's ``video_infos``.
 
     Raises:

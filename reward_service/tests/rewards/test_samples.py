@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from cosmos_rl_reward.handler import BadInput
-from cosmos_rl_reward.rewards.pictures import (
+from cosmos_rl_reward.rewards.samples import (
     SampleError,
     as_frames,
     as_images,
     as_videos,
-    frame_rate,
-    prompts_of,
+    get_frame_rate,
+    get_prompts,
     score_samples,
 )
 
@@ -63,17 +63,17 @@ def test_videos_and_frames():
 
 
 def test_prompts_and_frame_rates():
-    assert prompts_of({"prompts": "one"}, 1) == ["one"]
+    assert get_prompts({"prompts": "one"}, 1) == ["one"]
     for wrong, reason in [
         ({}, "list of strings"),
         ({"prompts": ["a"]}, "1 prompts for 2"),
         ({"prompts": [1, 2]}, "strings"),
     ]:
         with pytest.raises(BadInput, match=reason):
-            prompts_of(wrong, 2)
-    assert frame_rate([{"video_fps": 16}], 0) == 16.0
+            get_prompts(wrong, 2)
+    assert get_frame_rate([{"video_fps": 16}], 0) == 16.0
     with pytest.raises(SampleError, match=r"video_infos\[1\].video_fps is missing"):
-        frame_rate([{"video_fps": 16}, {}], 1)
+        get_frame_rate([{"video_fps": 16}, {}], 1)
 
 
 def test_one_failing_sample_costs_one_score():

@@ -1,4 +1,4 @@
-"""From a request's body to an accepted job: streamed to the disk, checked by its headers, never held in memory."""
+"""From a request's body to an accepted job: streamed to the disk, checked by its headers, never buffered in memory."""
 
 import asyncio
 import contextlib
@@ -12,45 +12,45 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from cosmos_rl_reward.clock import boot, uptime
-from cosmos_rl_reward.errors import StoreAway
-from cosmos_rl_reward.front.ledger import Hold, Ledger
+from cosmos_rl_reward.errors import StoreUnavailable
+from cosmos_rl_reward.front.job_tracker import JobTracker, Reservation
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.media import Media, read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
 
 _CHUNK = 4 << 20  # bytes of one body gathered before they go to the disk
-_GATHERED = 16 << 20  # the same of all bodies
-_SHARE = 8  # one in so many connections may send a job
+_MAX_BUFFERED = 16 << 20  # the same of all bodies
+_UPLOAD_SHARE = 8  # one in so many connections may send a job
 _PAUSES = 10  # the whole body may take this many times receive_timeout_s
-_POLITE = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
-_POLITE_S = 5.0  # for that
-_WHOLE = "cosmos_rl_reward.whole"  # set in a request's scope when its body has come to its end
+_DISCARD_BYTES = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
+_DISCARD_S = 5.0  # for that
+_BODY_READ = "cosmos_rl_reward.whole"  # set in a request's scope when its body has come to its end
 _KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """An accepted job. ``fresh`` is false when its idempotency key was used before."""
+    """An accepted job. ``created`` is false when its idempotency key was used before."""
 
     job: Job
-    fresh: bool
+    created: bool
 
 
-class _Coming:
+class _IncomingUpload:
     """A body on its way in: a part in memory, the rest in a file that is made when it is needed."""
 
     def __init__(self, spool: Spool, hashed: bool) -> None:
         self._spool, self._hashed = spool, hashed
         self._parts: list[bytes] = []
         self.upload: Upload | None = None
-        self.size = self.held = 0
+        self.size = self.buffered = 0
 
     def add(self, part: bytes) -> None:
         """The next bytes."""
         self._parts.append(part)
         self.size += len(part)
-        self.held += len(part)
+        self.buffered += len(part)
 
     def flush(self) -> Upload:
         """Write what is in memory to the file."""
@@ -62,12 +62,12 @@ class _Coming:
         return self.upload
 
 
-class Intake:
+class UploadReceiver:
     """Receives bodies for one front."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.spool, self.config = ledger, ledger.spool, ledger.config
-        self._senders = self._gathered = 0
+    def __init__(self, tracker: JobTracker) -> None:
+        self.tracker, self.spool, self.config = tracker, tracker.spool, tracker.config
+        self._senders = self._buffered = 0
 
     async def receive(self, request: Request, owner: str) -> Ticket:
         """Take a body in; returns when it is safe on the disk.
@@ -87,75 +87,79 @@ class Intake:
         length = request.headers.get("content-length")
         if length is not None and (not length.isdigit() or int(length) > self.config.max_body_bytes):
             raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
-        if self._senders * _SHARE >= self.config.max_connections:
+        if self._senders * _UPLOAD_SHARE >= self.config.max_connections:
             raise Refused(f"{self._senders} jobs are being received (max_connections); try again later", 429)
         self._senders += 1
         try:
-            with self.ledger.hold() as hold:
-                hold.ask(int(length or 0))
-                return await self._receive(request, owner, key, hold)
+            with self.tracker.reserve() as reservation:
+                reservation.extend(int(length or 0))
+                return await self._receive(request, owner, key, reservation)
         finally:
             self._senders -= 1
 
-    async def _receive(self, request: Request, owner: str, key: str | None, hold: Hold) -> Ticket:
-        coming = _Coming(self.spool, hashed=key is not None or self.spool.remote)
+    async def _receive(self, request: Request, owner: str, key: str | None, reservation: Reservation) -> Ticket:
+        incoming = _IncomingUpload(self.spool, hashed=key is not None or self.spool.remote)
         try:
-            data, line_end = await self._stream(request, coming, hold)
-            room = HEADER_BYTES + coming.size
+            data, line_end = await self._receive_body(request, incoming, reservation)
+            room = HEADER_BYTES + incoming.size
             if data.get("media_type") not in ("image", "video"):
-                room += await self._disk(lambda: self._examine(coming.flush(), data, line_end).decoded_bytes)
-            hold.ask(room)
+                room += await self._call_spool(
+                    lambda: self._check_payload(incoming.flush(), data, line_end).decoded_bytes
+                )
+            reservation.extend(room)
             job_id = str(uuid.uuid4())
             if key is not None:
                 job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}"))
-            job, older = await self._disk(self._store, coming, data, line_end, job_id)
+            job, older = await self._call_spool(self._store, incoming, data, line_end, job_id)
         finally:
-            self._release(coming)
-            if coming.upload is not None:
-                await asyncio.to_thread(coming.upload.discard)
+            self._release(incoming)
+            if incoming.upload is not None:
+                await asyncio.to_thread(incoming.upload.discard)
         if older is None:
-            await self.ledger.add(job)
+            await self.tracker.add(job)
             return Ticket(job, True)
         if older.sha256 != job.sha256:
             raise Refused("Idempotency-Key: was used before, with another body", 409)
         return Ticket(older, False)
 
-    async def _disk(self, function: Any, *arguments: Any) -> Any:
+    async def _call_spool(self, function: Any, *arguments: Any) -> Any:
         try:
             return await asyncio.to_thread(function, *arguments)
-        except StoreAway as error:
+        except StoreUnavailable as error:
             raise Refused(f"the service cannot store the job: {error}", 503) from error
         except OSError as error:
             raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
 
-    async def _stream(self, request: Request, coming: "_Coming", hold: Hold) -> tuple[dict[str, Any], int]:
+    async def _receive_body(
+        self, request: Request, incoming: "_IncomingUpload", reservation: Reservation
+    ) -> tuple[dict[str, Any], int]:
         """Take the body in; the metadata line is checked as soon as it is there. Returns it and where it ends."""
         line, checked = bytearray(), None
-        async for chunk in parts_of(request, self.config.receive_timeout_s):
-            coming.add(chunk)
-            self._gathered += len(chunk)
-            if coming.size > self.config.max_body_bytes:
+        async for chunk in iter_body(request, self.config.receive_timeout_s):
+            incoming.add(chunk)
+            self._buffered += len(chunk)
+            if incoming.size > self.config.max_body_bytes:
                 raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
             if checked is None:
                 line += chunk[: MAX_LINE + 1 - len(line)]
                 if (newline := line.find(b"\n")) >= 0:
                     del line[newline:]
                     checked = self._check(bytes(line))
-                    hold.ask(coming.size, _wanted(checked))
+                    reservation.extend(incoming.size, _rewards_to_score(checked))
                 elif len(line) > MAX_LINE:
                     raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
-            if coming.held >= _CHUNK or self._gathered > _GATHERED:
+            if incoming.buffered >= _CHUNK or self._buffered > _MAX_BUFFERED:
                 del chunk
-                hold.ask(coming.size, written=coming.size - coming.held)
-                await self._disk(coming.flush)
-                self._release(coming)
+                reservation.extend(incoming.size, written=incoming.size - incoming.buffered)
+                await self._call_spool(incoming.flush)
+                self._release(incoming)
         if checked is None:
             raise Refused("metadata: no newline after the JSON line")
         return checked, HEADER_BYTES + len(line)
 
-    def _release(self, coming: _Coming) -> None:
-        self._gathered -= coming.held
-        coming.held = 0
+    def _release(self, incoming: _IncomingUpload) -> None:
+        self._buffered -= incoming.buffered
+        incoming.buffered = 0
 
     def _check(self, line: bytes) -> dict[str, Any]:
         """What the first line alone can be refused for."""
@@ -164,7 +168,7 @@ class Intake:
         if unknown := [name for name in data["reward_fn"] if name not in known]:
             names = ", ".join(sorted(known)) or "none"
             raise Refused(f"metadata.reward_fn: {unknown[0]!r} is not a reward of this service; enabled are {names}")
-        wanted = _wanted(data)
+        wanted = _rewards_to_score(data)
         if not wanted:
             raise Refused("metadata.reward_fn: no reward has a weight above 0, so there is nothing to score")
         for name in wanted:
@@ -173,7 +177,7 @@ class Intake:
 
     def _check_reward(self, name: str, data: dict[str, Any]) -> None:
         """What the reward itself asks for, once a worker has told."""
-        for status in self.ledger.statuses.values():
+        for status in self.tracker.statuses.values():
             about = status.get(name, {}).get("about", {})
             media = "image" if data.get("media_type") == "image" else "video"
             if about and media not in about["media_types"]:
@@ -182,16 +186,18 @@ class Intake:
             if missing := [field for field in about.get("required_metadata", ()) if field not in data]:
                 raise Refused(f"metadata.{missing[0]}: needed by reward {name}")
 
-    def _store(self, coming: "_Coming", data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+    def _store(
+        self, incoming: "_IncomingUpload", data: dict[str, Any], line_end: int, job_id: str
+    ) -> tuple[Job, Job | None]:
         """Check the payload and make the job real. Returns it, and the job that has its id already, if any."""
-        upload = coming.flush()
+        upload = incoming.flush()
         try:
             return self._seal(upload, data, line_end, job_id)
         finally:
             upload.discard()
-            coming.upload = None
+            incoming.upload = None
 
-    def _examine(self, upload: Upload, data: dict[str, Any], line_end: int) -> Media:
+    def _check_payload(self, upload: Upload, data: dict[str, Any], line_end: int) -> Media:
         """What the payload is, within the limits."""
         media = read_payload(upload.file, line_end + 1, upload.size, data.get("media_type"))
         config = self.config
@@ -208,12 +214,12 @@ class Intake:
         return media
 
     def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
-        media = self._examine(upload, data, line_end)
+        media = self._check_payload(upload, data, line_end)
         weights = data["reward_fn"]
         job = Job(
             id=job_id,
             accepted=time.time(),
-            rewards=tuple(sorted(_wanted(data))),
+            rewards=tuple(sorted(_rewards_to_score(data))),
             dropped=tuple(sorted(name for name in weights if weights[name] <= 0)),
             sha256=upload.sha256,
             line_end=line_end,
@@ -233,18 +239,18 @@ class Intake:
             raise Refused("latents with 48 channels need decode_args.wan2pt2_model_path on the service")
 
 
-def _wanted(data: dict[str, Any]) -> tuple[str, ...]:
+def _rewards_to_score(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, weight in data["reward_fn"].items() if weight > 0)
 
 
-async def parts_of(request: Request, pause_s: float, pauses: int = _PAUSES) -> AsyncGenerator[bytes, None]:
+async def iter_body(request: Request, pause_s: float, pauses: int = _PAUSES) -> AsyncGenerator[bytes, None]:
     """The body as it comes; what was taken is not kept, as the framework's own stream would while it waits for more.
 
     Raises:
         Refused: there was a pause of ``pause_s``, or all of it takes ``pauses`` times that.
         ClientDisconnect: the rest will not come.
     """
-    end, more = time.monotonic() + pauses * pause_s, not request.scope.get(_WHOLE, False)
+    end, more = time.monotonic() + pauses * pause_s, not request.scope.get(_BODY_READ, False)
     while more:
         try:
             async with asyncio.timeout(min(pause_s, end - time.monotonic())):
@@ -254,16 +260,16 @@ async def parts_of(request: Request, pause_s: float, pauses: int = _PAUSES) -> A
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         more = message.get("more_body", False)
-        request.scope[_WHOLE] = not more
+        request.scope[_BODY_READ] = not more
         if message.get("body"):
             yield message.pop("body")
 
 
 async def discard_body(request: Request) -> None:
     """Read what is left of a small refused body, so that clients that send before they read see the answer."""
-    left = _POLITE
+    left = _DISCARD_BYTES
     with contextlib.suppress(Refused, ClientDisconnect):
-        async with contextlib.aclosing(parts_of(request, _POLITE_S, 1)) as parts:
+        async with contextlib.aclosing(iter_body(request, _DISCARD_S, 1)) as parts:
             async for part in parts:
                 left -= len(part)
                 if left < 0:

@@ -51,18 +51,18 @@ def _marked() -> Iterator[tuple[psutil.Process, str]]:
                 yield process, variables[MARK]
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def list_descendants(pid: int) -> list[psutil.Process]:
     """Children of a process, their children, and so on."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
 
 
-def kill(mark: str, known: Iterable[psutil.Process] = ()) -> None:
+def kill_marked(mark: str, known: Iterable[psutil.Process] = ()) -> None:
     """End everything that carries the mark, and the processes ``known`` with what they have started."""
     everybody = list(known)
     for _ in range(_ROUNDS):
-        everybody += [child for process in everybody for child in descendants(process.pid)]
+        everybody += [child for process in everybody for child in list_descendants(process.pid)]
         everybody += [process for process, found in _marked() if found == mark]
         if not _end(everybody):
             return
@@ -72,7 +72,7 @@ def kill(mark: str, known: Iterable[psutil.Process] = ()) -> None:
 def kill_descendants() -> None:
     """End everything below this process."""
     for _ in range(_ROUNDS):
-        if not _end(descendants(os.getpid())):
+        if not _end(list_descendants(os.getpid())):
             return
 
 
@@ -100,13 +100,13 @@ def _end(processes: Iterable[psutil.Process]) -> bool:
     return bool(ended)
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Let this process become the parent of what its descendants leave behind (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap(scorers: Collection[int]) -> None:
+def reap_orphans(scorers: Collection[int]) -> None:
     """Take the exit codes of orphans that have ended. Scorers have somebody who waits for theirs."""
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):

@@ -17,13 +17,13 @@ _STATUS_TTL_S = 6
 _LISTEN_S = 10.0  # after so long without an event the connection is looked at
 
 
-class Board:
+class EventBus:
     """Use as an async context manager; it connects when it is asked."""
 
     def __init__(self, url: str) -> None:
         self._redis: Any = connect(url)  # the library's own annotations take its calls for synchronous ones
 
-    async def __aenter__(self) -> "Board":
+    async def __aenter__(self) -> "EventBus":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from cosmos_rl_reward.broker.queue import JobQueue
 from cosmos_rl_reward.clock import boot, uptime
 from cosmos_rl_reward.config import ServiceConfig
-from cosmos_rl_reward.errors import StoreAway
+from cosmos_rl_reward.errors import StoreUnavailable
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.recent import Recent
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import without_scores
 from cosmos_rl_reward.spool import Job, Spool
-from cosmos_rl_reward.store import ask
+from cosmos_rl_reward.store import call_spool
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ BROKER_S = 5.0  # longest wait for an answer of the broker
 _AT_ONCE = 20  # requests that are woken in one go
 
 
-class Notices(Protocol):
-    """What the ledger needs of ``broker.board.Board``."""
+class Events(Protocol):
+    """What the ledger needs of ``broker.event_bus.EventBus``."""
 
     async def publish(self, events: list[dict[str, Any]]) -> None: ...
     async def statuses(self) -> dict[str, dict[str, Any]]: ...
@@ -55,15 +55,15 @@ class OpenJob:
         self.since = self.job.uptime if self.job.boot == boot() else uptime()
 
 
-class Hold:
+class Reservation:
     """Room that a job on its way in already takes, so that many at once do not pass a limit together."""
 
-    def __init__(self, ledger: "Ledger") -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: "JobTracker") -> None:
+        self._tracker = tracker
         self._rewards: tuple[str, ...] = ()
         self._size = self._written = 0
 
-    def ask(self, size: int, rewards: tuple[str, ...] | None = None, written: int = 0) -> None:
+    def extend(self, size: int, rewards: tuple[str, ...] | None = None, written: int = 0) -> None:
         """Hold at least ``size`` bytes, for ``rewards``, of which ``written`` are on the disk already.
 
         Raises:
@@ -73,48 +73,48 @@ class Hold:
         if rewards is None:
             rewards = self._rewards
         self.release()
-        self._ledger.admit(rewards, size, size - written)
+        self._tracker.admit(rewards, size, size - written)
         self._rewards, self._size, self._written = rewards, size, written
-        self._ledger.held.update(rewards)
-        self._ledger.held_bytes += size
-        self._ledger.unwritten += size - written
+        self._tracker.reserved.update(rewards)
+        self._tracker.reserved_bytes += size
+        self._tracker.unwritten += size - written
 
     def release(self) -> None:
         """Give it back."""
-        self._ledger.held.subtract(self._rewards)
-        self._ledger.held_bytes -= self._size
-        self._ledger.unwritten -= self._size - self._written
+        self._tracker.reserved.subtract(self._rewards)
+        self._tracker.reserved_bytes -= self._size
+        self._tracker.unwritten -= self._size - self._written
         self._rewards, self._size, self._written = (), 0, 0
 
-    def __enter__(self) -> "Hold":
+    def __enter__(self) -> "Reservation":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class Ledger:
+class JobTracker:
     """Open jobs of this service. One per front."""
 
-    def __init__(self, config: ServiceConfig, spool: Spool, queue: JobQueue, board: Notices, metrics: Metrics) -> None:
-        self.config, self.spool, self.queue, self.board, self.metrics = config, spool, queue, board, metrics
+    def __init__(self, config: ServiceConfig, spool: Spool, queue: JobQueue, bus: Events, metrics: Metrics) -> None:
+        self.config, self.spool, self.queue, self.bus, self.metrics = config, spool, queue, bus, metrics
         self.rewards = tuple(args.reward_type for args in config.enabled)
         self.statuses: dict[str, dict[str, Any]] = {}
         self.errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=50)
         self.bytes = 0
-        self.held: collections.Counter[str] = collections.Counter()
-        self.held_bytes = self.unwritten = 0
+        self.reserved: collections.Counter[str] = collections.Counter()
+        self.reserved_bytes = self.unwritten = 0
         self.open: dict[str, OpenJob] = {}
         self._depth: collections.Counter[str] = collections.Counter()
-        self._entered: collections.Counter[str] = collections.Counter()
-        self.left: collections.Counter[str] = collections.Counter()
+        self._numbered: collections.Counter[str] = collections.Counter()
+        self.completed: collections.Counter[str] = collections.Counter()
         self._waiters: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self.rates: dict[str, float] = {}  # jobs per second, about
         self.recent: dict[str, Recent] = collections.defaultdict(Recent)
 
-    def hold(self) -> "Hold":
+    def reserve(self) -> "Reservation":
         """Room for one job on its way in; use as a context manager."""
-        return Hold(self)
+        return Reservation(self)
 
     def admit(self, rewards: tuple[str, ...], size: int, unwritten: int) -> None:
         """Raise ``Refused`` (429, 503 or 507) when a job of ``size`` bytes cannot be taken now."""
@@ -122,10 +122,10 @@ class Ledger:
             state, reason = self.state(reward)
             if state == "failed":
                 raise Refused(f"reward {reward} is not available: {reason}", 503)
-            if self._depth[reward] + self.held[reward] >= self.config.max_queued_jobs:
+            if self._depth[reward] + self.reserved[reward] >= self.config.max_queued_jobs:
                 limit = self.config.max_queued_jobs
                 raise Refused(f"reward {reward} has {limit} jobs waiting (max_queued_jobs); try again later", 429)
-        taken = self.bytes + self.held_bytes
+        taken = self.bytes + self.reserved_bytes
         if taken + size > self.config.max_spool_bytes:
             raise Refused(f"{taken} bytes are waiting (max_spool_bytes); try again later", 429)
         if self.spool.free_bytes() - self.unwritten - unwritten < self.config.min_free_bytes:
@@ -155,30 +155,30 @@ class Ledger:
 
     async def add(self, job: Job) -> None:
         """Take an accepted job in and queue it. The broker may be away: then it is queued when that is back."""
-        if not self.enter(job, set(job.rewards)):
+        if not self.track(job, set(job.rewards)):
             return
         for reward in job.rewards:
             self.metrics.accepted.labels(reward).inc()
         try:
-            await self.queue_jobs([job])
+            await self.enqueue_jobs([job])
         except Exception as error:
             logger.warning("job %s waits in the spool, the broker does not answer: %r", job.id, error)
 
-    def enter(self, job: Job, missing: set[str]) -> bool:
+    def track(self, job: Job, missing: set[str]) -> bool:
         if job.id in self.open:
             return False
         entry = self.open[job.id] = OpenJob(job, missing)
-        self.bytes += job.room
+        self.bytes += job.disk_bytes
         for reward in missing:
             self._depth[reward] += 1
-            self._entered[reward] += 1
-            entry.order[reward] = self._entered[reward]
+            self._numbered[reward] += 1
+            entry.order[reward] = self._numbered[reward]
         return True
 
-    async def queue_jobs(self, jobs: list[Job]) -> None:
+    async def enqueue_jobs(self, jobs: list[Job]) -> None:
         """Put jobs where they are next: the decoder, or the rewards without a result."""
         wanted: dict[str, list[str]] = {}
-        undecoded = await ask(self.spool, self.spool.undecoded, jobs)
+        undecoded = await call_spool(self.spool, self.spool.find_undecoded, jobs)
         for job in jobs:
             names: set[str] = set()
             if job.id in undecoded:
@@ -196,7 +196,7 @@ class Ledger:
         entry = self.open.get(job_id)
         if entry is None or reward not in entry.order:
             return None
-        return max(0, entry.order[reward] - self.left[reward] - 1)
+        return max(0, entry.order[reward] - self.completed[reward] - 1)
 
     def depth(self, reward: str) -> int:
         """Jobs of the reward without a result."""
@@ -209,17 +209,17 @@ class Ledger:
         self._waiters.setdefault(key, []).append(future)
         end = time.monotonic() + timeout_s
         try:
-            while not await ask(self.spool, self.spool.has_result, job_id, reward):
+            while not await call_spool(self.spool, self.spool.has_result, job_id, reward):
                 left = end - time.monotonic()
-                if left <= 0 or (await asyncio.wait({future}, timeout=min(left, self.spool.look_s)))[0]:
+                if left <= 0 or (await asyncio.wait({future}, timeout=min(left, self.spool.poll_s)))[0]:
                     return
         finally:
             self._waiters[key].remove(future)
             if not self._waiters[key]:
                 del self._waiters[key]
 
-    def waited_for(self) -> set[tuple[str, str]]:
-        """Results, as (job, reward), that somebody waits for; ``Watcher.compare`` looks for them."""
+    def awaited_results(self) -> set[tuple[str, str]]:
+        """Results, as (job, reward), that somebody waits for; ``Reconciler.reconcile`` looks for them."""
         return set(self._waiters)
 
     def _wake(self, futures: list[asyncio.Future[None]]) -> None:
@@ -235,19 +235,19 @@ class Ledger:
         data = without_scores(reward, state, error)
         written = await asyncio.to_thread(self.spool.write_result, job_id, reward, data)
         event = {"id": job_id, "reward": reward, "state": state, "error": error}
-        await self.settled(event)
+        await self.complete(event)
         if written:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(BROKER_S):  # ``wait_for`` of Python 3.11 can lose a cancellation
-                    await self.board.publish([event])
+                    await self.bus.publish([event])
         return written
 
-    async def settled(self, event: dict[str, Any]) -> None:
+    async def complete(self, event: dict[str, Any]) -> None:
         """A result of a job is there; the job's body goes when it was the last one."""
-        if (job := self.note(event)) is not None:
+        if (job := self.record(event)) is not None:
             await self.finish([job])
 
-    def note(self, event: dict[str, Any]) -> Job | None:
+    def record(self, event: dict[str, Any]) -> Job | None:
         """A result of a job is there: wake those that wait for it. Returns the job when it was the last one."""
         job_id, reward = event["id"], event["reward"]
         self._wake(list(self._waiters.get((job_id, reward), ())))
@@ -256,7 +256,7 @@ class Ledger:
             return None
         entry.missing.discard(reward)
         self._depth[reward] -= 1
-        self.left[reward] += 1
+        self.completed[reward] += 1
         self.metrics.finished(event)
         if "score_s" in event:
             self.recent[reward].add(uptime() - entry.since, event["items"], event.get("means", {}))
@@ -265,33 +265,33 @@ class Ledger:
         if entry.missing:
             return None
         del self.open[job_id]
-        self.bytes -= entry.job.room
+        self.bytes -= entry.job.disk_bytes
         return entry.job
 
     async def finish(self, jobs: list[Job]) -> None:
-        """Drop the bodies of jobs that are answered. Whoever is interrupted leaves it to ``load`` and ``adopt``."""
+        """Drop the bodies of jobs that are answered. Whoever is interrupted leaves it to ``load`` and ``recover``."""
         await asyncio.to_thread(self._finish, jobs)
 
     def _finish(self, jobs: list[Job]) -> None:
         for job in jobs:
             try:
                 self.spool.finish(job)
-            except StoreAway as error:
+            except StoreUnavailable as error:
                 logger.warning("job %s is answered, but not cut off yet: %s", job.id, error)
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""
         jobs = sorted(self.spool.open_jobs(), key=lambda job: job.accepted)
         wanted = [(job.id, reward) for job in jobs for reward in job.rewards]
-        there = {(job_id, reward) for job_id, reward, _ in self.spool.answered(wanted)}
+        there = {(job_id, reward) for job_id, reward, _ in self.spool.find_results(wanted)}
         for job in jobs:
             missing = {reward for reward in job.rewards if (job.id, reward) not in there}
             if missing:
-                self.enter(job, missing)
+                self.track(job, missing)
             else:
                 self.spool.finish(job)
 
-    def next_queue(self, job: Job, name: str, undecoded: set[str]) -> bool:
+    def belongs_in_queue(self, job: Job, name: str, undecoded: set[str]) -> bool:
         """Whether the open job is to be in the queue ``name`` now; ``undecoded``: what the spool says of it."""
         entry = self.open.get(job.id)
         if entry is None:

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 import psutil
 
-from tests.service import MOODY, Service, body, picture
+from tests.service import MOODY, Service, body, image
 
 MIB = 1 << 20
 CONFIG = {"reward_args": [MOODY], "max_spool_bytes": 300 * MIB, "no_latent_decoder": True}
@@ -96,7 +96,7 @@ async def half_open(port: int, client: httpx.AsyncClient, seconds: float) -> str
 
 async def slow_bodies(port: int, client: httpx.AsyncClient, seconds: float) -> str:
     """400 bodies of 0.9 MB that do not end."""
-    held, line = [], body(picture())[:120].split(b"\n")[0] + b"\n"
+    held, line = [], body(image())[:120].split(b"\n")[0] + b"\n"
     for _ in range(400):
         with contextlib.suppress(ConnectionError, TimeoutError):
             _, writer = await _connect(port)
@@ -114,7 +114,7 @@ async def chunked(port: int, client: httpx.AsyncClient, seconds: float) -> str:
     """S5: four bodies of 240 MB at once, without a length; max_spool_bytes is 300 MiB."""
 
     async def parts() -> Any:
-        yield body(picture(count=0))
+        yield body(image(count=0))
         for _ in range(240):
             yield bytes(MIB)
 
@@ -163,7 +163,7 @@ async def expanded(port: int, client: httpx.AsyncClient, seconds: float) -> str:
 
 async def long_polls(port: int, client: httpx.AsyncClient, seconds: float) -> str:
     """S7: 2000 at once."""
-    job = (await client.post("/api/reward/enqueue", content=body(picture(), prompts=[f"sleep {seconds}"]))).json()
+    job = (await client.post("/api/reward/enqueue", content=body(image(), prompts=[f"sleep {seconds}"]))).json()
     form = f"uuid={job['uuid']}&type=moody&wait=60".encode()
     head = b"POST /api/reward/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(form)
 
@@ -195,7 +195,7 @@ async def bad_metadata(port: int, client: httpx.AsyncClient, seconds: float) -> 
 async def other_names(port: int, client: httpx.AsyncClient, seconds: float) -> str:
     """S9: names that are not this machine's, pages of other servers."""
     headers = [{"Host": "evil.example"}, {"Origin": "http://evil.example", "Content-Type": "text/plain"}]
-    content = body(picture())
+    content = body(image())
     return str([(await client.post("/api/reward/enqueue", content=content, headers=h)).status_code for h in headers])
 
 
@@ -228,7 +228,7 @@ class _Watch:
 
     async def work(self) -> None:
         while True:
-            answer = await self._client.post("/api/reward/enqueue", content=body(picture(len(self.jobs) % 200)))
+            answer = await self._client.post("/api/reward/enqueue", content=body(image(len(self.jobs) % 200)))
             if answer.status_code == 200:
                 self.jobs.append(answer.json()["uuid"])
             await asyncio.sleep(0.1)

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.service import MOODY, Service, body, picture
+from tests.service import MOODY, Service, body, image
 
 _ROLES = ("front", "workers", "scorer", "broker", "root", "checker")
 
@@ -68,7 +68,7 @@ def check(url: str, path: Path, jobs: int, seed: int) -> None:
                             keys[n] = str(uuid.uuid4())
                             _log(log, do="send", n=n, key=keys[n])
                         prompt = [f"sleep {random_.random() * 0.05:.3f}" if n % 7 else "raise no"]
-                        content = body(picture(n % 200), "moody", prompts=["x"] if n % 3 else prompt)
+                        content = body(image(n % 200), "moody", prompts=["x"] if n % 3 else prompt)
                         headers = {"Idempotency-Key": keys[n]}
                         answer = client.post("/api/reward/enqueue", content=content, headers=headers)
                         if answer.status_code == 200:
@@ -149,7 +149,7 @@ class _Storm:
         self.outages[role].append(time.monotonic() - began)
 
     def _probe(self) -> bool:
-        answer = self.service.enqueue(body(picture(1), "moody"), timeout=5)
+        answer = self.service.enqueue(body(image(1), "moody"), timeout=5)
         return answer.status_code == 200 and self.service.pull(answer.json()["uuid"], wait=10).status_code == 200
 
 

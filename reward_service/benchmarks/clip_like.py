@@ -7,7 +7,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler
 
 
 class ClipLike(BaseRewardHandler):
-    """First feature of each picture."""
+    """First feature of each image."""
 
     reward_name = "clip_like"
     mergeable = True
@@ -24,11 +24,11 @@ class ClipLike(BaseRewardHandler):
         self.model = CLIPVisionModel(CLIPVisionConfig()).eval()
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Pictures of 224 x 224, scaled to 0..1."""
+        """Images of 224 x 224, scaled to 0..1."""
         with self.torch.inference_mode():
             features = self.model(pixel_values=images.permute(0, 3, 1, 2).float() / 255).pooler_output
         return {"scores": {"clip_like": features[:, 0]}}
 
     def probes(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Two pictures of the size that the model takes."""
+        """Two images of the size that the model takes."""
         return [(p.repeat(4, 1)[:, :224].repeat(4, 2)[:, :, :224], m) for p, m in super().probes()]

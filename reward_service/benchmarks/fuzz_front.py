@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from tests.fronts import FrontInMemory, front_in_memory
-from tests.service import body, npy, picture
+from tests.service import body, image, npy
 
 _TIMEOUT_S = 20.0
 _WORDS = [
@@ -66,10 +66,10 @@ def bodies() -> list[bytes]:
     """Good bodies to spoil."""
     small = np.zeros((1, 3, 2, 4, 4), np.uint8)
     return [
-        body(picture(count=2), "a"),
+        body(image(count=2), "a"),
         body(small, "b", media_type="video", video_infos=[{"fps": 8}]),
         body(np.zeros((1, 16, 2, 4, 4), np.float16), "a", media_type="latent"),
-        b'{"prompts": ["x"], "reward_fn": {"a": 1}, "media_type": "image"}\n' + npy(picture(side=40)),
+        b'{"prompts": ["x"], "reward_fn": {"a": 1}, "media_type": "image"}\n' + npy(image(side=40)),
     ]
 
 
@@ -79,7 +79,7 @@ async def _one(front: FrontInMemory, random_: random.Random, good: list[bytes]) 
     if kind == 0:
         content = random_.randbytes(random_.randrange(2000))
     elif kind == 1:
-        content = json.dumps(_value(random_)).encode() + b"\n" + npy(picture())
+        content = json.dumps(_value(random_)).encode() + b"\n" + npy(image())
     elif kind < 5:
         content = _mutated(random_, random_.choice(good))
     else:

@@ -78,8 +78,8 @@ def as_json() -> FastAPI:
     app, lock = FastAPI(), asyncio.Lock()
 
     def parse(job: Job) -> Any:
-        pictures = [Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) for text in job.images]
-        return score(np.stack([np.asarray(picture) for picture in pictures]), {"prompts": job.prompts})
+        images = [Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) for text in job.images]
+        return score(np.stack([np.asarray(image) for image in images]), {"prompts": job.prompts})
 
     @app.post("/score")
     async def endpoint(job: Job, request: Request) -> Any:
@@ -90,19 +90,19 @@ def as_json() -> FastAPI:
     return app
 
 
-def requests(pictures: np.ndarray) -> dict[str, bytes]:
+def requests(images: np.ndarray) -> dict[str, bytes]:
     """The same job as each of them takes it."""
 
-    def png(picture: np.ndarray) -> str:
+    def png(image: np.ndarray) -> str:
         file = io.BytesIO()
-        Image.fromarray(picture).save(file, "PNG")
+        Image.fromarray(image).save(file, "PNG")
         return base64.b64encode(file.getvalue()).decode()
 
-    prompts = ["a"] * len(pictures)
+    prompts = ["a"] * len(images)
     return {
-        "bare": body(pictures, "jpeg_compressibility"),
-        "sync": pickle.dumps({"images": pictures, "prompts": prompts}),
-        "json": json.dumps({"images": [png(picture) for picture in pictures], "prompts": prompts}).encode(),
+        "bare": body(images, "jpeg_compressibility"),
+        "sync": pickle.dumps({"images": images, "prompts": prompts}),
+        "json": json.dumps({"images": [png(image) for image in images], "prompts": prompts}).encode(),
     }
 
 

@@ -1,6 +1,6 @@
 """Jobs a second and latency beside other servers' designs: ``python -m benchmarks.peers [--seconds S] [--rounds N]``.
 
-8 clients, each sending its next job (2 random pictures of 512 x 512, JPEG size as the reward) when it has the scores
+8 clients, each sending its next job (2 random images of 512 x 512, JPEG size as the reward) when it has the scores
 of the one before; the contenders take turns within one run. Rates and latencies depend on what else the machine does,
 and so does ``to_bare`` (jobs a second over those of the bare scorer in the same round): of a busy machine several
 processes get a larger share than one. ``cpu_to_bare`` (CPU time per job of all the contender's processes, over that of

@@ -105,8 +105,8 @@ async def served(
 
 async def scored(service: Service, reward: str, count: int) -> float:
     """Seconds for ``count`` single-image jobs that are handed in at once."""
-    picture = np.random.default_rng(0).integers(0, 255, (1, 224, 224, 3), np.uint8)
-    content = body(picture, reward)
+    image = np.random.default_rng(0).integers(0, 255, (1, 224, 224, 3), np.uint8)
+    content = body(image, reward)
     async with _client(f"http://127.0.0.1:{service.port}") as client:
         jobs = []
         began = time.perf_counter()
@@ -125,8 +125,8 @@ def _cpu(processes: list[psutil.Process]) -> float:
 async def measure(folder: Path, jobs: int, side: int, rounds: int) -> dict[str, Any]:
     """All ratios: medians over rounds that take turns, because the machine is not ours alone."""
     random = np.random.default_rng(0)
-    pictures = [random.integers(0, 256, (1, side, side, 3), dtype=np.uint8) for _ in range(8)]
-    contents = [body(picture, "jpeg_compressibility") for picture in pictures]
+    images = [random.integers(0, 256, (1, side, side, 3), dtype=np.uint8) for _ in range(8)]
+    contents = [body(image, "jpeg_compressibility") for image in images]
     rates, bases, merges, costs = [], [], [], []
     with bare_scorer() as (url, scorer), Service(folder, CONFIG, {"OMP_NUM_THREADS": "1"}) as service:
         family = [process for group in service.processes().values() for process in group]
@@ -140,7 +140,7 @@ async def measure(folder: Path, jobs: int, side: int, rounds: int) -> dict[str, 
         _, delays = await served(service, contents, 60, concurrency=1)
     ratios = [rate / base for rate, base in zip(rates, bases, strict=True)]
     return {
-        "picture": [side, side, 3],
+        "image": [side, side, 3],
         "bare_jobs_per_second": [round(v, 1) for v in bases],
         "service_jobs_per_second": [round(v, 1) for v in rates],
         "ratio": round(statistics.median(ratios), 3),

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.service import MOODY, Service, body, npy, picture
+from tests.service import MOODY, Service, body, image, npy
 
 CONFIG = {
     "max_queued_jobs": 100_000,
@@ -36,16 +36,16 @@ def _kinds() -> list[tuple[bytes, str, int]]:
     video = np.random.default_rng(0).integers(0, 255, (1, 3, 4, 16, 16), np.uint8)
     both = {"media_type": "image", "prompts": ["x"] * 4, "reward_fn": {"moody": 1, "mock": 1, "brightness": 1}}
     kinds = [
-        (body(picture(7), "moody"), "moody", 200),
-        (body(picture(7, 3, 64), "mock"), "mock", 200),
-        (json.dumps(both).encode() + b"\n" + npy(picture(9, 4, 48)), "brightness", 200),
+        (body(image(7), "moody"), "moody", 200),
+        (body(image(7, 3, 64), "mock"), "mock", 200),
+        (json.dumps(both).encode() + b"\n" + npy(image(9, 4, 48)), "brightness", 200),
         (body(video, "mock", media_type="video"), "mock", 200),
-        (body(picture(7, 2), "moody", prompts=["nan", "x"]), "moody", 200),
-        (body(picture(), "moody", prompts=["bad"]), "moody", 200),
-        (body(picture(), "moody", prompts=["raise out of memory"]), "moody", 200),
-        (body(picture(), "nobody"), "", 400),
-        (body(picture())[:-5], "", 400),
-        (body(picture(side=300)), "moody", 200),
+        (body(image(7, 2), "moody", prompts=["nan", "x"]), "moody", 200),
+        (body(image(), "moody", prompts=["bad"]), "moody", 200),
+        (body(image(), "moody", prompts=["raise out of memory"]), "moody", 200),
+        (body(image(), "nobody"), "", 400),
+        (body(image())[:-5], "", 400),
+        (body(image(side=300)), "moody", 200),
     ]
     try:
         import torch

@@ -11,18 +11,18 @@ from PIL import Image, ImageDraw, ImageFont
 HOST = os.environ.get("REWARD_HOST", "http://localhost:8080")
 TOKEN = os.environ.get("REWARD_TOKEN", "")
 REWARDS = os.environ.get("REWARD_NAMES", "ocr").split(",")  # of those that the service has: GET /api/reward/rewards
-USE_FAKE = True  # pictures made here; set it to False and put pictures of yours into load_images
+USE_FAKE = True  # images made here; set it to False and put images of yours into load_images
 PROMPTS = ['a sign that says "hello"', 'a poster with the words "reward service"']
 
 
 def load_images() -> np.ndarray:
     """``[B, H, W, 3]`` uint8."""
     if USE_FAKE:  # the first is what its prompt asks for, the second is not
-        return np.stack([picture_of("hello"), picture_of("reward hacking")])
-    raise NotImplementedError("load your pictures here")
+        return np.stack([image_of("hello"), image_of("reward hacking")])
+    raise NotImplementedError("load your images here")
 
 
-def picture_of(text: str) -> np.ndarray:
+def image_of(text: str) -> np.ndarray:
     """A text, black on white."""
     image = Image.new("RGB", (512, 512), "white")
     ImageDraw.Draw(image).text((60, 220), text, fill="black", font=ImageFont.load_default(size=48))

@@ -12,7 +12,7 @@ from cosmos_rl_reward.handler import BadInput, BaseRewardHandler, NotReady, Rewa
 
 @RewardRegistry.register()
 class Moody(BaseRewardHandler):
-    """Scores the mean of each picture, unless the prompt wants something else."""
+    """Scores the mean of each image, unless the prompt wants something else."""
 
     reward_name = "moody"
     array_type = "numpy"

@@ -54,8 +54,8 @@ def body(array: np.ndarray, reward: str = "moody", prompts: list[str] | None = N
     return json.dumps(data).encode() + b"\n" + npy(array)
 
 
-def picture(value: int = 7, count: int = 1, side: int = 8) -> np.ndarray:
-    """Flat pictures ``[count, side, side, 3]``."""
+def image(value: int = 7, count: int = 1, side: int = 8) -> np.ndarray:
+    """Flat images ``[count, side, side, 3]``."""
     return np.full((count, side, side, 3), value, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""One sample that is no picture costs its own score: pixels, latents and decoded videos."""
+"""One sample that is no image costs its own score: pixels, latents and decoded videos."""
 
 import json
 
@@ -11,7 +11,7 @@ from cosmos_rl_reward.handler import BadInput
 from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker.inputs import read_input
 from cosmos_rl_reward.worker.scorer import Scorer
-from tests.service import body, picture
+from tests.service import body, image
 from tests.test_clients import tiny_vae
 from tests.test_pool import ident, spooled
 
@@ -67,14 +67,14 @@ def test_in_a_merged_batch_the_reason_goes_to_its_own_job(tmp_path):
     assert third["scores"]["mock"] == [pytest.approx(0.8)]
 
 
-def test_a_job_without_any_picture_fails_with_the_reason(tmp_path):
+def test_a_job_without_any_image_fails_with_the_reason(tmp_path):
     with pytest.raises(BadInput, match="no sample can be scored; the first: payload: pixels must be finite"):
         one_input(tmp_path, floats(np.nan, np.nan))
     with pytest.raises(BadInput, match=r"pixels must lie in 0\.\.255, found 300"):
         one_input(tmp_path / "integers", np.full((1, 4, 4, 3), 300, np.int32))
 
 
-def test_black_float_pictures_are_pictures(tmp_path):
+def test_black_float_images_are_images(tmp_path):
     one = one_input(tmp_path, floats(0, 0))
     assert (one.images.max(), one.bad) == (0, {})
     assert one_input(tmp_path / "mixed", floats(0, 0.4, 200)).images[:, 0, 0, 0].tolist() == [0, 0, 200]
@@ -83,7 +83,7 @@ def test_black_float_pictures_are_pictures(tmp_path):
 
 
 def test_float_pixels_are_rounded_by_one_rule(tmp_path):
-    """What a decoder leaves around 0 and 255 is a picture; 99.9 is 100."""
+    """What a decoder leaves around 0 and 255 is an image; 99.9 is 100."""
     levels = [-0.4, 0.5, 1.5, 99.4, 99.9, 254.6, 255.3]
     array = np.repeat(np.array(levels, np.float32)[None, None, :, None], 3, -1)  # [1, 1, 7, 3]
     expected = np.clip(np.rint(levels), 0, 255).astype(int).tolist()
@@ -149,6 +149,6 @@ def test_decoded_latents_count_as_one_job(decoder, tmp_path):
     decoded(small, tmp_path / "fits", latents)
 
 
-def test_uint8_pictures_are_taken_as_they_are(tmp_path):
-    one = one_input(tmp_path, picture(7, 3))
-    assert (one.images.tolist(), one.bad) == (picture(7, 3).tolist(), {})
+def test_uint8_images_are_taken_as_they_are(tmp_path):
+    one = one_input(tmp_path, image(7, 3))
+    assert (one.images.tolist(), one.bad) == (image(7, 3).tolist(), {})

@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from benchmarks import latency
-from tests.service import Service, picture
+from tests.service import Service, image
 
 pytestmark = pytest.mark.process
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -122,7 +122,7 @@ def test_an_old_client_with_a_polling_loop_works(service):
     """As trainers of three generations do it: bearer token always sent, any status but 2xx means again."""
     metadata = {"media_type": "image", "prompts": ['the word "OPEN"'], "reward_fn": {"ocr": 1.0}}
     file = io.BytesIO()
-    np.save(file, picture(255, 1, 64))
+    np.save(file, image(255, 1, 64))
 
     def post(path, content):
         url = f"http://127.0.0.1:{service.port}/api/reward/{path}"
@@ -241,7 +241,7 @@ def scale_out(tmp_path, url):
         worker = subprocess.Popen(command, stdout=log, stderr=log, env=one.environment)
     try:
         with one.start_front_only(), two.start_front_only():
-            job = one.submit(picture(51), "mock")
+            job = one.submit(image(51), "mock")
             assert two.result(job, "mock")["scores"]["mock"] == [0.2]  # any front answers for any other
             worker.terminate()
             assert worker.wait(20) == 0

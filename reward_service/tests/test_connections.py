@@ -13,7 +13,7 @@ import pytest
 
 from cosmos_rl_reward.front import connections, uploads
 from tests.fronts import front_in_memory
-from tests.service import body, picture
+from tests.service import body, image
 
 
 def run(folder, test, **config):
@@ -92,10 +92,10 @@ def test_a_head_of_60_kib_and_large_bodies_are_fine(tmp_path):
     async def test(front, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             long = await client.get("/healthz", headers={"X-A": "a" * 60_000})
-            large = await client.post("/api/reward/enqueue", content=body(picture(side=900), "a"))
+            large = await client.post("/api/reward/enqueue", content=body(image(side=900), "a"))
 
             async def crumbs():
-                content = body(picture(side=40), "a")
+                content = body(image(side=40), "a")
                 for i in range(0, len(content), 3):  # each chunk has more bytes of frame than of body
                     yield content[i : i + 3]
 
@@ -275,7 +275,7 @@ def test_2000_half_open_connections_leave_healthz_quick(tmp_path):
 )
 def test_without_tokens_only_names_of_this_machine_are_served(tmp_path, monkeypatch, headers, status):
     async def test(front):
-        posted = await front.enqueue(body(picture(), "a"), **headers, **{"Content-Type": "text/plain"})
+        posted = await front.enqueue(body(image(), "a"), **headers, **{"Content-Type": "text/plain"})
         return posted.status_code, (await front.client.get("/api/reward/rewards", headers=headers)).status_code
 
     async def both():

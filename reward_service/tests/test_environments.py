@@ -13,7 +13,7 @@ import pytest
 from cosmos_rl_reward import cli
 from cosmos_rl_reward.prepare import requirements
 from cosmos_rl_reward.rewards.weights import write_atomically
-from tests.service import MOODY, Service, picture, toml
+from tests.service import MOODY, Service, image, toml
 
 pytestmark = pytest.mark.process
 
@@ -67,11 +67,11 @@ def test_third_party_rewards_in_another_environment(tmp_path, other_venv):
     ]
     with Service(tmp_path, {"reward_args": rewards}) as service:
         for name in ("by_class", "offered"):
-            result = service.result(service.submit(picture(3, 2), name), name)
+            result = service.result(service.submit(image(3, 2), name), name)
             assert result["scores"]["version"] == ["1.26.4False"] * 2
-        result = service.result(service.submit(picture(3, 1), "counts"), "counts")
+        result = service.result(service.submit(image(3, 1), "counts"), "counts")
         assert result["scores"] == {"counts": [8.0 * 8 * 3]}
-        assert service.result(service.submit(picture(5)))["scores"]["mean"] == [5.0]
+        assert service.result(service.submit(image(5)))["scores"]["mean"] == [5.0]
 
 
 def run_prepare(tmp_path, monkeypatch, rewards, *arguments):

@@ -18,7 +18,7 @@ from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.spool import Spool, Upload
 from tests.fronts import front_in_memory
-from tests.service import body, npy, picture
+from tests.service import body, image, npy
 
 
 def run(folder, test, **config):
@@ -37,7 +37,7 @@ def spooled(folder):
 
 def test_accepted_means_on_disk_and_queued(tmp_path):
     async def test(front):
-        answer = await front.enqueue(body(picture(), "a", reward_fn={"a": 1, "b": 0.5}))
+        answer = await front.enqueue(body(image(), "a", reward_fn={"a": 1, "b": 0.5}))
         assert answer.content == b'{"uuid":"%s"}' % answer.json()["uuid"].encode()
         return answer.json()["uuid"], front.queue.jobs
 
@@ -55,12 +55,12 @@ def test_accepted_means_on_disk_and_queued(tmp_path):
         (b"x" * (1 << 20) + b"xx", 413, "no newline within"),
         (b'{"reward_fn": {"c": 1}, "prompts": ["x"]}\n', 400, "'c' is not a reward of this service; enabled are a, b"),
         (b'{"reward_fn": {"a": 0, "b": -1}, "prompts": ["x"]}\n', 400, "no reward has a weight above 0"),
-        (body(picture(count=2), "a", prompts=["1", "2", "3"]), 400, "prompts: has 3 entries, but the payload has 2"),
-        (body(picture(), "a", geneval_tags=["x", "y"]), 400, "geneval_tags: has 2 entries"),
-        (body(picture(), "a", media_type="video"), 400, "videos must be"),
-        (body(picture(count=9), "a"), 413, "max_items"),
-        (body(picture(side=60), "a"), 413, "pixels"),
-        (body(picture(side=200), "a"), 413, "max_body_bytes"),
+        (body(image(count=2), "a", prompts=["1", "2", "3"]), 400, "prompts: has 3 entries, but the payload has 2"),
+        (body(image(), "a", geneval_tags=["x", "y"]), 400, "geneval_tags: has 2 entries"),
+        (body(image(), "a", media_type="video"), 400, "videos must be"),
+        (body(image(count=9), "a"), 413, "max_items"),
+        (body(image(side=60), "a"), 413, "pixels"),
+        (body(image(side=200), "a"), 413, "max_body_bytes"),
         (body(np.zeros((1, 48, 1, 2, 2), np.float16), "a", media_type="latent"), 400, "wan2pt2_model_path"),
     ],
 )
@@ -90,8 +90,8 @@ def test_what_a_reward_asks_for_is_checked_once_it_has_told(tmp_path):
         front.bus.set("a", "ready", media_types=["image"], required_metadata=["geneval_tags"])
         await Reconciler(front.front.tracker).refresh()
         video = await front.enqueue(body(np.zeros((1, 3, 1, 4, 4), np.uint8), "a", media_type="video"))
-        missing = await front.enqueue(body(picture(), "a"))
-        good = await front.enqueue(body(picture(), "a", geneval_tags=["counting"]))
+        missing = await front.enqueue(body(image(), "a"))
+        good = await front.enqueue(body(image(), "a", geneval_tags=["counting"]))
         return video.json()["message"], missing.json()["message"], good.status_code
 
     video, missing, good = run(tmp_path, test)
@@ -102,8 +102,8 @@ def test_what_a_reward_asks_for_is_checked_once_it_has_told(tmp_path):
 
 def test_over_the_limit_is_429_and_what_was_taken_stays(tmp_path):
     async def test(front):
-        answers = await asyncio.gather(*(front.enqueue(body(picture(), "a")) for _ in range(200)))
-        other = await front.enqueue(body(picture(), "b"))
+        answers = await asyncio.gather(*(front.enqueue(body(image(), "a")) for _ in range(200)))
+        other = await front.enqueue(body(image(), "b"))
         return answers, other
 
     answers, other = run(tmp_path, test, max_queued_jobs=100)
@@ -118,9 +118,9 @@ def test_over_the_limit_is_429_and_what_was_taken_stays(tmp_path):
 
 
 def test_bytes_and_disk_have_limits_too(tmp_path):
-    full = run(tmp_path / "a", lambda front: front.enqueue(body(picture(), "a")), max_spool_bytes=4000)
+    full = run(tmp_path / "a", lambda front: front.enqueue(body(image(), "a")), max_spool_bytes=4000)
     assert full.status_code == 429
-    disk = run(tmp_path / "b", lambda front: front.enqueue(body(picture(), "a")), min_free_bytes=1 << 60)
+    disk = run(tmp_path / "b", lambda front: front.enqueue(body(image(), "a")), min_free_bytes=1 << 60)
     assert disk.status_code == 507
     assert disk.json()["message"] == "the disk of the service is full"
 
@@ -133,8 +133,8 @@ def test_a_full_disk_refuses_and_leaves_nothing(tmp_path, monkeypatch, where):
     async def test(front):
         with monkeypatch.context() as patch:
             patch.setattr(Upload, where, no_space)
-            answer = await front.enqueue(body(picture(), "a"))
-        return answer, await front.enqueue(body(picture(), "a"))
+            answer = await front.enqueue(body(image(), "a"))
+        return answer, await front.enqueue(body(image(), "a"))
 
     full, after = run(tmp_path, test)
     assert full.status_code == 507
@@ -146,12 +146,12 @@ def test_a_full_disk_refuses_and_leaves_nothing(tmp_path, monkeypatch, where):
 def test_a_stalled_and_a_half_sent_body_leave_nothing(tmp_path):
     async def test(front):
         async def stalls():
-            yield body(picture(), "a")[:300]
+            yield body(image(), "a")[:300]
             await asyncio.sleep(3)
 
         stalled = await front.enqueue(stalls())
 
-        messages = [{"type": "http.request", "body": body(picture(), "a")[:300], "more_body": True}]
+        messages = [{"type": "http.request", "body": body(image(), "a")[:300], "more_body": True}]
         messages.append({"type": "http.disconnect"})
         sent = []
 
@@ -173,7 +173,7 @@ def test_a_stalled_and_a_half_sent_body_leave_nothing(tmp_path):
 def test_without_a_broker_jobs_are_taken_and_queued_later(tmp_path):
     async def test(front):
         front.queue.broken = True
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         assert front.queue.jobs == {}
         front.queue.broken, front.bus.name = False, "two"
         reconciler = Reconciler(front.front.tracker)
@@ -189,7 +189,7 @@ def test_without_a_broker_jobs_are_taken_and_queued_later(tmp_path):
 
 def test_a_new_front_knows_the_jobs_of_the_old_one(tmp_path):
     async def first(front):
-        return [(await front.enqueue(body(picture(i), "a"))).json()["uuid"] for i in range(5)]
+        return [(await front.enqueue(body(image(i), "a"))).json()["uuid"] for i in range(5)]
 
     jobs = run(tmp_path, first)
     Spool(tmp_path / "spool").write_result(jobs[0], "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
@@ -204,7 +204,7 @@ def test_a_new_front_knows_the_jobs_of_the_old_one(tmp_path):
 
 def test_first_result_wins(tmp_path):
     async def test(front):
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         spool = front.front.tracker.spool
         assert spool.write_result(job, "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
         assert not spool.write_result(job, "a", encode({"scores": {"a": [2]}, "state": "succeeded"}))
@@ -217,11 +217,11 @@ def test_first_result_wins(tmp_path):
 def test_jobs_that_nobody_can_score_end_with_the_reason(tmp_path):
     async def test(front):
         reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
-        old = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
-        waits = (await front.enqueue(body(picture(), "b"))).json()["uuid"]
+        old = (await front.enqueue(body(image(), "a"))).json()["uuid"]
+        waits = (await front.enqueue(body(image(), "b"))).json()["uuid"]
         front.bus.set("b", "failed", "weights missing")
         await reconciler.refresh()
-        refused = await front.enqueue(body(picture(), "b"))
+        refused = await front.enqueue(body(image(), "b"))
         assert refused.status_code == 503
         assert refused.json()["message"] == "reward b is not available: weights missing"
         assert "Retry-After" in refused.headers
@@ -241,7 +241,7 @@ def test_jobs_that_nobody_can_score_end_with_the_reason(tmp_path):
         gone = (await front.client.get("/readyz")).json()
         assert gone["ready"] is False
         front.bus.rewards.clear()
-        lost = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        lost = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         await reconciler.refresh()
         await reconciler.reconcile()
         await asyncio.sleep(0.3)
@@ -269,7 +269,7 @@ def test_latents_without_anybody_to_decode_them_end(tmp_path):
 
 def test_odd_reward_names_are_unknown(tmp_path):
     async def test(front):
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         for name in ("../../../x", "a" * 300, "a\0", "ä"):
             answer = await front.client.post("/api/reward/pull", data={"uuid": job, "type": name})
             assert (answer.status_code, answer.json()["state"]) == (400, "unknown")
@@ -280,7 +280,7 @@ def test_odd_reward_names_are_unknown(tmp_path):
 def test_results_go_after_their_time(tmp_path):
     async def test(front):
         tracker = front.front.tracker
-        jobs = [(await front.enqueue(body(picture(), "a"))).json()["uuid"] for _ in range(4)]
+        jobs = [(await front.enqueue(body(image(), "a"))).json()["uuid"] for _ in range(4)]
         for job in jobs[:3]:
             await tracker.end(job, "a", "failed", "x")
         assert tracker.spool.sweep(3600, keep=2) == 1
@@ -301,7 +301,7 @@ def test_tokens_and_scopes(tmp_path):
     async def status(front, token, path):
         headers = {"Authorization": token} if token else {}
         if path == "enqueue":
-            return (await front.enqueue(body(picture(), "a"), **headers)).status_code
+            return (await front.enqueue(body(image(), "a"), **headers)).status_code
         return (await front.client.get(path, headers=headers)).status_code
 
     async def test(front):
@@ -327,7 +327,7 @@ def test_tokens_and_scopes(tmp_path):
         assert await status(front, f"Bearer {'n' * 20}", "enqueue") == 200
         tokens.write_text("short")  # a mistake locks nobody out
         assert await status(front, f"Bearer {'n' * 20}", "enqueue") == 200
-        keys = [await front.enqueue(body(picture(), "a"), Authorization="Bearer " + "n" * 20) for _ in range(2)]
+        keys = [await front.enqueue(body(image(), "a"), Authorization="Bearer " + "n" * 20) for _ in range(2)]
         assert keys[0].json() != keys[1].json()
 
     run(tmp_path, test, token_file=str(tokens))
@@ -356,7 +356,7 @@ JSONS = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-GOOD = body(picture(), "a")
+GOOD = body(image(), "a")
 
 
 def test_fuzzed_requests_never_break_the_front(tmp_path):
@@ -374,7 +374,7 @@ def test_fuzzed_requests_never_break_the_front(tmp_path):
 @settings(max_examples=60, deadline=None)
 def test_any_metadata_gets_an_answer(tmp_path_factory, metadata):
     async def test(front):
-        return await front.enqueue(json.dumps(metadata).encode() + b"\n" + npy(picture()))
+        return await front.enqueue(json.dumps(metadata).encode() + b"\n" + npy(image()))
 
     answer = run(tmp_path_factory.mktemp("any"), test)
     assert answer.status_code in (200, 400)
@@ -401,7 +401,7 @@ def test_large_bodies_pass_through_without_staying_in_memory(tmp_path):
                 yield part
 
     async def test(front):
-        await front.enqueue(body(picture(), "a"))
+        await front.enqueue(body(image(), "a"))
         before = process.memory_info().rss
         answer = await front.enqueue(stream())
         assert answer.status_code == 200, answer.text

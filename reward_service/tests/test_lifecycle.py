@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.service import MOODY, Service, body, picture
+from tests.service import MOODY, Service, body, image
 
 pytestmark = pytest.mark.process
 
@@ -22,8 +22,8 @@ def test_kill_any_process_and_nothing_is_lost(tmp_path):
     """One after the other: scorer, workers, broker, front, and the whole tree by its root."""
     with Service(tmp_path, {"reward_args": [MOODY, {"reward_type": "mock"}]}) as service:
         for victim in ("scorer", "workers", "broker", "front", "root"):
-            slow = service.submit(picture(1), prompts=["sleep 0.7"])
-            jobs = [service.submit(picture(i)) for i in range(2, 8)]
+            slow = service.submit(image(1), prompts=["sleep 0.7"])
+            jobs = [service.submit(image(i)) for i in range(2, 8)]
             time.sleep(0.3)  # the slow one is being scored
             began = time.monotonic()
             if victim == "root":
@@ -100,15 +100,15 @@ def test_one_broken_reward_harms_no_other(tmp_path):
             "no_such_reward": "no reward is called 'no_such_reward'; known are",
         }.items():
             assert words in found[name]["reason"], found[name]
-            refused = service.enqueue(body(picture(), name))
+            refused = service.enqueue(body(image(), name))
             assert refused.status_code == 503
             assert words in refused.json()["message"]
         assert "interpreter" in found["unready"]["reason"]
-        assert service.result(service.submit(picture(3)))["scores"]["mean"] == [3.0]
+        assert service.result(service.submit(image(3)))["scores"]["mean"] == [3.0]
         assert service.get("/readyz").status_code == 503  # "later" is required
         flag.touch()
         service.until(lambda: service.get("/readyz").status_code == 200, 60, "the reward was tried again")
-        job = service.submit(picture(4), "later")
+        job = service.submit(image(4), "later")
         assert service.result(job, "later")["scores"]["mean"] == [4.0]
 
 
@@ -118,7 +118,7 @@ def test_loading_ready_failed_restarted_are_visible(tmp_path):
     with service:
         seen = service.until(lambda: _state(service) == "loading" and "loading", 15, "loading is seen")
         assert service.get("/readyz").status_code == 503
-        early = service.submit(picture(2))  # taken while it loads
+        early = service.submit(image(2))  # taken while it loads
         service.until(lambda: _state(service) == "ready", 15, "ready is seen")
         assert service.get("/readyz").status_code == 200
         assert service.result(early)["scores"]["mean"] == [2.0]
@@ -136,14 +136,14 @@ def _state(service):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ending_drains_and_leaves_nothing(tmp_path, number):
     service = Service(tmp_path, {"reward_args": [MOODY]}).start()
-    running = service.submit(picture(1), prompts=["sleep 1.5"])
+    running = service.submit(image(1), prompts=["sleep 1.5"])
     time.sleep(0.4)
     stopper = threading.Thread(target=lambda: codes.append(service.stop(number)))
     codes: list[int] = []
     other = httpx.Client(base_url=f"http://127.0.0.1:{service.port}", timeout=30)
     stopper.start()
     service.until(lambda: other.get("/readyz").json()["draining"] or None, 5, "it is draining")
-    assert other.post("/api/reward/enqueue", content=body(picture())).status_code == 503
+    assert other.post("/api/reward/enqueue", content=body(image())).status_code == 503
     answer = other.post("/api/reward/pull", data={"uuid": running, "type": "moody", "wait": "5"})
     assert answer.json()["scores"]["mean"] == [1.0]  # the running job was finished, and its result handed out
     other.close()
@@ -154,7 +154,7 @@ def test_ending_drains_and_leaves_nothing(tmp_path, number):
 
 def test_what_does_not_finish_in_time_is_done_after_the_next_start(tmp_path):
     service = Service(tmp_path, {"reward_args": [MOODY], "drain_s": 0.5}).start()
-    jobs = [service.submit(picture(i), prompts=["sleep 2"]) for i in range(3)]
+    jobs = [service.submit(image(i), prompts=["sleep 2"]) for i in range(3)]
     time.sleep(0.5)
     assert service.stop() == 0
     with service.start():
@@ -167,7 +167,7 @@ def test_secrets_show_up_nowhere(tmp_path):
     service = Service(tmp_path, {"reward_args": rewards}, {"COSMOS_RL_REWARD_TOKENS": token})
     service.headers = {"Authorization": f"Bearer {token}"}
     with service.start():
-        service.result(service.submit(picture()))
+        service.result(service.submit(image()))
         service.client.get("/metrics", headers={"Authorization": "Bearer wrong-token-here"})
         lines = [" ".join(p.cmdline()) for group in service.processes().values() for p in group]
         environments = [p.environ() for p in service.processes()["scorer"]]
@@ -210,7 +210,7 @@ def test_a_large_body_does_not_grow_the_front(tmp_path):
         content = body(np.zeros((1, 64, 1024, 1456, 1), np.uint8)[:, :3], "mock", media_type="video")
         big = body(np.zeros((1, 3, 64, 497, 1000), np.uint8), "mock", media_type="video")
         assert len(big) > 90 << 20
-        service.submit(picture(), "mock")
+        service.submit(image(), "mock")
         del content
         base, peak, stop = front.memory_info().rss, [0], threading.Event()
 

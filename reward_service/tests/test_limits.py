@@ -17,7 +17,7 @@ from cosmos_rl_reward.front import uploads
 from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.spool import Spool
 from tests.fronts import front_in_memory
-from tests.service import body, picture
+from tests.service import body, image
 from tests.test_front import run, spooled
 
 MIB = 1 << 20
@@ -100,10 +100,10 @@ def test_an_eighth_of_the_connections_may_send_jobs(tmp_path):
         stop = asyncio.Event()
         sending = [asyncio.create_task(slow_upload(front, 0, stop)) for _ in range(4)]
         await asyncio.sleep(0.1)
-        refused = await front.enqueue(body(picture(), "a"))
+        refused = await front.enqueue(body(image(), "a"))
         stop.set()
         await asyncio.gather(*sending)
-        return refused, (await front.enqueue(body(picture(), "a"))).status_code
+        return refused, (await front.enqueue(body(image(), "a"))).status_code
 
     refused, after = run(tmp_path, test, max_connections=32)
     assert (refused.status_code, after) == (429, 200)
@@ -118,7 +118,7 @@ LATENTS = np.zeros((2, 16, 2, 4, 4), np.float16)  # 2 x 5 frames of 32 x 32: 30 
     [
         (LATENTS, "latent", 30_720),
         (np.zeros((2, 48, 2, 2, 2), np.float16), "latent", 30_720),
-        (picture(count=3, side=64), "image", 36_864),
+        (image(count=3, side=64), "image", 36_864),
         (np.zeros((2, 3, 4, 32, 32), np.uint8), "video", 24_576),
     ],
 )
@@ -171,13 +171,13 @@ def test_a_step_of_the_clock_ends_no_job_and_forgets_no_result(tmp_path, monkeyp
     async def before(front):
         reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
         await reconciler.refresh()
-        done, waits = [(await front.enqueue(body(picture(i), "a"))).json()["uuid"] for i in range(2)]
+        done, waits = [(await front.enqueue(body(image(i), "a"))).json()["uuid"] for i in range(2)]
         await tracker.end(done, "a", "failed", "x")
         with clock_set(monkeypatch, step):
             await reconciler.reconcile()
             assert waits in tracker.open
             assert tracker.spool.sweep(86_400, keep=10) == 0
-            late = (await front.enqueue(body(picture(), "a"))).json()["uuid"]  # accepted after the step
+            late = (await front.enqueue(body(image(), "a"))).json()["uuid"]  # accepted after the step
             await tracker.end(late, "a", "failed", "x")
         assert tracker.spool.sweep(86_400, keep=10) == 0  # and the clock is set back
         tracker.open[waits].since -= 3599
@@ -206,7 +206,7 @@ def test_ages_count_across_a_restart_but_not_across_a_reboot(tmp_path, monkeypat
     """A job of this boot keeps its age; after a reboot, or in another machine's hands, it has all its time again."""
 
     async def first(front):
-        return (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        return (await front.enqueue(body(image(), "a"))).json()["uuid"]
 
     job = run(tmp_path, first)
 
@@ -264,7 +264,7 @@ def test_adopted_once_it_was_open_twice(tmp_path):
     async def test(front):
         reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
         await reconciler.refresh()
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         del tracker.open[job]  # another front's
         await reconciler.recover()
         assert job not in tracker.open  # its front may be about to queue it
@@ -277,7 +277,7 @@ def test_adopted_once_it_was_open_twice(tmp_path):
 def test_polls_cost_nothing_while_they_wait_and_are_bounded(tmp_path):
     async def test(front, port):
         url, tracker = f"http://127.0.0.1:{port}", front.front.tracker
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         fields = {"uuid": job, "type": "a", "wait": "60"}
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=url, timeout=70, limits=limits) as client:
@@ -311,7 +311,7 @@ def test_polls_cost_nothing_while_they_wait_and_are_bounded(tmp_path):
 def test_a_wait_for_another_fronts_job_ends_without_an_event(tmp_path):
     async def test(front):
         tracker = front.front.tracker
-        job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+        job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
         del tracker.open[job]
         waiting = asyncio.create_task(tracker.wait(job, "a", 60))
         await asyncio.sleep(0.05)
@@ -325,8 +325,8 @@ def test_a_wait_for_another_fronts_job_ends_without_an_event(tmp_path):
 
 def test_a_key_makes_a_digest_and_nothing_else_does(tmp_path):
     async def test(front):
-        await front.enqueue(body(picture(), "a"))
-        await front.enqueue(body(picture(), "a"), **{"Idempotency-Key": "k"})
+        await front.enqueue(body(image(), "a"))
+        await front.enqueue(body(image(), "a"), **{"Idempotency-Key": "k"})
 
     run(tmp_path, test)
     assert sorted(len(job.sha256) for job in spooled(tmp_path)) == [0, 64]

@@ -106,7 +106,7 @@ IMAGE = np.zeros((2, 4, 4, 3), np.uint8)
     ("data", "media", "reason"),
     [
         (npy(IMAGE), None, "media_type is absent"),
-        (npy(IMAGE), "pictures", "'pictures' is not one of"),
+        (npy(IMAGE), "images", "'images' is not one of"),
         (npy(IMAGE), "video", "must be [B, 3, T, H, W]"),
         (npy(IMAGE[..., :2]), "image", "must be [B, H, W, 3]"),
         (npy(IMAGE[:0]), "image", "B = 0"),

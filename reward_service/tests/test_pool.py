@@ -19,7 +19,7 @@ from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.inputs import Input, group_inputs, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
 from cosmos_rl_reward.worker.pool import Pool
-from tests.service import TESTS, body, picture
+from tests.service import TESTS, body, image
 
 
 def spooled(spool, content, job_id, kind="image"):
@@ -48,14 +48,14 @@ def inputs(tmp_path, *contents):
 def test_only_what_belongs_together_is_merged(tmp_path):
     found = inputs(
         tmp_path,
-        body(picture(1), "mock"),
-        body(picture(2, 2), "mock", reward_fn={"mock": 3, "other": 1}),
-        body(picture(3, 1, 16), "mock"),
-        body(picture(4), "mock", ocr_use_gpu=True),
-        body(picture(5), "mock", references=["r5"]),
-        body(picture(6), "mock", references=["r6"]),
-        body(picture(7), "mock", note=["x"]),
-        body(picture(8), "mock", geneval_tags=["counting"]),
+        body(image(1), "mock"),
+        body(image(2, 2), "mock", reward_fn={"mock": 3, "other": 1}),
+        body(image(3, 1, 16), "mock"),
+        body(image(4), "mock", ocr_use_gpu=True),
+        body(image(5), "mock", references=["r5"]),
+        body(image(6), "mock", references=["r6"]),
+        body(image(7), "mock", note=["x"]),
+        body(image(8), "mock", geneval_tags=["counting"]),
     )
     groups = group_inputs(found, ("references",))
     assert [[int(one.id[-2:]) for one in group] for group in groups] == [[0, 1], [2], [3], [4, 5], [6], [7]]
@@ -68,7 +68,7 @@ def test_only_what_belongs_together_is_merged(tmp_path):
 
 
 def test_a_job_alone_keeps_what_it_came_with(tmp_path):
-    (one,) = inputs(tmp_path, body(picture(9), "mock", prompts=["p"], extra={"deep": [1]}))
+    (one,) = inputs(tmp_path, body(image(9), "mock", prompts=["p"], extra={"deep": [1]}))
     images, metadata = merge([one], ())
     assert images is one.images
     assert isinstance(one, Input)
@@ -164,7 +164,7 @@ def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
 def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     """The disk is full for long when a result is to be written; the job is not scored again and not lost."""
     spool, full = Spool(tmp_path), Disk(monkeypatch, "write_results", 40)
-    job = spooled(spool, body(picture(51), "mock"), ident(1))
+    job = spooled(spool, body(image(51), "mock"), ident(1))
     # handed out twice, and once more after its end
     told, restarts = served(spool, [(job.id, 1), (job.id, 2)], monkeypatch)
     again, _ = served(spool, [(job.id, 3)], monkeypatch)
@@ -191,7 +191,7 @@ def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
 )
 def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, error):
     spool = Spool(tmp_path)
-    jobs = [spooled(spool, body(picture(51 * n), "mock"), ident(n)) for n in range(1, 4)]
+    jobs = [spooled(spool, body(image(51 * n), "mock"), ident(n)) for n in range(1, 4)]
     disk = Disk(monkeypatch, name, 9, error)
     told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch)
     found = [json.loads(spool.result(job.id, "mock"))["scores"]["mock"] for job in jobs]
@@ -203,7 +203,7 @@ def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, er
 def test_a_result_that_cannot_be_written_for_another_reason_costs_its_own_job(tmp_path, monkeypatch):
     """An error that is ours: the job goes back to its queue, the scorer and the host live on."""
     spool = Spool(tmp_path)
-    first, second = [spooled(spool, body(picture(51 * n), "mock"), ident(n)) for n in (1, 2)]
+    first, second = [spooled(spool, body(image(51 * n), "mock"), ident(n)) for n in (1, 2)]
     disk = Disk(monkeypatch, "write_results", 1, ValueError("of our own"))
     told, restarts = served(spool, [(first.id, 1)], monkeypatch, max_wait_ms=0)
     assert (told, disk.left, restarts, spool.result(first.id, "mock")) == ([], 0, 0, None)
@@ -222,7 +222,7 @@ def test_deaths_of_jobs_that_were_tried_before_do_not_close_the_reward(tmp_path,
     """Three jobs kill their scorer seven times, with no result in between; only the first time says anything."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
     spool = Spool(tmp_path)
-    jobs = [spooled(spool, body(picture(n), "mock", prompts=["die"]), ident(n)) for n in (1, 2, 3)]
+    jobs = [spooled(spool, body(image(n), "mock", prompts=["die"]), ident(n)) for n in (1, 2, 3)]
     told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch, reward_class="moody_reward:Moody")
     assert [event["error"].partition(" attempts")[0] for event in told] == ["gave up after 3"] * 3
     assert restarts >= 5

@@ -17,7 +17,7 @@ from cosmos_rl_reward.worker import process_tree
 from cosmos_rl_reward.worker.environment import filter_environment
 from cosmos_rl_reward.worker.host import reward_spec
 from cosmos_rl_reward.worker.replica import Replica
-from tests.service import MOODY, TESTS, Service, body, picture
+from tests.service import MOODY, TESTS, Service, body, image
 from tests.test_pool import ident, spooled
 
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME")
@@ -66,11 +66,11 @@ def test_children_end_with_their_reward_however_it_ends(tmp_path):
     with Service(tmp_path, {"reward_args": [{**MOODY, "deadline_s": 3}]}) as service:
         for victim in ("deadline", "workers", "root"):
             note = tmp_path / victim
-            service.result(service.submit(picture(), prompts=[f"leave {note}"]))
+            service.result(service.submit(image(), prompts=[f"leave {note}"]))
             children = started(note)
             assert len(alive(children)) == 3, victim
             if victim == "deadline":
-                service.submit(picture(), prompts=["sleep 60"])
+                service.submit(image(), prompts=["sleep 60"])
             elif victim == "workers":
                 service.kill("workers")
             else:
@@ -143,7 +143,7 @@ def test_a_replica_that_is_killed_takes_everything_along(tmp_path, monkeypatch):
         assert replica._process.pid in Replica.running
         note = tmp_path / "note"
         spool = Spool(tmp_path / "spool")
-        job = spooled(spool, body(picture(), prompts=[f"leave {note}"]), ident(1))
+        job = spooled(spool, body(image(), prompts=[f"leave {note}"]), ident(1))
         await replica.score([{"id": job.id, "path": str(spool.job_path(job.id)), "decoded": ""}], 60)
         children = started(note)
         assert alive(children) == children

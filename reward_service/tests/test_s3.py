@@ -24,7 +24,7 @@ from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.worker.retries import RetryingSpool
 from tests.fronts import front_in_memory
 from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
-from tests.service import MOODY, body, picture, toml
+from tests.service import MOODY, body, image, toml
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -143,10 +143,10 @@ def decode(spool, job, pixels=b"\7" * 12):
 def test_decoded_latents_reach_other_machines(spools):
     one, two = spools
     jobs = [put(one, media="latent")[0] for _ in range(6)]
-    picture_ = put(one)[0]
-    assert two.find_undecoded([*jobs, picture_]) == {job.id for job in jobs}
+    image_ = put(one)[0]
+    assert two.find_undecoded([*jobs, image_]) == {job.id for job in jobs}
     decode(one, jobs[0])
-    assert two.find_undecoded([*jobs, picture_]) == {job.id for job in jobs[1:]}
+    assert two.find_undecoded([*jobs, image_]) == {job.id for job in jobs[1:]}
     assert two.find_undecoded(jobs[:2]) == {jobs[1].id}
     assert [two.has_decoded(job.id) for job in jobs[:2]] == [True, False]
     files = two.acquire(jobs[0], True)
@@ -325,10 +325,10 @@ def test_folders_of_processes_that_are_gone_are_removed(store, tmp_path):
 def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
     async def test():
         async with front_in_memory(tmp_path, blob_store=URL).run() as front:
-            job = (await front.enqueue(body(picture(), "a"))).json()["uuid"]
+            job = (await front.enqueue(body(image(), "a"))).json()["uuid"]
             store.stop()
             try:
-                refused = await front.enqueue(body(picture(), "a"))
+                refused = await front.enqueue(body(image(), "a"))
                 asked = await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})
                 alive = await front.client.get("/readyz")
             finally:
@@ -336,7 +336,7 @@ def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
             assert (refused.status_code, asked.status_code, alive.status_code) == (503, 503, 200)
             assert "Could not connect to the endpoint" in refused.json()["message"]
             assert "Could not connect to the endpoint" in asked.json()["message"]
-            again = await front.enqueue(body(picture(), "a"))
+            again = await front.enqueue(body(image(), "a"))
             in_store(tmp_path / "two").write_result(job, "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
             await Reconciler(front.front.tracker).reconcile()  # nobody told of the result
             assert list(front.front.tracker.open) == [again.json()["uuid"]]

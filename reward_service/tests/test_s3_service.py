@@ -13,7 +13,7 @@ import torch
 
 from cosmos_rl_reward.broker.embedded import server_command
 from tests.object_store import SECRET, URL, until
-from tests.service import MOODY, Service, body, picture
+from tests.service import MOODY, Service, body, image
 from tests.test_clients import reference, tiny_vae
 
 
@@ -51,23 +51,23 @@ def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_pa
     one, two, there = (Service(tmp_path / name, config, environment) for name in ("one", "two", "worker"))
     with worker(there) as (process, log):
         with one.start_front_only():
-            assert one.result(one.submit(picture(51)))["scores"]["mean"] == [51.0]
-            job = one.submit(picture(52), prompts=["sleep 1"])
+            assert one.result(one.submit(image(51)))["scores"]["mean"] == [51.0]
+            job = one.submit(image(52), prompts=["sleep 1"])
             one.process.kill()
             one.process.wait()
         with two.start_front_only():
             assert two.result(job)["scores"]["mean"] == [52.0]
-            slow = two.submit(picture(53), prompts=["sleep 1"])
+            slow = two.submit(image(53), prompts=["sleep 1"])
             time.sleep(0.5)  # it is being scored
             store.stop()
             try:
-                refused = two.enqueue(body(picture(54)))
+                refused = two.enqueue(body(image(54)))
                 until(lambda: "cannot be read or written" in log.read_text(), 20, log)
             finally:
                 store.start()
             assert (refused.status_code, "Could not connect" in refused.json()["message"]) == (503, True)
             assert two.result(slow)["scores"]["mean"] == [53.0]
-            assert two.result(two.submit(picture(55)))["scores"]["mean"] == [55.0]
+            assert two.result(two.submit(image(55)))["scores"]["mean"] == [55.0]
             two.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "all jobs are cut off")
             assert not list((there.state / "store").rglob("*.job"))
             family = psutil.Process(process.pid).children(recursive=True)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.service import MOODY, Service, body, npy, picture
+from tests.service import MOODY, Service, body, image, npy
 
 pytestmark = pytest.mark.process
 
@@ -35,7 +35,7 @@ def test_ping_answers_byte_for_byte(service):
 
 
 def test_image_job_from_enqueue_to_pull(service):
-    images = np.stack([picture(10)[0], picture(30)[0]])
+    images = np.stack([image(10)[0], image(30)[0]])
     answer = service.enqueue(body(images), headers={"Content-Type": "application/octet-stream"})
     assert answer.status_code == 200
     assert list(answer.json()) == ["uuid", "replica_id"]
@@ -52,7 +52,7 @@ def test_image_job_from_enqueue_to_pull(service):
 
 
 def test_pull_is_repeatable_and_takes_json_and_multipart(service):
-    job = service.submit(picture(5))
+    job = service.submit(image(5))
     first = service.result(job)
     fields = {"uuid": job, "type": "moody"}
     assert service.client.post("/api/reward/pull", json=fields).json() == first
@@ -62,7 +62,7 @@ def test_pull_is_repeatable_and_takes_json_and_multipart(service):
 
 
 def test_not_ready_and_unknown_answer_400_as_ever(service):
-    job = service.submit(picture(), prompts=["sleep 1"])
+    job = service.submit(image(), prompts=["sleep 1"])
     answer = service.pull(job, wait=0)
     assert answer.status_code == 400
     assert answer.json()["message"] == f"Not found scores for {job}"
@@ -120,40 +120,40 @@ def test_a_bare_prompt_channels_first_and_fortran_order(service):
     ],
 )
 def test_every_failure_ends_in_a_stated_state(service, words, expected):
-    job = service.submit(picture(1, 2), prompts=[words, "fine"])
-    others = service.submit(picture(9), "function")  # another reward does not notice
+    job = service.submit(image(1, 2), prompts=[words, "fine"])
+    others = service.submit(image(9), "function")  # another reward does not notice
     assert service.result(others, "function", 5)["state"] == "succeeded"
     result = service.result(job)
     assert result["scores"] is None
     assert result["state"] == "failed"
     assert result["error"].startswith(expected)
-    assert service.result(service.submit(picture(3)))["scores"]["mean"] == [3.0]
+    assert service.result(service.submit(image(3)))["scores"]["mean"] == [3.0]
 
 
 def test_a_job_that_killed_its_worker_once_is_scored_in_the_end(service, tmp_path):
-    job = service.submit(picture(4), prompts=[f"diefirst {tmp_path / 'died'}"])
+    job = service.submit(image(4), prompts=[f"diefirst {tmp_path / 'died'}"])
     assert service.result(job)["scores"]["mean"] == [4.0]
 
 
 def test_an_exit_of_the_handler_fails_the_try_and_not_the_process(service):
-    before = service.result(service.submit(picture(1)))["scores"]["pid"]
-    assert service.result(service.submit(picture(), prompts=["exit"]))["state"] == "failed"
-    assert service.result(service.submit(picture(1)))["scores"]["pid"] == before
+    before = service.result(service.submit(image(1)))["scores"]["pid"]
+    assert service.result(service.submit(image(), prompts=["exit"]))["state"] == "failed"
+    assert service.result(service.submit(image(1)))["scores"]["pid"] == before
 
 
 def test_an_error_that_is_no_unicode_is_answered(service):
     """It used to end the worker host, again and again, with all its rewards."""
     hosts = [process.pid for process in service.processes()["workers"]]
-    result = service.result(service.submit(picture(), prompts=["surrogate"]), wait=30)
+    result = service.result(service.submit(image(), prompts=["surrogate"]), wait=30)
     assert (result["state"], result["error"]) == ("failed", "bad prompt \\ud800")
     assert [process.pid for process in service.processes()["workers"]] == hosts
 
 
 def test_bad_jobs_of_one_client_close_no_reward_for_others(service):
     """Each kills the scorer three times; what the others send meanwhile is taken and scored."""
-    bad, good, end = [service.submit(picture(i), prompts=["die"]) for i in range(3)], [], time.monotonic() + 100
+    bad, good, end = [service.submit(image(i), prompts=["die"]) for i in range(3)], [], time.monotonic() + 100
     while time.monotonic() < end and any(service.pull(job, wait=0).status_code != 200 for job in bad):
-        good.append(service.submit(picture(len(good) % 200)))  # asserts that it was accepted
+        good.append(service.submit(image(len(good) % 200)))  # asserts that it was accepted
         time.sleep(0.1)
     assert [service.result(job, wait=60)["state"] for job in bad] == ["failed"] * 3
     scores = [service.result(job, wait=60)["scores"]["mean"] for job in good]
@@ -162,26 +162,26 @@ def test_bad_jobs_of_one_client_close_no_reward_for_others(service):
 
 
 def test_a_bad_job_does_not_spoil_those_it_was_merged_with(service):
-    slow = service.submit(picture(), prompts=["sleep 0.5"])  # the next ones gather meanwhile
-    jobs = [service.submit(picture(i), prompts=["raise x" if i == 2 else "fine"]) for i in range(5)]
+    slow = service.submit(image(), prompts=["sleep 0.5"])  # the next ones gather meanwhile
+    jobs = [service.submit(image(i), prompts=["raise x" if i == 2 else "fine"]) for i in range(5)]
     states = [service.result(job)["state"] for job in jobs]
     assert states == ["succeeded", "succeeded", "failed", "succeeded", "succeeded"]
     assert service.result(slow)["state"] == "succeeded"
-    killers = [service.submit(picture(i), prompts=["die" if i == 1 else "fine"]) for i in range(4)]
+    killers = [service.submit(image(i), prompts=["die" if i == 1 else "fine"]) for i in range(4)]
     assert [service.result(job)["state"] for job in killers] == ["succeeded", "failed", "succeeded", "succeeded"]
 
 
 def test_jobs_that_kill_every_worker_end_and_the_others_are_scored(service):
     """More deaths in a row than a reward is trusted with, but of jobs that were tried before."""
-    jobs = [service.submit(picture(i), prompts=["die" if i < 2 else "fine"]) for i in range(5)]
+    jobs = [service.submit(image(i), prompts=["die" if i < 2 else "fine"]) for i in range(5)]
     states = [service.result(job, wait=60)["state"] for job in jobs]
     assert states == ["failed", "failed", "succeeded", "succeeded", "succeeded"]
     service.until(lambda: service.get("/readyz").json()["ready"], 30, "the reward is back")
-    assert service.result(service.submit(picture(3)))["scores"]["mean"] == [3.0]
+    assert service.result(service.submit(image(3)))["scores"]["mean"] == [3.0]
 
 
 def test_nan_is_no_number(service):
-    result = service.result(service.submit(picture(6, 2), prompts=["nan", "fine"]))
+    result = service.result(service.submit(image(6, 2), prompts=["nan", "fine"]))
     assert result["scores"]["mean"] == [None, 6.0]
     assert result["item_errors"] == {"0": "mean: the score is nan"}
     assert result["state"] == "succeeded"
@@ -195,14 +195,14 @@ def test_pixels_that_were_not_scaled_are_refused(service):
 
 
 def test_same_key_same_job(service):
-    content = body(picture(8))
+    content = body(image(8))
     key = {"Idempotency-Key": f"key-{time.time()}"}
     jobs = {service.enqueue(content, headers=key).json()["uuid"] for _ in range(3)}
     assert len(jobs) == 1
     job = jobs.pop()
     service.result(job)
     assert service.enqueue(content, headers=key).json()["uuid"] == job
-    assert service.enqueue(body(picture(9)), headers=key).status_code == 409
+    assert service.enqueue(body(image(9)), headers=key).status_code == 409
     assert service.enqueue(content, headers={"Idempotency-Key": "x" * 300}).status_code == 400
 
 
@@ -216,7 +216,7 @@ def test_reward_list_readiness_and_metrics(service):
     assert service.get("/healthz").json() == {"status": "ok"}
     assert service.get("/readyz").json()["ready"] is True
     assert "<h1>Reward service</h1>" in service.get("/").text
-    service.result(service.submit(picture()))
+    service.result(service.submit(image()))
     for line in ('reward_jobs_total{reward="moody",state="succeeded"}', 'reward_worker_up{reward="moody"} 1.0'):
         service.until(lambda line=line: line in service.get("/metrics").text, 5, line)
     assert "/v2/score" in service.get("/openapi.json").json()["paths"]
@@ -229,7 +229,7 @@ def test_reward_list_readiness_and_metrics(service):
 def test_the_page_has_scores_latencies_versions_and_hosts(service):
     """What it shows is what the route has; and the first line of the log is ours, not the broker's."""
     for value in (10, 20, 60):
-        service.result(service.submit(picture(value, 2), "function"), "function")
+        service.result(service.submit(image(value, 2), "function"), "function")
 
     def shown():
         about = service.get("/api/reward/rewards").json()
@@ -249,7 +249,7 @@ def test_the_page_has_scores_latencies_versions_and_hosts(service):
 
 def test_v2_shows_a_whole_job(service):
     metadata = {"media_type": "image", "prompts": ["a"], "reward_fn": {"moody": 1, "function": 1}}
-    content = json.dumps(metadata).encode() + b"\n" + npy(picture(2))
+    content = json.dumps(metadata).encode() + b"\n" + npy(image(2))
     done = service.client.post("/v2/jobs", content=content, headers={"Prefer": "wait=20"})
     assert done.status_code == 200
     assert done.json()["state"] == "succeeded"
@@ -268,8 +268,8 @@ def test_v2_shows_a_whole_job(service):
 
 
 def test_cancel_keeps_results_that_are_there(service):
-    blocker = service.submit(picture(), prompts=["sleep 1.5"])
-    job = service.submit(picture(), prompts=["never mind"])
+    blocker = service.submit(image(), prompts=["sleep 1.5"])
+    job = service.submit(image(), prompts=["never mind"])
     cancelled = service.client.delete(f"/v2/jobs/{job}").json()
     assert cancelled["state"] == "cancelled"
     assert service.result(job)["error"] == "cancelled by a client"
@@ -281,7 +281,7 @@ def test_cancel_keeps_results_that_are_there(service):
 
 
 def test_wait_returns_with_the_result(service):
-    job = service.submit(picture(), prompts=["sleep 1"])
+    job = service.submit(image(), prompts=["sleep 1"])
     answer = service.pull(job, wait=20)  # one request, no polling
     assert answer.status_code == 200
     assert service.client.post("/api/reward/pull", data={"uuid": job, "type": "moody", "wait": "x"}).status_code == 422

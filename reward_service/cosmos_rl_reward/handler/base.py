@@ -61,14 +61,14 @@ class BaseRewardHandler:
             without torch does not start, with that reason.
         media_types: subset of ``("image", "video")`` it can score; other requests are refused at the door. Latents
             arrive decoded, so they count as video.
-        mergeable: jobs of several requests may be scored in one call when their pictures have the same shape. False
+        mergeable: jobs of several requests may be scored in one call when their images have the same shape. False
             (default) means each call is exactly one request; needed when samples of a request are compared.
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.
         required_metadata: metadata keys without which a request is refused at the door. Those that are lists of length
             B are joined when jobs are merged, like ``prompts``.
         score_keys: names in ``scores``, for the list of rewards that clients can ask for. ``set_up`` may narrow them
             where the configuration leaves some without a value.
-        reward_version: changes whenever the same picture may get another number.
+        reward_version: changes whenever the same image may get another number.
         preprocessing: a name for how images are prepared for the model; shown in the provenance.
         OPTIONS: names and defaults of the reward's own options, ``[reward_args.options]`` in the configuration.
 
@@ -124,7 +124,7 @@ class BaseRewardHandler:
         Args:
             images: uint8, ``[B, H, W, 3]`` for images and ``[B, 3, T, H, W]`` for videos and decoded latents, 0..255;
                 a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only. A sample that is no
-                picture (NaN, out of range) arrives black, and its score is dropped.
+                image (NaN, out of range) arrives black, and its score is dropped.
             metadata: the request's metadata (``prompts`` is always a list of length B) plus ``uuid``, ``media_type``
                 (``image`` or ``video``), ``input_info``,
                 ``decode_duration`` and ``decoded_info``.
@@ -144,7 +144,7 @@ class BaseRewardHandler:
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """Two one-sample jobs whose scores must be finite and should differ, for the self-test at start.
 
-        Pictures are numpy uint8 in the layout of ``calculate_reward``. The default is a flat grey picture and a colour
+        Images are numpy uint8 in the layout of ``calculate_reward``. The default is a flat grey image and a colour
         gradient with the same prompt; override it where these two would rightly score the same (text, objects).
         """
         ramp = np.linspace(0, 255, 64, dtype=np.uint8)

@@ -14,46 +14,46 @@ MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
 
-def resize_and_crop(pictures: np.ndarray, size: int, *, nearest_offset: bool = False) -> np.ndarray:
+def resize_and_crop(images: np.ndarray, size: int, *, nearest_offset: bool = False) -> np.ndarray:
     """Shorter side to ``size`` (bicubic), centre crop.
 
     Args:
-        pictures: uint8 ``[B, H, W, 3]``.
+        images: uint8 ``[B, H, W, 3]``.
         size: of the square result.
         nearest_offset: round an odd crop offset (torchvision) instead of cutting it down (transformers).
 
     Returns:
         uint8 ``[B, size, size, 3]``.
     """
-    height, width = pictures.shape[1:3]
+    height, width = images.shape[1:3]
     short = min(height, width)
     target = (size * height // short, size * width // short)
     offset = [(round((n - size) / 2) if nearest_offset else (n - size) // 2) for n in target]
     rows, columns = (slice(n, n + size) for n in offset)
-    return np.stack([_resized(picture, *target)[rows, columns] for picture in pictures])
+    return np.stack([_resized(image, *target)[rows, columns] for image in images])
 
 
-def resize_and_pad(pictures: np.ndarray, size: int) -> np.ndarray:
+def resize_and_pad(images: np.ndarray, size: int) -> np.ndarray:
     """Longer side to ``size`` (bicubic), black borders on both ends of the shorter: uint8 ``[B, size, size, 3]``."""
-    height, width = pictures.shape[1:3]
+    height, width = images.shape[1:3]
     scale = size / max(height, width)
     target = (max(1, round(height * scale)), max(1, round(width * scale)))
     top, left = (size - target[0]) // 2, (size - target[1]) // 2
-    canvas = np.zeros((len(pictures), size, size, 3), np.uint8)
-    for index, picture in enumerate(pictures):
-        canvas[index, top : top + target[0], left : left + target[1]] = _resized(picture, *target)
+    canvas = np.zeros((len(images), size, size, 3), np.uint8)
+    for index, image in enumerate(images):
+        canvas[index, top : top + target[0], left : left + target[1]] = _resized(image, *target)
     return canvas
 
 
-def normalised(pictures: np.ndarray) -> np.ndarray:
+def normalised(images: np.ndarray) -> np.ndarray:
     """uint8 ``[B, H, W, 3]`` -> float32 ``[B, 3, H, W]`` with CLIP's mean and standard deviation."""
-    return np.ascontiguousarray(((pictures.astype(np.float32) / 255 - MEAN) / STD).transpose(0, 3, 1, 2))
+    return np.ascontiguousarray(((images.astype(np.float32) / 255 - MEAN) / STD).transpose(0, 3, 1, 2))
 
 
-def _resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
-    if picture.shape[:2] == (height, width):
-        return picture
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    if image.shape[:2] == (height, width):
+        return image
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def image_features(model: Any, pixels: np.ndarray) -> Any:

@@ -1,4 +1,4 @@
-"""GenEval: are the objects, counts, colours and positions that a prompt asks for in the picture?"""
+"""GenEval: are the objects, counts, colours and positions that a prompt asks for in the image?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GenEval(BaseRewardHandler):
     * ``gen_eval_score``: share of what is asked that holds, with exact counts (at most 1, below 0 with far too many).
     * ``gen_eval_strict``: 1 when all of it does and nothing of ``metadata.geneval_excludes``.
     * ``gen_eval_reward``: GenEval's own verdict, 0 or 1; 0 for all with ``metadata.geneval_only_strict``.
-    * ``gen_eval_group``: ``gen_eval_reward`` under the picture's tag, -10 (does not apply) under the five others.
+    * ``gen_eval_group``: ``gen_eval_reward`` under the image's tag, -10 (does not apply) under the five others.
 
     ``model_path`` is the detector, a folder or its name on the hub. It is not the detector of the paper, so numbers are
     comparable among themselves only; ``detector`` in the provenance says which it was.
@@ -58,8 +58,8 @@ class GenEval(BaseRewardHandler):
         self.model_digest = digest(sorted(p for f in self._folders for p in f.glob("*.safetensors")))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        pictures = as_images(images)
-        count = len(pictures)
+        images = as_images(images)
+        count = len(images)
         tags = get_per_sample(metadata, "geneval_tags", count)
         includes = get_per_sample(metadata, "geneval_includes", count)
         given = metadata.get("geneval_excludes")
@@ -69,7 +69,7 @@ class GenEval(BaseRewardHandler):
         only_strict = bool(metadata.get("geneval_only_strict", False))
 
         def score(index: int) -> dict[str, Any]:
-            return self._one(pictures[index], tags[index], includes[index], excludes[index], only_strict)
+            return self._one(images[index], tags[index], includes[index], excludes[index], only_strict)
 
         result = score_samples(_KEYS, count, score)
         verdicts = result["scores"]["gen_eval_reward"]
@@ -80,14 +80,14 @@ class GenEval(BaseRewardHandler):
         return result
 
     def _one(
-        self, picture: np.ndarray, tag: str, includes: list[dict], excludes: list[dict], only_strict: bool
+        self, image: np.ndarray, tag: str, includes: list[dict], excludes: list[dict], only_strict: bool
     ) -> dict[str, float]:
-        objects = {name: rules.select_detections(found, tag) for name, found in self._detect(picture).items()}
+        objects = {name: rules.select_detections(found, tag) for name, found in self._detect(image).items()}
         seen: dict[int, str] = {}  # both verdicts ask for the colours of the same detections
 
         def colors_of(name: str, detections: list[rules.Detection]) -> list[str]:
             new = [d for d in detections if id(d) not in seen]
-            seen.update(zip(map(id, new), self._color(picture, name, new), strict=True))
+            seen.update(zip(map(id, new), self._color(image, name, new), strict=True))
             return [seen[id(d)] for d in detections]
 
         upstream = bool(self.options["upstream_scoring"])
@@ -101,7 +101,7 @@ class GenEval(BaseRewardHandler):
         }
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """A drawn stop sign and an empty picture, asked for a stop sign."""
+        """A drawn stop sign and an empty image, asked for a stop sign."""
         empty = Image.new("RGB", (256, 256), (150, 190, 230))
         sign = empty.copy()
         draw = ImageDraw.Draw(sign)
@@ -113,7 +113,7 @@ class GenEval(BaseRewardHandler):
             "geneval_tags": ["single_object"],
             "geneval_includes": [[{"class": "stop sign", "count": 1}]],
         }
-        return [(np.array(picture)[None], asked) for picture in (sign, empty)]
+        return [(np.array(image)[None], asked) for image in (sign, empty)]
 
     def provenance(self) -> dict[str, Any]:
         """Adds the detector."""

@@ -41,15 +41,15 @@ class Detector:
                 f"gen_eval: the detector {folder} does not know {missing[:5]} ({len(missing)} of 80 classes)"
             )
 
-    def __call__(self, picture: np.ndarray) -> Objects:
-        """Detections of a uint8 ``[H, W, 3]`` picture by class, above the lowest confidence that any rule uses."""
+    def __call__(self, image: np.ndarray) -> Objects:
+        """Detections of a uint8 ``[H, W, 3]`` image by class, above the lowest confidence that any rule uses."""
         import torch
 
-        inputs = self._processor(images=[picture], return_tensors="pt").to(self._model.device)
+        inputs = self._processor(images=[image], return_tensors="pt").to(self._model.device)
         inputs = {k: v.to(self._model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
         with torch.inference_mode():
             outputs = self._model(**inputs)
-        size = [picture.shape[:2]]
+        size = [image.shape[:2]]
         objects: Objects = {}
         if self._segments:
             for label, confidence, mask in self._instances(outputs, size):
@@ -86,14 +86,14 @@ class ColorClassifier:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._known: dict[str, Any] = {}
 
-    def __call__(self, picture: np.ndarray, name: str, detections: list[Detection]) -> list[str]:
-        """Colours of objects of the class ``name`` in a uint8 ``[H, W, 3]`` picture."""
+    def __call__(self, image: np.ndarray, name: str, detections: list[Detection]) -> list[str]:
+        """Colours of objects of the class ``name`` in a uint8 ``[H, W, 3]`` image."""
         import torch
 
         if not detections:
             return []
         size = self._model.config.vision_config.image_size
-        crops = [clip.resize_and_crop(cut_out(picture, d)[None], size, nearest_offset=True)[0] for d in detections]
+        crops = [clip.resize_and_crop(cut_out(image, d)[None], size, nearest_offset=True)[0] for d in detections]
         with torch.inference_mode():
             seen = clip.image_features(self._model, clip.normalised(np.stack(crops)))
             best = (seen @ self._sentences(name).T).argmax(-1).tolist()
@@ -113,11 +113,11 @@ class ColorClassifier:
         return self._known[name]
 
 
-def cut_out(picture: np.ndarray, detection: Detection) -> np.ndarray:
-    """The detection's box of a picture, grey where its mask is not; at least one pixel."""
+def cut_out(image: np.ndarray, detection: Detection) -> np.ndarray:
+    """The detection's box of an image, grey where its mask is not; at least one pixel."""
     left, top, right, bottom = (round(x) for x in detection.box)
     if detection.mask is not None:
-        picture = np.where(detection.mask[:, :, None], picture, np.uint8(_GREY))
-    height, width = picture.shape[:2]
+        image = np.where(detection.mask[:, :, None], image, np.uint8(_GREY))
+    height, width = image.shape[:2]
     left, top = min(max(left, 0), width - 1), min(max(top, 0), height - 1)
-    return picture[top : max(bottom, top + 1), left : max(right, left + 1)]
+    return image[top : max(bottom, top + 1), left : max(right, left + 1)]

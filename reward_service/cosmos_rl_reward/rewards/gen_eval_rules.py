@@ -14,7 +14,7 @@ from cosmos_rl_reward.handler import BadInput
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
-NOT_APPLICABLE = -10.0  # in the table per tag, for the tags that a picture does not have
+NOT_APPLICABLE = -10.0  # in the table per tag, for the tags that an image does not have
 _CONFIDENCE, _CONFIDENCE_COUNTING, _MOST = 0.3, 0.9, 16
 _SHRINK = 0.1  # share of both extents by which an offset must exceed 0 to count as a relation
 

@@ -42,7 +42,7 @@ class HPSv3(BaseRewardHandler):
         engine: ``"transformers"`` runs the model here; ``"package"`` calls the package ``hpsv3``, whose pins need an
             environment of their own.
         base_model: folder or hub name of the Qwen2-VL-7B it was trained from (configuration and processor).
-        batch: pictures in one forward pass.
+        batch: images in one forward pass.
     """
 
     reward_name = "hpsv3"
@@ -84,41 +84,41 @@ class HPSv3(BaseRewardHandler):
         self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        pictures = as_images(images)
-        prompts = get_prompts(metadata, len(pictures))
+        images = as_images(images)
+        prompts = get_prompts(metadata, len(images))
         step = max(1, int(self.options["batch"]))
         score = self._by_package if self.options["engine"] == "package" else self._by_transformers
         values: list[float] = []
-        for start in range(0, len(pictures), step):
-            values += score(pictures[start : start + step], prompts[start : start + step])
+        for start in range(0, len(images), step):
+            values += score(images[start : start + step], prompts[start : start + step])
         return {"scores": {"hpsv3": values}}
 
-    def _by_package(self, pictures: np.ndarray, prompts: list[str]) -> list[float]:
+    def _by_package(self, images: np.ndarray, prompts: list[str]) -> list[float]:
         import torch
 
         # by keyword: the order of the two has changed between versions
         with torch.inference_mode():
-            rewards = self._package.reward(prompts=prompts, image_paths=[Image.fromarray(p) for p in pictures])
+            rewards = self._package.reward(prompts=prompts, image_paths=[Image.fromarray(p) for p in images])
         return [float(row[0]) for row in rewards]
 
-    def _by_transformers(self, pictures: np.ndarray, prompts: list[str]) -> list[float]:
+    def _by_transformers(self, images: np.ndarray, prompts: list[str]) -> list[float]:
         texts = []
         for prompt in prompts:
             content = [{"type": "image"}, {"type": "text", "text": self._template.replace("{text_prompt}", prompt)}]
             message = [{"role": "user", "content": content}]
             texts.append(self._processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         inputs = self._processor(
-            text=texts, images=[sized(p) for p in pictures], do_resize=False, padding=True, return_tensors="pt"
+            text=texts, images=[sized(p) for p in images], do_resize=False, padding=True, return_tensors="pt"
         )
         return self._model(inputs)[:, 0, 0].tolist()
 
 
-def sized(picture: np.ndarray) -> Image.Image:
-    """A uint8 ``[H, W, 3]`` picture with 256 * 28 * 28 pixels, as far as sides that are multiples of 28 allow."""
+def sized(image: np.ndarray) -> Image.Image:
+    """A uint8 ``[H, W, 3]`` image with 256 * 28 * 28 pixels, as far as sides that are multiples of 28 allow."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    height, width = smart_resize(*picture.shape[:2], factor=FACTOR, min_pixels=_PIXELS, max_pixels=_PIXELS)
-    return Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+    height, width = smart_resize(*image.shape[:2], factor=FACTOR, min_pixels=_PIXELS, max_pixels=_PIXELS)
+    return Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _package_inferencer(path: Path, device: str) -> Any:

@@ -154,10 +154,10 @@ class ImageReward(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        pictures = as_images(images)
-        prompts = get_prompts(metadata, len(pictures))
+        images = as_images(images)
+        prompts = get_prompts(metadata, len(images))
         size = self._vision.config.image_size
-        pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(pictures, size, nearest_offset=True)))
+        pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(images, size, nearest_offset=True)))
         words = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt"
         ).to(self.device)

@@ -1,4 +1,4 @@
-"""Does the picture show the text its prompt asks for in quotes? PP-OCR through RapidOCR, on the CPU or a GPU."""
+"""Does the image show the text its prompt asks for in quotes? PP-OCR through RapidOCR, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_prompts
 
 @RewardRegistry.register()
 class OcrReward(BaseRewardHandler):
-    """Score in [0, 1]: 1 when the quoted text is in the picture, ignoring case and spaces, else by edit distance.
+    """Score in [0, 1]: 1 when the quoted text is in the image, ignoring case and spaces, else by edit distance.
 
     Options:
         normalisation: ``"floor0"`` or ``"upstream"`` (see ``ocr_scoring.ocr_score``; the latter also takes only the
             first ASCII-quoted span).
         min_confidence: lines at or below it are left out.
-        max_side: pictures are scaled down to this for the text detector.
+        max_side: images are scaled down to this for the text detector.
         threads: of the recogniser, per worker; 0 = as many as there are cores, at most 4.
     """
 
@@ -79,8 +79,8 @@ class OcrReward(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         """See ``BaseRewardHandler.calculate_reward``. ``metadata.ocr_use_gpu`` overrides the device's setting."""
-        pictures = as_images(images)
-        prompts = get_prompts(metadata, len(pictures))
+        images = as_images(images)
+        prompts = get_prompts(metadata, len(images))
         upstream = self.options["normalisation"] == "upstream"
         on_gpu, warning = bool(metadata.get("ocr_use_gpu", self.device.startswith("cuda"))), ""
         try:
@@ -92,21 +92,21 @@ class OcrReward(BaseRewardHandler):
             target = (ocr_scoring.find_first_quoted if upstream else ocr_scoring.find_quoted_text)(prompts[index])
             if not target or not ocr_scoring.normalised(target):
                 raise SampleError(f"no quoted text in the prompt {prompts[index][:80]!r}")
-            answer = engine(np.ascontiguousarray(pictures[index][:, :, ::-1]))  # RGB -> BGR
+            answer = engine(np.ascontiguousarray(images[index][:, :, ::-1]))  # RGB -> BGR
             lines = zip(answer.txts or (), answer.scores or (), strict=True)
             text = ocr_scoring.joined(lines, float(self.options["min_confidence"]))
             value = ocr_scoring.ocr_score(target, text, upstream=upstream)
             return {"ocr_reward": value, **ocr_scoring.diagnostics(target, text), "ocr_text": text}
 
-        result = score_samples(self.score_keys, len(pictures), score)
+        result = score_samples(self.score_keys, len(images), score)
         return {**result, "warning": warning} if warning else result
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """The word HELLO, and an empty picture."""
+        """The word HELLO, and an empty image."""
         blank = Image.new("RGB", (256, 96), "white")
         written = blank.copy()
         ImageDraw.Draw(written).text((30, 20), "HELLO", fill="black", font=ImageFont.load_default(size=48))
-        return [(np.array(picture)[None], {"prompts": ['a sign "HELLO"']}) for picture in (written, blank)]
+        return [(np.array(image)[None], {"prompts": ['a sign "HELLO"']}) for image in (written, blank)]
 
     def provenance(self) -> dict[str, Any]:
         """Adds the recogniser's version."""

@@ -23,7 +23,7 @@ _INCHES = re.compile(r"\d'\s?\d+(?:\.\d+)?$")  # 5'10, before the mark of the in
 
 
 def find_quoted_text(prompt: str) -> str | None:
-    """The text a picture should show: all quoted spans of the prompt, joined by a space; None without any.
+    """The text an image should show: all quoted spans of the prompt, joined by a space; None without any.
 
     ``'A sign "Hello" above "World"'`` -> ``'Hello World'``. What is quoted within a span belongs to it. Marks of feet
     and inches (5'10") and apostrophes inside a word are not quotation marks.

@@ -59,7 +59,7 @@ def as_images(images: Any) -> np.ndarray:
     if array.shape[-1] != 3:
         array = array.transpose(0, 2, 3, 1)
     if 0 in array.shape:
-        raise BadInput(f"images: shape {list(array.shape)} holds no picture")
+        raise BadInput(f"images: shape {list(array.shape)} holds no image")
     return np.ascontiguousarray(_check_pixels(array, "images"))
 
 

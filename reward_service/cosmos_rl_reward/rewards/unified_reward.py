@@ -1,4 +1,4 @@
-"""UnifiedReward: a vision-language model behind an OpenAI-compatible server rates a picture and its caption."""
+"""UnifiedReward: a vision-language model behind an OpenAI-compatible server rates an image and its caption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UnifiedReward(BaseRewardHandler):
             ``prepare`` fetches to ``<download_path>/unified_reward``, else one in our own words, with a warning.
         pattern: regular expression whose first group is the number; its last match counts.
         divisor: scale of the number.
-        size: pictures are scaled to size x size; 0 = sent as they are.
+        size: images are scaled to size x size; 0 = sent as they are.
         max_tokens, timeout_s, retries, concurrency: of the requests.
     """
 
@@ -86,7 +86,7 @@ class UnifiedReward(BaseRewardHandler):
         path = self._question_file()
         if not path.is_file():
             raise NotReady(f"reward_args.options.template: no file {path}")
-        if path.suffix == ".py":  # its picture goes as a part of its own
+        if path.suffix == ".py":  # its image goes as a part of its own
             self._template = read_constants(path, "question")[0].removeprefix("<image>").lstrip()
         else:
             self._template = path.read_text(encoding="utf-8")
@@ -102,15 +102,15 @@ class UnifiedReward(BaseRewardHandler):
         self._endpoint = ChatEndpoint.of(self)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        pictures = as_images(images)
-        prompts = get_prompts(metadata, len(pictures))
-        pairs = zip(pictures, prompts, strict=True)
+        images = as_images(images)
+        prompts = get_prompts(metadata, len(images))
+        pairs = zip(images, prompts, strict=True)
         answers = self._endpoint.run_concurrently([lambda p=p, t=t: self._rating(p, t) for p, t in pairs])
-        return score_samples(self.score_keys, len(pictures), lambda k: {"unified_reward": answers[k].result()})
+        return score_samples(self.score_keys, len(images), lambda k: {"unified_reward": answers[k].result()})
 
-    def _rating(self, picture: np.ndarray, prompt: str) -> float:
+    def _rating(self, image: np.ndarray, prompt: str) -> float:
         question = {"type": "text", "text": self._template.replace("{prompt}", prompt)}
-        content = [image_part(picture, int(self.options["size"])), question]
+        content = [image_part(image, int(self.options["size"])), question]
         text = self._endpoint.ask(content, temperature=0, max_tokens=int(self.options["max_tokens"]))
         found = list(self._pattern.finditer(text))
         try:

@@ -26,7 +26,7 @@ class Item:
         return self.queued + _YIELD_S * self.attempts < other.queued + _YIELD_S * other.attempts
 
     def fits(self, first: "Item") -> bool:
-        """Whether it may be scored in one call with ``first``: the same picture shape, and not tried before."""
+        """Whether it may be scored in one call with ``first``: the same image shape, and not tried before."""
         return not self.attempts and self.job.array.shape[1:] == first.job.array.shape[1:]
 
 
@@ -71,7 +71,7 @@ class Batches:
         return batch
 
     async def _fill(self, batch: list[Item], limit: int, end: float) -> None:
-        """Add jobs of one picture shape; those that were tried before stay alone."""
+        """Add jobs of one image shape; those that were tried before stay alone."""
         first = batch[0]
         count = first.job.count
         while not first.attempts and count < limit:

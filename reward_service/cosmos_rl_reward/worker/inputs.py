@@ -1,6 +1,6 @@
-"""What a handler gets: pictures as uint8 and metadata, of one job or of several merged ones. Needs only numpy.
+"""What a handler gets: images as uint8 and metadata, of one job or of several merged ones. Needs only numpy.
 
-A sample that is no picture (NaN, out of range) arrives black, so that lists with one entry per sample keep their order;
+A sample that is no image (NaN, out of range) arrives black, so that lists with one entry per sample keep their order;
 whatever score it gets is replaced by None and the reason.
 """
 
@@ -29,7 +29,7 @@ class Input:
     Attributes:
         images: ``[B, H, W, 3]`` or ``[B, 3, T, H, W]``, uint8.
         info: the result's input_info.
-        bad: index and reason of the samples that are no pictures; they are black in ``images``.
+        bad: index and reason of the samples that are no images; they are black in ``images``.
     """
 
     id: str
@@ -50,7 +50,7 @@ def read_input(id: str, path: str, decoded: str) -> Input:
     """Read a job; ``decoded`` is the file of its decoded latents or an empty string.
 
     Raises:
-        BadInput: no sample has the values of a picture.
+        BadInput: no sample has the values of an image.
         OSError: the file was cut off, because the job has ended meanwhile.
     """
     job, line = read_header(Path(path))
@@ -117,7 +117,7 @@ def _bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def group_inputs(inputs: list[Input], required: tuple[str, ...]) -> list[list[Input]]:
-    """Group jobs that may be scored in one call: same picture shape, and metadata that differs per sample only."""
+    """Group jobs that may be scored in one call: same image shape, and metadata that differs per sample only."""
     groups: dict[str, list[Input]] = {}
     for one in inputs:
         rest = {k: v for k, v in one.metadata.items() if k not in _per_item(one, required)}
@@ -136,7 +136,7 @@ def _per_item(one: Input, required: tuple[str, ...]) -> set[str]:
 
 
 def merge_bad_samples(batch: list[Input]) -> dict[int, str]:
-    """Reasons of the samples of a merged batch that are no pictures, by their index in it."""
+    """Reasons of the samples of a merged batch that are no images, by their index in it."""
     bad, begin = {}, 0
     for one in batch:
         bad.update({begin + k: reason for k, reason in one.bad.items()})

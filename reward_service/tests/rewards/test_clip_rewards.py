@@ -13,16 +13,16 @@ from cosmos_rl_reward.rewards.hpsv2 import HPSv2, rename_to_transformers
 from cosmos_rl_reward.rewards.pickscore import PickScore
 
 rng = np.random.default_rng(0)
-PICTURES = rng.integers(0, 256, (3, 40, 57, 3), dtype=np.uint8)
+IMAGES = rng.integers(0, 256, (3, 40, 57, 3), dtype=np.uint8)
 PROMPTS = ["a red cat", "two dogs on the moon " * 9, "blue sky"]  # the second is longer than the context
 
 
 @pytest.mark.parametrize("shape", [(40, 57), (57, 40), (28, 28), (20, 25)])
 def test_cropping_is_that_of_the_library(shape):
-    pictures = rng.integers(0, 256, (2, *shape, 3), dtype=np.uint8)
+    images = rng.integers(0, 256, (2, *shape, 3), dtype=np.uint8)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    expected = processor(images=list(pictures), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(clip.normalised(clip.resize_and_crop(pictures, 28)), expected, atol=1e-5)
+    expected = processor(images=list(images), return_tensors="np")["pixel_values"]
+    np.testing.assert_allclose(clip.normalised(clip.resize_and_crop(images, 28)), expected, atol=1e-5)
 
 
 def test_padding_centres_and_never_skips_it():
@@ -40,10 +40,10 @@ def test_padding_centres_and_never_skips_it():
 def by_hand(model, tokenizer, pixels, prompts):
     """Cosine of each pair, from the two towers, one pair at a time."""
     values = []
-    for picture, prompt in zip(pixels, prompts, strict=True):
+    for image, prompt in zip(pixels, prompts, strict=True):
         ids = tokenizer(prompt, truncation=True, max_length=16, return_tensors="pt")
         text = model.text_projection(model.text_model(**ids).pooler_output)[0]
-        image = model.visual_projection(model.vision_model(torch.from_numpy(picture[None])).pooler_output)[0]
+        image = model.visual_projection(model.vision_model(torch.from_numpy(image[None])).pooler_output)[0]
         values.append(torch.nn.functional.cosine_similarity(text, image, dim=0).item())
     return np.array(values)
 
@@ -53,19 +53,19 @@ def test_pickscore_is_the_scaled_cosine_over_26(tmp_path):
     reward = PickScore(model_path=str(tmp_path), device="cpu", dtype="float16")
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_crop(PICTURES, 28)), PROMPTS)
+    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_crop(IMAGES, 28)), PROMPTS)
     with torch.inference_mode():
         expected = expected * model.logit_scale.exp().item() / 26
-    result = reward.calculate_reward(torch.from_numpy(PICTURES), {"prompts": PROMPTS})["scores"]["pickscore"]
+    result = reward.calculate_reward(torch.from_numpy(IMAGES), {"prompts": PROMPTS})["scores"]["pickscore"]
     np.testing.assert_allclose(result, expected, atol=2e-6)
     assert np.ptp(result) > 0.01
     # a permutation of the samples permutes the scores
     order = [2, 0, 1]
-    shuffled = reward.calculate_reward(PICTURES[order], {"prompts": [PROMPTS[i] for i in order]})["scores"]
+    shuffled = reward.calculate_reward(IMAGES[order], {"prompts": [PROMPTS[i] for i in order]})["scores"]
     np.testing.assert_allclose(shuffled["pickscore"], np.array(result)[order], atol=2e-6)
     assert reward.provenance()["model_digest"].startswith("sha256:")
     with pytest.raises(BadInput, match="1 prompts for 3"):
-        reward.calculate_reward(PICTURES, {"prompts": ["a"]})
+        reward.calculate_reward(IMAGES, {"prompts": ["a"]})
 
 
 def test_weights_that_are_not_there_are_named(tmp_path, monkeypatch):
@@ -117,8 +117,8 @@ def test_hpsv2_is_the_cosine_of_an_open_clip_checkpoint(tmp_path):
     reward._heads = (2, 2)
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_pad(PICTURES, 28)), PROMPTS)
-    result = reward.calculate_reward(PICTURES, {"prompts": PROMPTS})["scores"]["hpsv2"]
+    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_pad(IMAGES, 28)), PROMPTS)
+    result = reward.calculate_reward(IMAGES, {"prompts": PROMPTS})["scores"]["hpsv2"]
     np.testing.assert_allclose(result, expected, atol=2e-6)
     assert np.ptp(result) > 0.01
 

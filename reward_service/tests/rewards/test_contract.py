@@ -58,11 +58,11 @@ def test_every_reward_describes_itself(name):
     assert kind.__doc__
     with pytest.raises(NotReady, match="no_such_option"):
         kind(options={"no_such_option": 1})
-    for picture, metadata in kind().probes():
-        assert isinstance(picture, np.ndarray)
-        assert picture.dtype == np.uint8
-        assert len(picture) == 1
-        assert picture.ndim == (4 if "image" in kind.media_types else 5)
+    for image, metadata in kind().probes():
+        assert isinstance(image, np.ndarray)
+        assert image.dtype == np.uint8
+        assert len(image) == 1
+        assert image.ndim == (4 if "image" in kind.media_types else 5)
         assert set(kind.required_metadata) <= set(metadata)
 
 

@@ -30,9 +30,9 @@ INFOS = [{"video_fps": 8.0}] * 4
 def frames_of(request):
     head, *frames = request["messages"][1]["content"][0]["video_url"]["url"].split(",")
     assert head == "data:video/jpeg;base64"
-    pictures = [Image.open(io.BytesIO(base64.b64decode(frame, validate=True))) for frame in frames]
-    assert {picture.format for picture in pictures} == {"JPEG"}
-    return [np.asarray(picture) for picture in pictures]
+    images = [Image.open(io.BytesIO(base64.b64decode(frame, validate=True))) for frame in frames]
+    assert {image.format for image in images} == {"JPEG"}
+    return [np.asarray(image) for image in images]
 
 
 def completion(top, **more):

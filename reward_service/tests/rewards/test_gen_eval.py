@@ -143,14 +143,14 @@ def test_wrong_metadata_names_its_field(tag, includes, reason):
 
 def fake(objects, seen):
     reward = GenEval()
-    reward._detect = lambda picture: objects[int(picture[0, 0, 0])]
-    reward._color = lambda picture, name, found: seen(name, found)
+    reward._detect = lambda image: objects[int(image[0, 0, 0])]
+    reward._color = lambda image, name, found: seen(name, found)
     return reward
 
 
 def test_one_request_of_several_tags():
     objects = [{"cat": [at(0, 0)] * 3}, {"cat": [at(0, 0, confidence=0.4), at(0, 0)]}, {}]
-    pictures = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 20, 20, 3), np.uint8)
+    images = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 20, 20, 3), np.uint8)
     metadata = {
         "prompts": [""] * 3,
         "geneval_tags": ["counting", "colors", "single_object"],
@@ -158,7 +158,7 @@ def test_one_request_of_several_tags():
         "geneval_excludes": [[{"class": "cat", "count": 3}], [], []],
     }
     reward = fake(objects, colors(cat=["red", "red"]))
-    result = reward.calculate_reward(pictures, metadata)
+    result = reward.calculate_reward(images, metadata)
     assert result["item_errors"] == {}
     scores = result["scores"]
     assert scores["gen_eval_score"] == [0.5, 1.0, 0.0]
@@ -174,40 +174,40 @@ def test_one_request_of_several_tags():
     }
     lax = fake(objects, colors(cat=["red", "red"]))
     lax.options["upstream_scoring"] = True
-    assert lax.calculate_reward(pictures, metadata)["scores"]["gen_eval_reward"] == [1.0, 1.0, 0.0]
-    only = reward.calculate_reward(pictures, {**metadata, "geneval_only_strict": True})["scores"]
+    assert lax.calculate_reward(images, metadata)["scores"]["gen_eval_reward"] == [1.0, 1.0, 0.0]
+    only = reward.calculate_reward(images, {**metadata, "geneval_only_strict": True})["scores"]
     assert only["gen_eval_reward"] == [0.0, 0.0, 0.0]
     assert only["gen_eval_strict"] == scores["gen_eval_strict"]
     with pytest.raises(BadInput, match="geneval_tags: 2 entries for 3 samples"):
-        reward.calculate_reward(pictures, {**metadata, "geneval_tags": ["counting"] * 2})
+        reward.calculate_reward(images, {**metadata, "geneval_tags": ["counting"] * 2})
 
 
 def test_a_failing_detector_is_no_score():
-    def detect(picture):
-        if picture[0, 0, 0]:
+    def detect(image):
+        if image[0, 0, 0]:
             raise RuntimeError("out of memory")
         return {"cat": [at(0, 0)]}
 
     reward = fake([], nothing)
     reward._detect = detect
-    pictures = np.stack([np.zeros((9, 9, 3)), np.ones((9, 9, 3))]).astype(np.uint8)
+    images = np.stack([np.zeros((9, 9, 3)), np.ones((9, 9, 3))]).astype(np.uint8)
     metadata = {"geneval_tags": ["single_object"] * 2, "geneval_includes": [[ONE]] * 2}
-    result = reward.calculate_reward(pictures, metadata)
+    result = reward.calculate_reward(images, metadata)
     assert result["scores"]["gen_eval_reward"] == [1.0, None]
     assert result["scores"]["gen_eval_group"]["single_object"] == [1.0, None]
     assert result["item_errors"] == {1: "RuntimeError: out of memory"}
 
 
 def test_cut_out_is_grey_around_the_object():
-    picture = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    image = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
     mask = np.zeros((20, 30), bool)
     mask[5:9, 10:20] = True
     mask[6, 12] = False
-    cut = cut_out(picture, Detection((10.0, 5.0, 20.0, 9.0), 1.0, mask))
+    cut = cut_out(image, Detection((10.0, 5.0, 20.0, 9.0), 1.0, mask))
     assert cut.shape == (4, 10, 3)
     assert cut[1, 2].tolist() == [0x99] * 3
-    np.testing.assert_array_equal(cut[0], picture[5, 10:20])
-    assert cut_out(picture, Detection((29.9, 19.9, 31.0, 21.0), 1.0)).shape == (1, 1, 3)
+    np.testing.assert_array_equal(cut[0], image[5, 10:20])
+    assert cut_out(image, Detection((29.9, 19.9, 31.0, 21.0), 1.0)).shape == (1, 1, 3)
 
 
 COCO = {
@@ -249,10 +249,10 @@ def mask2former(tmp_path_factory):
 
 def test_masks_boxes_and_names_of_a_segmenting_detector(mask2former):
     folder, model = mask2former
-    picture = rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    objects = Detector(str(folder), "cpu", torch.float32)(picture)
+    image = rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    objects = Detector(str(folder), "cpu", torch.float32)(image)
     # the same, from the model's raw outputs
-    inputs = Mask2FormerImageProcessor.from_pretrained(folder)(images=[picture], return_tensors="pt")
+    inputs = Mask2FormerImageProcessor.from_pretrained(folder)(images=[image], return_tensors="pt")
     with torch.inference_mode():
         outputs = model(**inputs)
     probabilities = outputs.class_queries_logits[0].softmax(-1)[:, :-1]
@@ -295,9 +295,9 @@ def test_a_box_detector_works_without_masks(tmp_path):
     model.class_labels_classifier.weight.data.normal_(0, 3)
     model.save_pretrained(tmp_path)
     DetrImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
-    picture = rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    objects = Detector(str(tmp_path), "cpu", torch.float32)(picture)
-    inputs = DetrImageProcessor.from_pretrained(tmp_path)(images=[picture], return_tensors="pt")
+    image = rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    objects = Detector(str(tmp_path), "cpu", torch.float32)(image)
+    inputs = DetrImageProcessor.from_pretrained(tmp_path)(images=[image], return_tensors="pt")
     with torch.inference_mode():
         outputs = model(**inputs)
     certainty, label = outputs.logits[0].softmax(-1)[:, :-1].max(-1)
@@ -328,7 +328,7 @@ def test_colours_are_the_nearest_of_three_sentences(tmp_path):
     randomise(model, 0.5)
     model.save_pretrained(tmp_path)
     classifier = ColorClassifier(str(tmp_path), "cpu", torch.float32)
-    picture = rng.integers(0, 256, (60, 60, 3), dtype=np.uint8)
+    image = rng.integers(0, 256, (60, 60, 3), dtype=np.uint8)
     found = [at(x, y, 28) for x, y in ((0, 0), (30, 0), (0, 30), (31, 31))]
     tokenizer = classifier._tokenizer
     with torch.inference_mode():
@@ -343,13 +343,13 @@ def test_colours_are_the_nearest_of_three_sentences(tmp_path):
         expected = []
         for detection in found:
             left, top = (int(v) for v in detection.box[:2])
-            crop = picture[top : top + 28, left : left + 28] / np.float32(255)  # the encoder's size: no resizing
+            crop = image[top : top + 28, left : left + 28] / np.float32(255)  # the encoder's size: no resizing
             pixels = (crop - classifier_mean()) / classifier_std()
-            image = torch.from_numpy(pixels.transpose(2, 0, 1)[None].astype(np.float32))
-            feature = model.get_image_features(pixel_values=image).pooler_output[0]
+            tensor = torch.from_numpy(pixels.transpose(2, 0, 1)[None].astype(np.float32))
+            feature = model.get_image_features(pixel_values=tensor).pooler_output[0]
             expected.append(COLORS[int((torch.stack(directions) @ feature).argmax())])
-    assert classifier(picture, "cat", found) == expected
-    assert classifier(picture, "cat", []) == []
+    assert classifier(image, "cat", found) == expected
+    assert classifier(image, "cat", []) == []
 
 
 def classifier_mean():
@@ -365,8 +365,8 @@ def test_end_to_end_on_small_models(mask2former, tmp_path):
     save_clip(tmp_path)
     reward = GenEval(model_path=str(folder), dtype="float32", options={"clip_model": str(tmp_path)})
     reward.set_up()
-    for picture, metadata in reward.probes():
-        scores = reward.calculate_reward(torch.from_numpy(picture), metadata)["scores"]
+    for image, metadata in reward.probes():
+        scores = reward.calculate_reward(torch.from_numpy(image), metadata)["scores"]
         assert scores["gen_eval_group"]["single_object"] == scores["gen_eval_reward"]
         assert scores["gen_eval_reward"][0] in (0.0, 1.0)
     assert reward.provenance()["detector"] == str(folder)

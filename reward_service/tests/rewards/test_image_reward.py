@@ -14,7 +14,7 @@ from cosmos_rl_reward.rewards.image_reward import ImageReward
 
 WIDTH, TEXT, HEADS, PATCH, SIZE = 16, 12, 2, 14, 28
 rng = np.random.default_rng(0)
-PICTURES = rng.integers(0, 256, (3, 41, 58, 3), dtype=np.uint8)
+IMAGES = rng.integers(0, 256, (3, 41, 58, 3), dtype=np.uint8)
 PROMPTS = ["a red cat", "two dogs on the moon", "blue sky"]
 
 
@@ -79,8 +79,8 @@ def attend(query, key, value, mask=None):
     return result[0].transpose(0, 1).reshape(len(query), -1)
 
 
-def score_by_hand(state, picture, ids, mask):
-    """One picture and one prompt through BLIP, step by step."""
+def score_by_hand(state, image, ids, mask):
+    """One image and one prompt through BLIP, step by step."""
 
     def linear(name, x):
         return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
@@ -89,7 +89,7 @@ def score_by_hand(state, picture, ids, mask):
         return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps)
 
     v, t = "blip.visual_encoder.", "blip.text_encoder."
-    patches = F.conv2d(picture[None], state[f"{v}patch_embed.proj.weight"], state[f"{v}patch_embed.proj.bias"], PATCH)
+    patches = F.conv2d(image[None], state[f"{v}patch_embed.proj.weight"], state[f"{v}patch_embed.proj.bias"], PATCH)
     x = torch.cat([state[f"{v}cls_token"][0], patches[0].flatten(1).T]) + state[f"{v}pos_embed"][0]
     for n in range(2):
         b = f"{v}blocks.{n}."
@@ -132,10 +132,10 @@ def test_scores_are_those_of_the_architecture(folder):
     reward._image_heads = HEADS
     reward.set_up()
     state = torch.load(folder / "ImageReward.pt", weights_only=True)
-    pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(PICTURES, SIZE, nearest_offset=True)))
+    pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(IMAGES, SIZE, nearest_offset=True)))
     words = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")
     expected = [score_by_hand(state, pixels[k], words["input_ids"][k], words["attention_mask"][k]) for k in range(3)]
-    result = reward.calculate_reward(PICTURES, {"prompts": PROMPTS})["scores"]["image_reward"]
+    result = reward.calculate_reward(IMAGES, {"prompts": PROMPTS})["scores"]["image_reward"]
     np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-4)
     assert np.ptp(result) > 0.05
     assert reward.provenance()["model_digest"].startswith("sha256:")
@@ -143,10 +143,10 @@ def test_scores_are_those_of_the_architecture(folder):
 
 @pytest.mark.parametrize("shape", [(41, 58), (58, 41), (28, 31), (20, 23)])
 def test_cropping_is_torchvisions(shape):
-    picture = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
+    image = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
     steps = [Resize(28, interpolation=InterpolationMode.BICUBIC), CenterCrop(28), ToTensor()]
-    expected = Compose([*steps, Normalize(clip.MEAN.tolist(), clip.STD.tolist())])(Image.fromarray(picture))
-    found = clip.normalised(clip.resize_and_crop(picture[None], 28, nearest_offset=True))[0]
+    expected = Compose([*steps, Normalize(clip.MEAN.tolist(), clip.STD.tolist())])(Image.fromarray(image))
+    found = clip.normalised(clip.resize_and_crop(image[None], 28, nearest_offset=True))[0]
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 

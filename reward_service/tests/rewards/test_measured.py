@@ -28,9 +28,9 @@ def scores(reward, media, **metadata):
 def test_jpeg_sizes_are_those_of_the_files():
     batch = np.stack([FLAT, NOISE])
     expected = []
-    for picture in batch:
+    for image in batch:
         file = io.BytesIO()
-        Image.fromarray(picture).save(file, "JPEG", quality=95)
+        Image.fromarray(image).save(file, "JPEG", quality=95)
         expected.append(len(file.getvalue()))
     assert scores(JpegIncompressibility(), batch)["scores"] == {"jpeg_incompressibility": [n / 1000 for n in expected]}
     assert scores(JpegCompressibility(), batch)["scores"] == {"jpeg_compressibility": [-n / 500_000 for n in expected]}
@@ -46,9 +46,9 @@ def test_a_video_scores_the_mean_of_its_frames():
 
 def test_laplacian_variance_of_a_checkerboard():
     board = np.indices((10, 10)).sum(0) % 2 * 255
-    picture = np.repeat(board[:, :, None], 3, -1).astype(np.uint8)
+    image = np.repeat(board[:, :, None], 3, -1).astype(np.uint8)
     # every inner pixel: four neighbours differ by 255, so the response is +-1020 with mean 0
-    assert measures.laplacian_variance(picture) == pytest.approx(1020.0**2, rel=1e-9)
+    assert measures.laplacian_variance(image) == pytest.approx(1020.0**2, rel=1e-9)
 
 
 def test_sharpness_is_half_at_its_half_point_and_falls_with_blur():
@@ -177,11 +177,11 @@ def test_a_reference_is_not_decoded_before_its_size_is_known(monkeypatch):
     )
     bomb = png(13000, 13000)
     assert len(bomb) < 30_000
-    reward, pictures = SsimToReference(), np.stack([NOISE] * 3)
-    result = scores(reward, pictures, references=[uri(bomb), uri(png(60000, 60000, rows=1)), uri(png(64, 48))])
+    reward, images = SsimToReference(), np.stack([NOISE] * 3)
+    result = scores(reward, images, references=[uri(bomb), uri(png(60000, 60000, rows=1)), uri(png(64, 48))])
     assert decoded == [(64, 48)]
     assert [value is None for value in result["scores"]["ssim_to_reference"]] == [True, True, False]
-    assert result["item_errors"][0] == "picture 48 x 64 and reference 13000 x 13000 differ in size"
+    assert result["item_errors"][0] == "image 48 x 64 and reference 13000 x 13000 differ in size"
     assert "cannot read" in result["item_errors"][1]
 
 

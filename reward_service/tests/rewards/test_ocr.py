@@ -90,36 +90,36 @@ def with_engine(engine, **options):
 
 def test_fake_engine_answers_become_scores():
     answers = [NOTHING, SimpleNamespace(txts=("HEL", "l o"), scores=(0.1, 0.99))]
-    reward = with_engine(lambda picture: answers[picture[0, 0, 0]])
-    pictures = np.arange(2, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
-    result = reward.calculate_reward(pictures, {"prompts": ['sign "Hello"'] * 2})
+    reward = with_engine(lambda image: answers[image[0, 0, 0]])
+    images = np.arange(2, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    result = reward.calculate_reward(images, {"prompts": ['sign "Hello"'] * 2})
     assert result["scores"]["ocr_reward"] == [0.0, 1.0]
     assert result["scores"]["ocr_text"] == ["", "HELl o"]
     assert not result["item_errors"]
-    doubted = with_engine(lambda picture: answers[1], min_confidence=0.5)
-    assert doubted.calculate_reward(pictures[:1], {"prompts": ['sign "Hello"']})["scores"]["ocr_reward"] == [0.4]
+    doubted = with_engine(lambda image: answers[1], min_confidence=0.5)
+    assert doubted.calculate_reward(images[:1], {"prompts": ['sign "Hello"']})["scores"]["ocr_reward"] == [0.4]
 
 
 def test_the_engine_gets_bgr():
     seen = []
-    picture = np.zeros((1, 2, 2, 3), np.uint8)
-    picture[..., 0] = 200  # red
-    with_engine(lambda p: seen.append(p) or NOTHING).calculate_reward(picture, {"prompts": ['"a"']})
+    image = np.zeros((1, 2, 2, 3), np.uint8)
+    image[..., 0] = 200  # red
+    with_engine(lambda p: seen.append(p) or NOTHING).calculate_reward(image, {"prompts": ['"a"']})
     assert seen[0][0, 0].tolist() == [0, 0, 200]
 
 
 def test_failures_are_never_numbers():
-    def engine(picture):
-        if picture[0, 0, 0] == 1:
+    def engine(image):
+        if image[0, 0, 0] == 1:
             raise RuntimeError("session lost")
         return NOTHING
 
-    pictures = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
-    result = with_engine(engine).calculate_reward(pictures, {"prompts": ['"a"', '"a"', "no quotes"]})
+    images = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    result = with_engine(engine).calculate_reward(images, {"prompts": ['"a"', '"a"', "no quotes"]})
     assert result["scores"]["ocr_reward"] == [0.0, None, None]
     assert result["item_errors"] == {1: "RuntimeError: session lost", 2: "no quoted text in the prompt 'no quotes'"}
     with pytest.raises(RuntimeError, match="session lost"):
-        with_engine(engine).calculate_reward(pictures[1:2], {"prompts": ['"a"']})
+        with_engine(engine).calculate_reward(images[1:2], {"prompts": ['"a"']})
 
 
 def test_a_wrong_normalisation_is_named():
@@ -134,7 +134,7 @@ def reward():
     return handler
 
 
-def picture_of(text, size=(512, 256), blur=0.0):
+def image_of(text, size=(512, 256), blur=0.0):
     image = Image.new("RGB", size, "white")
     ImageDraw.Draw(image).multiline_text((40, 60), text, fill="black", font=ImageFont.load_default(size=48))
     return np.asarray(image.filter(ImageFilter.GaussianBlur(blur)))
@@ -142,14 +142,14 @@ def picture_of(text, size=(512, 256), blur=0.0):
 
 @pytest.mark.parametrize("text", ["GRAND OPENING", "Hello World", "SALE 50%", "Cafe 1987"])
 def test_the_recogniser_reads(reward, text):
-    result = reward.calculate_reward(picture_of(text)[None], {"prompts": [f'a poster "{text}"']})["scores"]
+    result = reward.calculate_reward(image_of(text)[None], {"prompts": [f'a poster "{text}"']})["scores"]
     assert result["ocr_reward"] == [1.0]
     assert result["substring_match"] == [1.0]
 
 
 def test_lines_are_read_in_order_and_blur_costs_the_score(reward):
-    pictures = np.stack([picture_of("OPEN\nALL DAY"), picture_of("OPEN ALL DAY", blur=12), picture_of("CLOSED")])
-    result = reward.calculate_reward(pictures, {"prompts": ['"open" and "all day"'] * 3})["scores"]["ocr_reward"]
+    images = np.stack([image_of("OPEN\nALL DAY"), image_of("OPEN ALL DAY", blur=12), image_of("CLOSED")])
+    result = reward.calculate_reward(images, {"prompts": ['"open" and "all day"'] * 3})["scores"]["ocr_reward"]
     assert result[0] == 1.0
     assert result[1] == 0.0
     assert 0.0 <= result[2] < 0.5
@@ -172,10 +172,10 @@ def test_provenance_names_engine_and_weights(reward):
 
 def test_a_gpu_that_is_not_there_is_a_warning(reward):
     """Clients of old send ``ocr_use_gpu`` whatever the service runs on."""
-    result = reward.calculate_reward(picture_of("A B")[None], {"prompts": ['"A B"'], "ocr_use_gpu": True})
+    result = reward.calculate_reward(image_of("A B")[None], {"prompts": ['"A B"'], "ocr_use_gpu": True})
     assert result["scores"]["ocr_reward"] == [1.0]
     assert result["warning"].startswith("metadata.ocr_use_gpu: ocr runs on the CPU here")
-    assert "warning" not in reward.calculate_reward(picture_of("A")[None], {"prompts": ['"A"']})
+    assert "warning" not in reward.calculate_reward(image_of("A")[None], {"prompts": ['"A"']})
 
 
 def test_a_gpu_in_the_configuration_has_to_be_there():

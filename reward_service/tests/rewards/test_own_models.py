@@ -13,7 +13,7 @@ from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.rewards.function_reward import function_handler
 
 rng = np.random.default_rng(0)
-PICTURES = rng.integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+IMAGES = rng.integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
 
 
 def redness(to_be_evaluated, reference=None, **kw):
@@ -33,8 +33,8 @@ def test_a_function_scores_each_sample_and_none_is_no_score():
     with pytest.raises(ValueError, match="unknown reward"):
         RewardRegistry.get_reward_class("redness")
     reward = made(redness, "redness")
-    result = reward.calculate_reward(PICTURES[:2], {"prompts": ["red", "blue"]})
-    assert result["scores"]["redness"] == [pytest.approx(PICTURES[0, ..., 0].mean() / 255), None]
+    result = reward.calculate_reward(IMAGES[:2], {"prompts": ["red", "blue"]})
+    assert result["scores"]["redness"] == [pytest.approx(IMAGES[0, ..., 0].mean() / 255), None]
     assert result["item_errors"] == {1: "the function returned None"}
     assert reward.provenance()["function"].endswith("test_own_models:redness")
     assert reward.provenance()["model_digest"].startswith("sha256:")
@@ -42,7 +42,7 @@ def test_a_function_scores_each_sample_and_none_is_no_score():
 
 def test_a_function_gets_only_the_keywords_it_takes():
     reward = made(lambda to_be_evaluated, prompt: to_be_evaluated.shape[0] + len(prompt))
-    assert reward.calculate_reward(PICTURES, {"prompts": ["", "a", "bc"]})["scores"] == {"own": [8.0, 9.0, 10.0]}
+    assert reward.calculate_reward(IMAGES, {"prompts": ["", "a", "bc"]})["scores"] == {"own": [8.0, 9.0, 10.0]}
 
 
 def test_a_function_of_images_and_metadata_gets_the_whole_request():
@@ -51,8 +51,8 @@ def test_a_function_of_images_and_metadata_gets_the_whole_request():
 
     ranks.reward_version = "7"
     reward = made(ranks)
-    means = PICTURES.mean((1, 2, 3))
-    assert reward.calculate_reward(PICTURES, {"prompts": [""] * 3})["scores"] == {
+    means = IMAGES.mean((1, 2, 3))
+    assert reward.calculate_reward(IMAGES, {"prompts": [""] * 3})["scores"] == {
         "own": [int((means < mean).sum()) for mean in means]
     }
     assert reward.provenance()["reward_version"] == "7"
@@ -93,9 +93,9 @@ def test_dense_layers_give_the_softmax_of_the_wanted_class(tmp_path):
     arrays, path = dense(tmp_path, [64, 16, 10])
     reward = ClassifierReward(model_path=path, options={"labels": [str(n) for n in range(10)], "std": 1 / 16})
     reward.set_up()
-    grey = np.stack([np.asarray(Image.fromarray(p).convert("L")) for p in PICTURES])
+    grey = np.stack([np.asarray(Image.fromarray(p).convert("L")) for p in IMAGES])
     expected = by_hand(arrays, grey.reshape(3, 64) / 255 * 16)
-    result = reward.calculate_reward(PICTURES, {"prompts": ["", "", ""], "labels": [3, "7", 0]})["scores"]
+    result = reward.calculate_reward(IMAGES, {"prompts": ["", "", ""], "labels": [3, "7", 0]})["scores"]
     assert result["classifier"] == pytest.approx([expected[0, 3], expected[1, 7], expected[2, 0]], rel=1e-4)
     assert result["classifier_label"] == [str(n) for n in expected.argmax(-1)]
     assert result["classifier_correct"] == [float(expected[i].argmax() == w) for i, w in enumerate((3, 7, 0))]
@@ -105,8 +105,8 @@ def test_the_prompt_names_the_class_and_failures_stay_with_their_sample(tmp_path
     arrays, path = dense(tmp_path, [64, 3])
     reward = ClassifierReward(model_path=path, options={"labels": ["cat", "cat food", "dog"]})
     reward.set_up()
-    result = reward.calculate_reward(PICTURES, {"prompts": ["A Cat food tin", "a catalogue", "dog."]})
-    grey = np.stack([np.asarray(Image.fromarray(p).convert("L")) for p in PICTURES])
+    result = reward.calculate_reward(IMAGES, {"prompts": ["A Cat food tin", "a catalogue", "dog."]})
+    grey = np.stack([np.asarray(Image.fromarray(p).convert("L")) for p in IMAGES])
     expected = by_hand(arrays, grey.reshape(3, 64) / 255)
     assert result["scores"]["classifier"] == [
         pytest.approx(expected[0, 1], rel=1e-4),
@@ -114,7 +114,7 @@ def test_the_prompt_names_the_class_and_failures_stay_with_their_sample(tmp_path
         pytest.approx(expected[2, 2], rel=1e-4),
     ]
     assert "none of the labels" in result["item_errors"][1]
-    wrong = reward.calculate_reward(PICTURES, {"prompts": [""] * 3, "labels": [3, "mouse", True]})
+    wrong = reward.calculate_reward(IMAGES, {"prompts": [""] * 3, "labels": [3, "mouse", True]})
     assert wrong["scores"]["classifier"] == [None, None, None]
     assert "index below 3" in wrong["item_errors"][0]
 

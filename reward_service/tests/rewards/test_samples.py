@@ -15,22 +15,22 @@ from cosmos_rl_reward.rewards.samples import (
     score_samples,
 )
 
-PICTURES = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
+IMAGES = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        PICTURES,
-        PICTURES.transpose(0, 3, 1, 2),
-        torch.from_numpy(PICTURES),
-        torch.from_numpy(PICTURES).permute(0, 3, 1, 2),
+        IMAGES,
+        IMAGES.transpose(0, 3, 1, 2),
+        torch.from_numpy(IMAGES),
+        torch.from_numpy(IMAGES).permute(0, 3, 1, 2),
     ],
 )
-def test_one_picture_in_every_layout(given):
+def test_one_image_in_every_layout(given):
     found = as_images(given)
     assert found.dtype == np.uint8
-    np.testing.assert_array_equal(found, PICTURES)
+    np.testing.assert_array_equal(found, IMAGES)
 
 
 def test_an_ambiguous_shape_is_read_as_documented():
@@ -41,23 +41,23 @@ def test_an_ambiguous_shape_is_read_as_documented():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (PICTURES[0], "shape"),
-        (PICTURES[..., :2], "shape"),
-        (PICTURES[:0], "no picture"),
-        (PICTURES / 255, "dtype float64"),
-        (PICTURES > 9, "dtype bool"),
+        (IMAGES[0], "shape"),
+        (IMAGES[..., :2], "shape"),
+        (IMAGES[:0], "no image"),
+        (IMAGES / 255, "dtype float64"),
+        (IMAGES > 9, "dtype bool"),
     ],
 )
-def test_what_is_no_picture_is_refused(given, reason):
+def test_what_is_no_image_is_refused(given, reason):
     with pytest.raises(BadInput, match=reason):
         as_images(given)
 
 
 def test_videos_and_frames():
-    video = np.stack([PICTURES] * 2).transpose(0, 4, 1, 2, 3)  # [2, 3, 2, 5, 7]
+    video = np.stack([IMAGES] * 2).transpose(0, 4, 1, 2, 3)  # [2, 3, 2, 5, 7]
     np.testing.assert_array_equal(as_videos(video), video)
-    np.testing.assert_array_equal(as_frames(video)[1], PICTURES)
-    np.testing.assert_array_equal(as_frames(PICTURES)[:, 0], PICTURES)
+    np.testing.assert_array_equal(as_frames(video)[1], IMAGES)
+    np.testing.assert_array_equal(as_frames(IMAGES)[:, 0], IMAGES)
     with pytest.raises(BadInput, match=r"\[B, 3, T, H, W\]"):
         as_videos(video.transpose(0, 2, 1, 3, 4))
 

@@ -15,7 +15,7 @@ from cosmos_rl_reward.rewards.chat_endpoint import EndpointError
 from cosmos_rl_reward.rewards.unified_reward import UnifiedReward
 
 MODEL = "UnifiedReward-7b-v1.5"
-PICTURES = np.random.default_rng(0).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
+IMAGES = np.random.default_rng(0).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
 
 
 class Server(ChatServer):
@@ -51,7 +51,7 @@ def ready(server, **options):
 def test_the_last_number_over_five_in_the_order_of_the_samples(server):
     answers = {"a": "Final Score: 1", "b": "Good. Final Score:4.5\n", "{c}": "Final Score: 2, no: Final Score: 5"}
     server.reply = lambda prompt, attempt: (200, answers[prompt])
-    result = ready(server, concurrency=3).calculate_reward(PICTURES[:3], {"prompts": list(answers)})
+    result = ready(server, concurrency=3).calculate_reward(IMAGES[:3], {"prompts": list(answers)})
     assert result == {"scores": {"unified_reward": [0.2, 0.9, 1.0]}, "item_errors": {}}
     assert set(server.headers) == {"Bearer sk-secret"}
     request = next(r for r in server.requests if "[b]" in r["messages"][0]["content"][1]["text"])
@@ -59,25 +59,25 @@ def test_the_last_number_over_five_in_the_order_of_the_samples(server):
     head, _, data = request["messages"][0]["content"][0]["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
     sent = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-    np.testing.assert_array_equal(sent, np.asarray(Image.fromarray(PICTURES[1]).resize((512, 512), Image.BICUBIC)))
+    np.testing.assert_array_equal(sent, np.asarray(Image.fromarray(IMAGES[1]).resize((512, 512), Image.BICUBIC)))
 
 
-def test_pictures_are_sent_as_they_are_on_request(server):
-    ready(server, size=0).calculate_reward(PICTURES[:1], {"prompts": ["a"]})
+def test_images_are_sent_as_they_are_on_request(server):
+    ready(server, size=0).calculate_reward(IMAGES[:1], {"prompts": ["a"]})
     data = server.requests[0]["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2]
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), PICTURES[0])
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), IMAGES[0])
 
 
 def test_samples_are_asked_about_at_the_same_time(server):
     together = threading.Barrier(4, timeout=20)  # every request waits for the three others
     server.reply = lambda prompt, attempt: (together.wait(), (200, "Final Score: 3"))[1]
-    result = ready(server, concurrency=4).calculate_reward(PICTURES, {"prompts": ["a", "b", "c", "d"]})
+    result = ready(server, concurrency=4).calculate_reward(IMAGES, {"prompts": ["a", "b", "c", "d"]})
     assert result["scores"]["unified_reward"] == [0.6] * 4
 
 
 def test_an_answer_without_a_score_is_no_zero(server):
     server.reply = lambda prompt, attempt: (200, "Final Score: 4" if prompt == "a" else "I like it. Final Score: 9")
-    result = ready(server).calculate_reward(PICTURES[:2], {"prompts": ["a", "b"]})
+    result = ready(server).calculate_reward(IMAGES[:2], {"prompts": ["a", "b"]})
     assert result["scores"]["unified_reward"] == [0.8, None]
     assert "holds no score" in result["item_errors"][1]
 
@@ -85,7 +85,7 @@ def test_an_answer_without_a_score_is_no_zero(server):
 def test_passing_failures_are_tried_again_and_refusals_are_not(server):
     replies = {"busy": lambda n: (503, "busy") if n < 3 else (200, "Final Score: 5"), "bad": lambda n: (400, "too big")}
     server.reply = lambda prompt, attempt: replies[prompt](attempt)
-    result = ready(server).calculate_reward(PICTURES[:2], {"prompts": ["busy", "bad"]})
+    result = ready(server).calculate_reward(IMAGES[:2], {"prompts": ["busy", "bad"]})
     assert result["scores"]["unified_reward"] == [1.0, None]
     assert "answered 400" in result["item_errors"][1]
     assert "too big" in result["item_errors"][1]
@@ -95,7 +95,7 @@ def test_passing_failures_are_tried_again_and_refusals_are_not(server):
 def test_an_outage_is_raised_so_that_the_job_is_tried_again(server):
     server.reply = lambda prompt, attempt: (500, "down")
     with pytest.raises(EndpointError, match="answered 500"):
-        ready(server, retries=1).calculate_reward(PICTURES[:2], {"prompts": ["a", "b"]})
+        ready(server, retries=1).calculate_reward(IMAGES[:2], {"prompts": ["a", "b"]})
     assert server.attempts == {"a": 2, "b": 2}
 
 
@@ -104,7 +104,7 @@ def test_another_wording_and_scale(server, tmp_path):
     template.write_text("Rate [{prompt}] of ten.")
     server.reply = lambda prompt, attempt: (200, "Rating=7")
     reward = ready(server, template=str(template), pattern=r"Rating=(\d+)", divisor=10)
-    assert reward.calculate_reward(PICTURES[:1], {"prompts": ["a {b}"]})["scores"]["unified_reward"] == [0.7]
+    assert reward.calculate_reward(IMAGES[:1], {"prompts": ["a {b}"]})["scores"]["unified_reward"] == [0.7]
     assert server.requests[0]["messages"][0]["content"][1]["text"] == "Rate [a {b}] of ten."
     record = reward.provenance()
     assert record["template_digest"] != ready(server).provenance()["template_digest"]
@@ -117,7 +117,7 @@ def test_a_password_in_the_address_is_shown_nowhere(server):
     assert reward.provenance()["endpoint"] == server.url
     server.reply = lambda prompt, attempt: (500, "down")
     with pytest.raises(EndpointError, match="answered 500") as failure:
-        reward.calculate_reward(PICTURES[:1], {"prompts": ["a"]})
+        reward.calculate_reward(IMAGES[:1], {"prompts": ["a"]})
     server.models_status = 500
     with pytest.raises(NotReady, match="answered 500") as refusal:
         reward.set_up()

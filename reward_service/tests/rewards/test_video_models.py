@@ -296,7 +296,7 @@ def test_the_question_must_be_the_models_own(tmp_path):
 # HPSv3
 
 COLLATOR = 'INSTRUCTION = """rate {text_prompt} of ten\n"""\nprompt_with_special_token = "rating <|Reward|> END"\n'
-PICTURES = rng.integers(0, 256, (3, 40, 40, 3), dtype=np.uint8)
+IMAGES = rng.integers(0, 256, (3, 40, 40, 3), dtype=np.uint8)
 
 
 @pytest.fixture
@@ -328,12 +328,12 @@ def test_hpsv3_is_the_first_output_of_its_head(package, tmp_path):
     reward = HPSv3(download_path=str(tmp_path), dtype="float32", options=options)
     reward.set_up()
     prompts = ["a red cat", "two dogs on the moon and a large sign", "blue sky"]
-    result = reward.calculate_reward(PICTURES, {"prompts": prompts})["scores"]["hpsv3"]
+    result = reward.calculate_reward(IMAGES, {"prompts": prompts})["scores"]["hpsv3"]
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     (token,) = special_tokens.add_tokens(tokenizer, ["<|Reward|>"])
-    for picture, prompt, score in zip(PICTURES, prompts, result, strict=True):
-        image = sized(picture)
+    for image, prompt, score in zip(IMAGES, prompts, result, strict=True):
+        image = sized(image)
         assert image.size == (448, 448)  # 256 * 28 * 28 pixels
         still = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).astype(np.float32))
         pixels, grid = patches(torch.stack([still, still]))  # an image is two equal frames
@@ -359,11 +359,11 @@ def test_hpsv3_is_the_first_output_of_its_head(package, tmp_path):
     assert np.ptp(result) > 1e-3
 
 
-def hashed(prompt, picture):
-    return int(hashlib.sha256(prompt.encode() + np.asarray(picture).tobytes()).hexdigest()[:6], 16) / 1e6
+def hashed(prompt, image):
+    return int(hashlib.sha256(prompt.encode() + np.asarray(image).tobytes()).hexdigest()[:6], 16) / 1e6
 
 
-class PicturesFirst:
+class ImagesFirst:
     def __init__(self, checkpoint_path=None, device="cuda"):
         pass
 
@@ -373,12 +373,12 @@ class PicturesFirst:
         )
 
 
-class PromptsFirst(PicturesFirst):
+class PromptsFirst(ImagesFirst):
     def reward(self, prompts, image_paths):
-        return PicturesFirst.reward(self, image_paths, prompts)
+        return ImagesFirst.reward(self, image_paths, prompts)
 
 
-class Renamed(PicturesFirst):
+class Renamed(ImagesFirst):
     def reward(self, images, texts):
         raise AssertionError("must not be called")
 
@@ -394,12 +394,12 @@ def by_package(monkeypatch, tmp_path, inferencer):
     return reward
 
 
-@pytest.mark.parametrize("inferencer", [PicturesFirst, PromptsFirst])
+@pytest.mark.parametrize("inferencer", [ImagesFirst, PromptsFirst])
 def test_the_package_is_called_by_keyword(monkeypatch, tmp_path, inferencer):
     reward = by_package(monkeypatch, tmp_path, inferencer)
     prompts = ["a", "b", "c"]
-    result = reward.calculate_reward(PICTURES, {"prompts": prompts})["scores"]["hpsv3"]
-    assert result == [hashed(t, p) for t, p in zip(prompts, PICTURES, strict=True)]
+    result = reward.calculate_reward(IMAGES, {"prompts": prompts})["scores"]["hpsv3"]
+    assert result == [hashed(t, p) for t, p in zip(prompts, IMAGES, strict=True)]
 
 
 def test_another_version_of_the_package_is_named(monkeypatch, tmp_path):

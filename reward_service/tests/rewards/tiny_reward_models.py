@@ -41,7 +41,7 @@ def save_tokenizer(folder: Path, **special: str) -> PreTrainedTokenizerFast:
 
 
 def clip_config(vocabulary: int, eos: int) -> CLIPConfig:
-    """Two layers of width 32, pictures of 28 x 28 in patches of 14."""
+    """Two layers of width 32, images of 28 x 28 in patches of 14."""
     common = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "projection_dim": 24}
     return CLIPConfig(
         projection_dim=24,

@@ -99,7 +99,7 @@ class ClassifierReward(BaseRewardHandler):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1  # small model, many pictures at once
+        options.intra_op_num_threads = 1  # small model, many images at once
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has a dozen exception types without a common base
@@ -132,26 +132,26 @@ class ClassifierReward(BaseRewardHandler):
             )
         self._size = (int(height), int(width))
 
-    def _inputs(self, pictures: np.ndarray) -> np.ndarray:
+    def _inputs(self, images: np.ndarray) -> np.ndarray:
         """uint8 ``[B, H, W, 3]`` -> float32 in the model's layout."""
         height, width = self._size
         mode = "L" if self._channels == 1 else "RGB"
         resized = [
             np.asarray(Image.fromarray(p).convert(mode).resize((width, height), Image.Resampling.BILINEAR))
-            for p in pictures
+            for p in images
         ]
-        x = np.stack(resized).reshape(len(pictures), height, width, self._channels) / 255.0
+        x = np.stack(resized).reshape(len(images), height, width, self._channels) / 255.0
         x = (x - np.asarray(self.options["mean"])) / np.asarray(self.options["std"])
         if self._order == "NCHW":
             x = x.transpose(0, 3, 1, 2)
         return np.ascontiguousarray(x.reshape(len(x), -1) if self._order == "ND" else x, dtype=np.float32)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        pictures = as_images(images)
-        count = len(pictures)
+        images = as_images(images)
+        count = len(images)
         prompts = get_prompts(metadata, count) if "labels" not in metadata else [""] * count
         asked = get_per_sample(metadata, "labels", count) if "labels" in metadata else [None] * count
-        probabilities = softmax(self._logits(self._inputs(pictures)).astype(np.float64))
+        probabilities = softmax(self._logits(self._inputs(images)).astype(np.float64))
 
         def score(index: int) -> dict[str, Any]:
             row = probabilities[index]
@@ -179,5 +179,5 @@ class ClassifierReward(BaseRewardHandler):
         raise SampleError(f"metadata.labels: {label!r} is neither an index below {classes} nor one of the labels")
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """The default pictures, asked for class 0."""
-        return [(picture, {**metadata, "labels": [0]}) for picture, metadata in super().probes()]
+        """The default images, asked for class 0."""
+        return [(image, {**metadata, "labels": [0]}) for image, metadata in super().probes()]

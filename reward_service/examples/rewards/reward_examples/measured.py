@@ -68,7 +68,7 @@ class BrightnessTarget(_Measured):
         return {"scores": {"brightness_target": close, "brightness": values}}
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """A black and a white picture; where they rightly tie (target 0.5), a grey one instead of the white."""
+        """A black and a white image; where they rightly tie (target 0.5), a grey one instead of the white."""
         light = 255 if self.options["target"] != 0.5 else 127
         return [(np.full((1, 16, 16, 3), value, np.uint8), {"prompts": [""]}) for value in (0, light)]
 
@@ -111,9 +111,9 @@ class MotionSmoothness(_Measured):
 
 @RewardRegistry.register()
 class SsimToReference(_Measured):
-    """Structural similarity to a reference picture of the same size.
+    """Structural similarity to a reference image of the same size.
 
-    ``metadata.references`` names one for each sample: a file in the option ``reference_dir``, or the picture itself as
+    ``metadata.references`` names one for each sample: a file in the option ``reference_dir``, or the image itself as
     ``data:image/png;base64,...``. PNG, JPEG and WebP are read.
     """
 
@@ -130,20 +130,20 @@ class SsimToReference(_Measured):
             raise NotReady(f"reward_args.options.reference_dir: {folder} is not a folder")
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-        pictures = as_images(images)
-        references = get_per_sample(metadata, "references", len(pictures))
+        images = as_images(images)
+        references = get_per_sample(metadata, "references", len(images))
 
         def score(index: int) -> dict[str, float]:
-            picture = pictures[index]
-            reference = self._reference(references[index], picture)
-            if min(picture.shape[:2]) < 11:
-                raise SampleError(f"{_size(picture)} pixels; SSIM needs at least 11 x 11")
-            return {"ssim_to_reference": measures.ssim(picture, reference)}
+            image = images[index]
+            reference = self._reference(references[index], image)
+            if min(image.shape[:2]) < 11:
+                raise SampleError(f"{_size(image)} pixels; SSIM needs at least 11 x 11")
+            return {"ssim_to_reference": measures.ssim(image, reference)}
 
-        return score_samples(self.score_keys, len(pictures), score)
+        return score_samples(self.score_keys, len(images), score)
 
-    def _reference(self, name: Any, picture: np.ndarray) -> np.ndarray:
-        """uint8 ``[H, W, 3]`` of a data URI, or of a file that lies in ``reference_dir``; as large as ``picture``."""
+    def _reference(self, name: Any, image: np.ndarray) -> np.ndarray:
+        """uint8 ``[H, W, 3]`` of a data URI, or of a file that lies in ``reference_dir``; as large as ``image``."""
         if not isinstance(name, str):
             raise SampleError("metadata.references: expected a file name or a data URI")
         try:
@@ -154,29 +154,29 @@ class SsimToReference(_Measured):
                 source = Path(folder, name).resolve()
                 if not folder or not source.is_relative_to(folder):
                     raise SampleError(f"metadata.references: {name!r} is not in the service's reference_dir")
-            return _decoded(source, picture)
+            return _decoded(source, image)
         except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
             raise SampleError(f"metadata.references: cannot read {name[:60]!r} ({type(error).__name__})") from error
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """A gradient against itself and a flat picture against the gradient."""
+        """A gradient against itself and a flat image against the gradient."""
         (flat, metadata), (gradient, _) = super().probes()
         buffer = io.BytesIO()
         Image.fromarray(gradient[0]).save(buffer, format="PNG")
         uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        return [(picture, {**metadata, "references": [uri]}) for picture in (flat, gradient)]
+        return [(image, {**metadata, "references": [uri]}) for image in (flat, gradient)]
 
 
-def _decoded(source: Any, picture: np.ndarray) -> np.ndarray:
+def _decoded(source: Any, scored: np.ndarray) -> np.ndarray:
     """Decode a reference, after a look at its size: a small file can hold any number of pixels."""
     with Image.open(source, formats=_FORMATS) as image:
-        if (image.height, image.width) != picture.shape[:2]:
-            raise SampleError(f"picture {_size(picture)} and reference {image.height} x {image.width} differ in size")
+        if (image.height, image.width) != scored.shape[:2]:
+            raise SampleError(f"image {_size(scored)} and reference {image.height} x {image.width} differ in size")
         return np.asarray(image.convert("RGB"))
 
 
-def _size(picture: np.ndarray) -> str:
-    return f"{picture.shape[0]} x {picture.shape[1]}"
+def _size(image: np.ndarray) -> str:
+    return f"{image.shape[0]} x {image.shape[1]}"
 
 
 def _check_number(handler: BaseRewardHandler, option: str, *, above: float, most: float) -> None:

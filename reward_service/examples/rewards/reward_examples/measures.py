@@ -1,4 +1,4 @@
-"""Measures of pictures and videos that need no model. Pure functions on numpy arrays."""
+"""Measures of images and videos that need no model. Pure functions on numpy arrays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def luma(pixels: np.ndarray) -> np.ndarray:
     return pixels @ _LUMA / 255.0
 
 
-def laplacian_variance(picture: np.ndarray) -> float:
+def laplacian_variance(image: np.ndarray) -> float:
     """Variance of the 4-neighbour Laplacian of the brightness on the 0..255 scale, borders left out.
 
     Flat 0; below about 100 a photograph looks blurred. ``[H, W, 3]`` with H, W >= 3.
     """
-    grey = luma(picture) * 255.0
+    grey = luma(image) * 255.0
     inner = grey[1:-1, 1:-1]
     response = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:] - 4 * inner
     return float(response.var())
@@ -33,7 +33,7 @@ def motion(frames: np.ndarray) -> tuple[float, float]:
 
     With first differences ``d`` and second differences ``a`` of the brightness along time, evenness is
     ``1 - sum|a_t| / sum(|d_t| + |d_(t-1)|)``. It is in [0, 1] (triangle inequality), 1 for a brightness that changes
-    linearly and 0 for a flicker between two pictures; a video without motion has evenness 1.
+    linearly and 0 for a flicker between two images; a video without motion has evenness 1.
 
     Args:
         frames: uint8 ``[T, H, W, 3]``, T >= 3.
@@ -47,13 +47,13 @@ def motion(frames: np.ndarray) -> tuple[float, float]:
     return float(np.abs(first).mean()), float(evenness)
 
 
-def ssim(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Structural similarity of two uint8 ``[H, W, 3]`` pictures of one size (H, W >= 11), in [-1, 1].
+def ssim(image: np.ndarray, reference: np.ndarray) -> float:
+    """Structural similarity of two uint8 ``[H, W, 3]`` images of one size (H, W >= 11), in [-1, 1].
 
     Brightness only; Gaussian window of 11 pixels and sigma 1.5, K1 = 0.01, K2 = 0.03, mean over all whole windows
     (Wang, Bovik, Sheikh, Simoncelli 2004).
     """
-    x, y = luma(picture), luma(reference)
+    x, y = luma(image), luma(reference)
     mean_x, mean_y = _blur(x), _blur(y)
     var_x, var_y = _blur(x * x) - mean_x**2, _blur(y * y) - mean_y**2
     covariance = _blur(x * y) - mean_x * mean_y

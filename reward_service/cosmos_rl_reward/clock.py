@@ -35,27 +35,27 @@ _BOOT = _read_boot()
 class SteadyClock:
     """Unix time as it was when the file was made, and from then on only what ``uptime`` counted.
 
-    The file says when somebody looked last. On the machine and since the boot that wrote it the clock goes on exactly;
-    after a reboot, or on another machine, it goes on from there, so time when no machine ran does not count.
+    The file holds the time of the last ``save``. On the machine and boot that wrote it the clock continues exactly;
+    after a reboot, or on another machine, it continues from that time, so time when no machine ran does not count.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = time.time() - uptime()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            seen = json.loads(path.read_text(encoding="utf-8"))
-            self._offset = float(seen["time"]) - (float(seen["uptime"]) if seen["boot"] == boot() else uptime())
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            self._offset = float(stored["time"]) - (float(stored["uptime"]) if stored["boot"] == boot() else uptime())
 
     def now(self) -> float:
         """Seconds."""
         return self._offset + uptime()
 
     def save(self) -> None:
-        """Write down what time it is; others that share the file are never set back."""
+        """Store the present time; the clocks of others that share the file are never set back."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            seen = json.loads(self._path.read_text(encoding="utf-8"))
-            if seen["boot"] != boot():
-                self._offset = max(self._offset, float(seen["time"]) - uptime())
+            stored = json.loads(self._path.read_text(encoding="utf-8"))
+            if stored["boot"] != boot():
+                self._offset = max(self._offset, float(stored["time"]) - uptime())
         aside = self._path.with_name(f"{self._path.name}.{uuid.uuid4().hex}")
         try:
             aside.write_text(json.dumps({"time": self.now(), "uptime": uptime(), "boot": boot()}), encoding="utf-8")

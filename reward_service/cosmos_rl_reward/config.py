@@ -1,4 +1,4 @@
-"""``rewards.toml``: what the service is told. Unknown keys are refused with the nearest known one."""
+"""``rewards.toml``: the configuration. Unknown keys are rejected with the nearest known one."""
 
 import difflib
 import os
@@ -228,7 +228,7 @@ def build(data: dict[str, Any], source: str) -> ServiceConfig:
         raise UserError("\n".join(f"{source}: {_explain(e)}" for e in error.errors(include_input=False))) from None
     if "://" in config.blob_store and not STORE_URL.fullmatch(config.blob_store):
         raise UserError(
-            f"{source}: blob_store: is not a folder and does not look like s3://bucket/prefix; mount what it is and "
+            f"{source}: blob_store: is not a folder and does not look like s3://bucket/prefix; mount other stores and "
             "give the path. Credentials and the endpoint of a store come from the AWS environment variables"
         )
     return config

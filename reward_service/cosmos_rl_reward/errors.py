@@ -1,4 +1,4 @@
-"""Errors that a user can mend. They are shown as one message without a traceback and end the program with code 2."""
+"""Errors that a user can fix. They are shown as one message without a traceback and end the program with code 2."""
 
 
 class UserError(Exception):
@@ -6,4 +6,4 @@ class UserError(Exception):
 
 
 class StoreUnavailable(OSError):
-    """The object store does not answer, refuses, or there is no room here for what it has. Later it may go well."""
+    """The object store does not answer, rejects a request, or its data does not fit here. A later try may succeed."""

@@ -42,15 +42,15 @@ from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Uplo
 
 logger = logging.getLogger(__name__)
 _PAGE = 1000  # keys per listing and per removal, the most that S3 takes
-_FEW = 4  # up to so many objects are asked for one by one rather than by a listing
+_FEW = 4  # up to so many objects are requested one by one rather than by a listing
 _PARALLEL = 8  # requests at a time of one call
-_ABANDONED_S = 3600.0  # what belongs to no open job goes after this long
-_LOG_S = 10.0  # between two lines of the log about a store that is away
+_ABANDONED_S = 3600.0  # objects without an open job are removed after this long
+_LOG_S = 10.0  # between two log lines about an unavailable store
 _CONNECT_S, _READ_S, _ATTEMPTS = 5, 20, 3
 
 
 class _Conflict(StoreUnavailable):
-    """Two conditional writes of one object met; neither is known to have won."""
+    """Two conditional writes of one object conflicted; neither is known to have won."""
 
 
 def connect() -> Any:
@@ -81,7 +81,7 @@ def connect() -> Any:
 
 def make_process_folder(base: Path) -> tuple[Path, IO[str]]:
     """A new folder below ``base``, this process's own while the returned file is open. Removes those of processes that
-    are gone.
+    have ended.
 
     Raises:
         UserError: it cannot be written.
@@ -109,7 +109,7 @@ class S3Spool(Spool):
     """
 
     remote = True
-    poll_s = 5.0  # word comes by events and by ``find_results``
+    poll_s = 5.0  # results are also announced by events and found by ``find_results``
     sweep_s = 600.0  # a listing of all finished jobs
 
     def __init__(
@@ -160,7 +160,7 @@ class S3Spool(Spool):
         return StoreUnavailable(f"s3://{self.bucket}: {error}")
 
     def _create(self, key: str, data: bytes) -> bool:
-        """Write an object that must not be there; False when it is."""
+        """Write an object that must not exist; False when it does."""
         for pause in (0.1, 0.2, 0.5, 1.0, None):
             try:
                 self._call("put_object", Key=self.prefix + key, Body=data, IfNoneMatch="*")
@@ -199,7 +199,7 @@ class S3Spool(Spool):
         return True
 
     def _pages(self, below: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Objects whose keys begin with ``below``, a page at a time: key without the prefix, and what S3 says of it."""
+        """Objects whose keys begin with ``below``, a page at a time: key without prefix, and the listing's entry."""
         where = {"Bucket": self.bucket, "Prefix": self.prefix + below, "PaginationConfig": {"PageSize": _PAGE}}
         try:
             for page in self._client.get_paginator("list_objects_v2").paginate(**where):
@@ -216,17 +216,17 @@ class S3Spool(Spool):
                 raise StoreUnavailable(f"s3://{self.bucket}: {len(failed)} objects cannot be removed: {failed[0]}")
 
     def check(self) -> None:
-        """Write, and write again what must not be written twice.
+        """Test the store: write an object, and try to write it again.
 
         Raises:
-            UserError: the store does not answer, refuses, or ignores the condition.
+            UserError: the store does not answer, rejects a request, or ignores the condition.
         """
         key = f"probe/{uuid.uuid4().hex}"
         try:
             self._create(key, b"")
             again = self._create(key, b"")
             if not self._exists(key) or self._get(key) is None or not any(self._pages(key)):
-                raise StoreUnavailable(f"s3://{self.bucket}: does not have what was just written")
+                raise StoreUnavailable(f"s3://{self.bucket}: the object just written is missing")
             self._remove([key])
         except OSError as error:
             raise UserError(
@@ -236,7 +236,7 @@ class S3Spool(Spool):
         if again:
             raise UserError(
                 f"blob_store: the store of s3://{self.bucket} ignores If-None-Match on put, so two results of one job "
-                "could replace each other; use a store that heeds it (Amazon S3, a recent MinIO) or a shared folder"
+                "could replace each other; use a store that honours it (Amazon S3, a recent MinIO) or a shared folder"
             )
 
     # jobs
@@ -258,10 +258,10 @@ class S3Spool(Spool):
             return None
         older = self.job(job.id)
         if older is None:
-            raise StoreUnavailable(f"job {job.id} came and went while it was sent again")
+            raise StoreUnavailable(f"job {job.id} disappeared while it was sent again")
         if older.sha256 != job.sha256:
             self._remove([_body(job)])
-        return None if older == job else older  # equal: it is ours, only the answer was lost and asked for again
+        return None if older == job else older  # equal: our first write had succeeded, its response was lost
 
     def job(self, job_id: str) -> Job | None:
         found = self._header(job_id) if JOB_ID.fullmatch(job_id) else None
@@ -345,7 +345,7 @@ class S3Spool(Spool):
         """See ``Spool``.
 
         Raises:
-            FileNotFoundError: the job was finished meanwhile.
+            FileNotFoundError: the job has been finished meanwhile.
             StoreUnavailable: also when there is no room here.
         """
         files = super().acquire(job, decoded)
@@ -384,7 +384,7 @@ class S3Spool(Spool):
                 shutil.copyfileobj(body, file, 1 << 20)
                 if file.tell() != size:
                     raise StoreUnavailable(
-                        f"s3://{self.bucket}: an object came with {file.tell()} bytes instead of {size}"
+                        f"s3://{self.bucket}: received {file.tell()} bytes of an object instead of {size}"
                     )
             os.replace(aside, path)
         except self._errors.BotoCoreError as error:
@@ -404,7 +404,7 @@ class S3Spool(Spool):
                 self._sizes.pop(path, None)
                 path.unlink(missing_ok=True)
 
-    # what is over
+    # removal
 
     def sweep(self, ttl_s: float, keep: int) -> int:
         """See ``Spool``. Bodies, marks and latents that belong to no open job go after an hour as well."""
@@ -428,7 +428,7 @@ class S3Spool(Spool):
             return [key for page in self._pages(f"results/{job_id}/") for key, _ in page]
 
         self._remove([key for keys in self._threads.map(results, job_ids) for key in keys])
-        self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: who is interrupted finds them again
+        self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: after an interruption they are found again
 
     def _sweep_abandoned(self) -> None:
         for page in self._pages("open/"):
@@ -440,7 +440,7 @@ class S3Spool(Spool):
 
 
 def _date(answer: dict[str, Any]) -> float:
-    """When the store gave an answer, by its own clock."""
+    """When the store responded, by its own clock."""
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
 

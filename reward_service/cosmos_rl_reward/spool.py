@@ -1,4 +1,4 @@
-"""Jobs and results as files: the truth of the service. The broker only says who works on what.
+"""Jobs and results as files: the state of the service. The broker only assigns work.
 
 One job is one file: a header of 4096 bytes (JSON), then the request's body exactly as it came. A job is accepted when
 its file has its name and is on the disk; it is finished when each of its rewards has a result file; then the body is
@@ -29,7 +29,7 @@ from cosmos_rl_reward.payload.arrays import ArrayRef
 from cosmos_rl_reward.payload.media import Media
 
 HEADER_BYTES = 4096
-_ABANDONED_S = 3600.0  # an upload that nobody finished goes after this long
+_ABANDONED_S = 3600.0  # an unfinished upload is removed after this long
 JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -92,7 +92,7 @@ def unpack_header(data: bytes) -> Job:
 
 
 class Upload:
-    """A body on its way in. Used by one request; ``discard`` is safe at any time."""
+    """A body that is being received. Used by one request; ``discard`` is safe at any time."""
 
     def __init__(self, folder: Path, hashed: bool = True) -> None:
         self.path = folder / uuid.uuid4().hex
@@ -110,7 +110,7 @@ class Upload:
 
     @property
     def sha256(self) -> str:
-        """Digest of the body so far; empty when nobody asked for one."""
+        """Digest of the body so far; empty unless it was requested."""
         return self._hash.hexdigest() if self._hash is not None else ""
 
     def seal(self, job: Job) -> None:
@@ -141,7 +141,7 @@ class Spool:
 
     Attributes:
         remote: calls go over a network, so an event loop makes them in threads.
-        poll_s: seconds between two looks for a result that somebody waits for, besides ``find_results``.
+        poll_s: seconds between two checks for a result that a request waits for, in addition to ``find_results``.
         sweep_s: seconds between two calls of ``sweep``.
     """
 
@@ -155,10 +155,10 @@ class Spool:
         for name in ("incoming", "jobs", "results", "decoded"):
             (self.root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shards: dict[str, str] = {}
-        self._abandoned: dict[str, float] = {}  # files in ``incoming`` and when they were first seen
+        self._abandoned: dict[str, float] = {}  # files in ``incoming`` and when they were first found
 
     def check(self) -> None:
-        """Whether the place can do what is asked of it; raises ``UserError``. A folder that was made can."""
+        """Whether the storage can be used; raises ``UserError`` if not. A folder that exists can."""
 
     def _shard(self, kind: str, job_id: str) -> str:
         name = f"{kind}/{job_id[:2]}"
@@ -201,7 +201,7 @@ class Spool:
         return None
 
     def job(self, job_id: str) -> Job | None:
-        """Header of a job, finished or not; None when it is not known (any more)."""
+        """Header of a job, finished or not; None when it does not exist (any more)."""
         return _read_header(self._job(job_id)) if JOB_ID.fullmatch(job_id) else None
 
     def has_decoded(self, job_id: str) -> bool:
@@ -209,19 +209,19 @@ class Spool:
         return _read_header(self.decoded_path(job_id)) is not None
 
     def find_undecoded(self, jobs: Iterable[Job]) -> set[str]:
-        """Ids of those jobs with latents that nobody has decoded yet."""
+        """Ids of those jobs whose latents are not decoded yet."""
         return {job.id for job in jobs if job.media == "latent" and not self.has_decoded(job.id)}
 
     def publish_decoded(self, job: Job) -> None:
-        """A job's latents were decoded into ``decoded_path``: let all machines see them. They do, in a folder."""
+        """Make the latents decoded into ``decoded_path`` visible to all machines. In a folder they are."""
 
     def acquire(self, job: Job, decoded: bool) -> Files:
-        """Local files of a job, with its decoded latents if ``decoded``; to be given back."""
+        """Local files of a job, with its decoded latents if ``decoded``; call ``release`` afterwards."""
         video = str(self.decoded_path(job.id)) if job.media == "latent" else ""
         return Files(job.id, self._job(job.id), video)
 
     def release(self, files: Files) -> None:
-        """Nobody reads the files any more. May be called again."""
+        """The files are not read any more. May be called again."""
 
     def has_result(self, job_id: str, reward: str) -> bool:
         """Whether a reward has its result."""
@@ -299,8 +299,8 @@ class Spool:
                         yield job
 
     def sweep(self, ttl_s: float, keep: int) -> int:
-        """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; uploads that
-        nobody finished go after an hour. Returns how many jobs went."""
+        """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; unfinished
+        uploads are removed after an hour. Returns how many jobs were removed."""
         self._clock.save()
         self._sweep_incoming()
         times = array("d", (status.st_mtime for _, status in self._finished()))  # 8 bytes each, there may be many

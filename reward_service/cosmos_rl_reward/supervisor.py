@@ -1,4 +1,4 @@
-"""The process behind ``cosmos-rl-reward``: starts broker, workers and front, restarts what dies, ends all of them."""
+"""The process of ``cosmos-rl-reward``: starts broker, workers and front, restarts them when they exit, stops them."""
 
 import asyncio
 import contextlib
@@ -54,10 +54,10 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     wanted: bool = True
     restarts: int = 0
-    log: Path | None = None  # its last lines are shown when it dies
+    log: Path | None = None  # its last lines are shown when the process exits
 
     async def keep(self) -> int:
-        """Run it, and again whenever it dies, until ``end``. Returns 2 when it says that its settings are wrong."""
+        """Run the process, and restart it when it exits, until ``end``. Returns 2 when its settings are wrong."""
         failures = 0
         while self.wanted:
             if self.before is not None:
@@ -82,7 +82,7 @@ class Child:
             failures += 1
             if asyncio.get_running_loop().time() - began >= 10:
                 failures = 0
-            logger.error("%s ended with code %s, starting it again%s", self.name, code, self._last_lines())
+            logger.error("%s ended with code %s, restarting it%s", self.name, code, self._last_lines())
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
         return 0
 
@@ -101,7 +101,7 @@ class Child:
                 self.process.send_signal(number)
 
     async def end(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL when it takes longer."""
+        """SIGTERM, and SIGKILL after ``timeout_s``."""
         self.wanted = False
         if self.process is None:
             return
@@ -119,7 +119,7 @@ def bind(config: ServiceConfig) -> socket.socket:
     """The listening socket; a new front takes it over, so no connection is refused while one is replaced.
 
     Raises:
-        UserError: the address is not ours or the port is taken.
+        UserError: the address is not of this machine or the port is in use.
     """
     host = "127.0.0.1" if config.host == "localhost" else config.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

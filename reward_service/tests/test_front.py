@@ -264,7 +264,7 @@ def test_latents_without_anybody_to_decode_them_end(tmp_path):
         await reconciler.reconcile()
         return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 
-    assert run(tmp_path, test, no_worker_after_s=0.2)["error"].startswith("nobody decodes latents")
+    assert run(tmp_path, test, no_worker_after_s=0.2)["error"].startswith("latents cannot be decoded")
 
 
 def test_odd_reward_names_are_unknown(tmp_path):

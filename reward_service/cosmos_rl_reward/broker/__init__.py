@@ -1,1 +1,1 @@
-"""The broker (Redis or Valkey): who works on what, and word of what happened. Losing it loses nothing."""
+"""The broker (Redis or Valkey): job queues and events. No job is lost when it is lost."""

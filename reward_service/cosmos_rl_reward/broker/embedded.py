@@ -1,6 +1,6 @@
-"""The private broker: a server binary on a unix socket, started and ended by us, without any data on disk.
+"""The private broker: a server binary on a unix socket, started and stopped by the service, without data on disk.
 
-Nothing is saved because nothing has to be: the queue is rebuilt from the spool whenever the broker comes back empty.
+Nothing is saved because nothing has to be: the queue is rebuilt from the spool whenever the broker restarts empty.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ BROKER_LOG = "broker.log"
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """In a child: get a signal when the parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    """In a child: get a signal when the parent exits, for whatever reason (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 

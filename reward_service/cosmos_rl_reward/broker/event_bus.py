@@ -1,4 +1,4 @@
-"""What processes tell each other through the broker: results that arrived, and how the rewards are."""
+"""Messages between processes through the broker: new results, and the health of the rewards."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ _LISTEN_S = 10.0  # after so long without an event the connection is looked at
 
 
 class EventBus:
-    """Use as an async context manager; it connects when it is asked."""
+    """Use as an async context manager; it connects at the first call."""
 
     def __init__(self, url: str) -> None:
         self._redis: Any = connect(url)  # the library's own annotations take its calls for synchronous ones
@@ -30,11 +30,11 @@ class EventBus:
         await self._redis.aclose()
 
     async def publish(self, events: list[dict[str, Any]]) -> None:
-        """Tell everybody who listens."""
+        """Send events to all listeners."""
         await self._redis.publish(_EVENTS, msgspec.json.encode(events).decode())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Events as they come, for ever. Those sent while the broker is away are lost: look at the spool as well."""
+        """Events as they arrive. Those sent while the broker is unavailable are lost: read the spool as well."""
         while True:
             try:
                 async for event in self._listen():
@@ -56,12 +56,12 @@ class EventBus:
                         yield event
 
     async def set_status(self, host: str, status: dict[str, Any]) -> None:
-        """Say how this host's rewards are; forgotten a few seconds after the last call."""
+        """Publish the health of this host's rewards; it expires a few seconds after the last call."""
         await self._redis.set(f"{_PREFIX}status:{host}", msgspec.json.encode(status).decode(), ex=_STATUS_TTL_S)
         await self._redis.sadd(f"{_PREFIX}hosts", host)
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
-        """The latest word of every host that is alive."""
+        """The latest status of every running host."""
         alive: dict[str, dict[str, Any]] = {}
         for host in await self._redis.smembers(f"{_PREFIX}hosts"):
             text = await self._redis.get(f"{_PREFIX}status:{host}")

@@ -2,8 +2,8 @@
 
 A reward's queue is a stream with one consumer group, and the set of the ids that are queued or running. An entry stays
 pending while its job runs, and its consumer renews it every second; what was not renewed for ``LEASE_S`` is claimed by
-another consumer. What was done is acknowledged in batches. When the broker goes away, jobs run on: what cannot be
-acknowledged then is handed out again, and its result is found in the spool.
+another consumer. What was done is acknowledged in batches. While the broker is unavailable, running jobs continue:
+what cannot be acknowledged then is delivered again, and its result is found in the spool.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from valkey.asyncio import Valkey
 from valkey.exceptions import ResponseError, ValkeyError
 
 logger = logging.getLogger(__name__)
-LEASE_S = 4.0  # a job whose host died is handed to another after this long
+LEASE_S = 4.0  # a job whose host crashed is delivered to another after this long
 ANSWER_S = 10.0  # longest wait for an answer of the broker, connecting included
 _RENEW_S = 1.0
-_BLOCK_MS = 300  # longest wait for jobs in one call; ``stop`` is seen after it
-_GATHER_S = 0.03  # what ended is acknowledged after this long, together with what ended meanwhile
-_RETRY_S = 1.0  # a job whose run raised comes back after this long
-_LOG_S = 10.0  # between two lines of the log about a broker that is away
+_BLOCK_MS = 300  # longest wait for jobs in one call; ``stop`` is checked after it
+_GATHER_S = 0.03  # finished jobs are acknowledged after this long, together with those finished meanwhile
+_RETRY_S = 1.0  # a job whose run raised is delivered again after this long
+_LOG_S = 10.0  # between two log lines about an unavailable broker
 _GROUP = "workers"
 
 Run = Callable[[str, int], Awaitable[None]]
@@ -49,7 +49,7 @@ end
 
 @dataclass(frozen=True)
 class Control:
-    """How a consumer is ended: ``stop`` takes no more jobs, ``release`` also hands back those that run."""
+    """How a consumer is stopped: ``stop`` takes no more jobs, ``release`` also returns running ones to the queue."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,7 +61,7 @@ class Control:
 
 
 class JobQueue(Protocol):
-    """One queue per reward, of job ids. At least once: a job may be handed out again, with a higher ``tries``."""
+    """One queue per reward, of job ids. At least once: a job may be delivered again, with a higher ``tries``."""
 
     async def put(self, queue: str, job_ids: Sequence[str]) -> None:
         """Queue jobs; those that are queued or running already stay as they are."""
@@ -73,7 +73,7 @@ class JobQueue(Protocol):
 
     async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
         """Call ``run(job_id, tries)`` for jobs, up to ``concurrency`` at a time, until ``control`` ends it. A job is
-        done when ``run`` returns; it comes back when ``run`` raises, or when this process dies."""
+        done when ``run`` returns; it is delivered again when ``run`` raises, or when this process exits."""
         ...
 
 
@@ -137,8 +137,8 @@ class _Consumer:
 
     async def serve(self) -> None:
         """Take jobs and have them run, until ``control`` ends it."""
-        beside = [asyncio.create_task(self._reconnecting(part)) for part in (self._renew, self._acknowledge)]
-        beside.append(asyncio.create_task(self._release()))
+        tasks = [asyncio.create_task(self._reconnecting(part)) for part in (self._renew, self._acknowledge)]
+        tasks.append(asyncio.create_task(self._release()))
         try:
             await self._reconnecting(self._take)
             while self._leases:
@@ -148,13 +148,13 @@ class _Consumer:
         except (ValkeyError, OSError) as error:
             logger.warning("queue %s: the last jobs could not be acknowledged: %s", self._queue, error)
         finally:
-            tasks = [*beside, *self._leases.values()]
+            tasks += self._leases.values()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _reconnecting(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``part`` again whenever the broker fails it."""
+        """Run ``part``, again after each failure of the broker."""
         while True:
             try:
                 return await part()
@@ -167,7 +167,7 @@ class _Consumer:
             await asyncio.sleep(0.2)
 
     async def _take(self) -> None:
-        """Read new jobs, as many as there is room for, and those whose consumer died."""
+        """Read new jobs, as many as there is room for, and those whose consumer has stopped."""
         stream, stop = self._keys[0], self._control.stop
         try:
             await self._client.xgroup_create(stream, _GROUP, id="0", mkstream=True)
@@ -189,7 +189,7 @@ class _Consumer:
                 self._start(entry, fields, 1)
 
     async def _claim_expired(self, room: int) -> None:
-        """Claim jobs whose consumer died."""
+        """Claim jobs whose consumer has stopped."""
         stream, idle_ms = self._keys[0], int(LEASE_S * 1000)
         found = await self._client.xautoclaim(stream, _GROUP, self._name, idle_ms, self._cursor, count=room)
         self._cursor = found[0]
@@ -204,14 +204,14 @@ class _Consumer:
         lease = _Lease(fields["job"], int(fields["tries"]) + delivered - 1)
         running = self._leases[entry] = asyncio.create_task(self._run_one(lease))
         running.add_done_callback(lambda _: self._note_end(entry, lease, running))
-        if self._control.release.is_set():  # the broker's answer was on its way
+        if self._control.release.is_set():  # the broker had answered already
             running.cancel()
 
     async def _run_one(self, lease: _Lease) -> None:
         try:
             await self._run(lease.job_id, lease.tries)
         except Exception as error:
-            logger.error("job %s goes back to its queue: %r", lease.job_id, error)
+            logger.error("job %s is returned to its queue: %r", lease.job_id, error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._control.release.wait()
@@ -226,13 +226,13 @@ class _Consumer:
         self._changed.set()
 
     async def _release(self) -> None:
-        """Hand back what runs when that is asked for."""
+        """Return running jobs to the queue when ``release`` is set."""
         await self._control.release.wait()
         for running in self._leases.values():
             running.cancel()
 
     async def _renew(self) -> None:
-        """Keep the leases of what runs."""
+        """Renew the leases of running jobs."""
         while True:
             if self._leases:
                 entries: list[Any] = list(self._leases)
@@ -240,7 +240,7 @@ class _Consumer:
             await asyncio.sleep(_RENEW_S)
 
     async def _acknowledge(self) -> None:
-        """Tell the broker what ended, all that ended meanwhile in one message."""
+        """Acknowledge finished jobs, several in one message."""
         while True:
             await self._flush()
             if not self._ended:

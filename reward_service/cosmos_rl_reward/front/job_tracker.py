@@ -1,6 +1,6 @@
-"""The jobs that are not finished, as one front sees them: counted for limits, waited for, given their final state.
+"""The unfinished jobs of one front: counted for limits, waited for, given their final state.
 
-What counts is in the spool; this is rebuilt from it at start, and ``watcher`` compares the two again and again.
+The state is in the spool; this is rebuilt from it at start, and ``reconciler`` keeps comparing the two.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _AT_ONCE = 20  # requests that are woken in one go
 
 
 class Events(Protocol):
-    """What the ledger needs of ``broker.event_bus.EventBus``."""
+    """What the tracker needs of ``broker.event_bus.EventBus``."""
 
     async def publish(self, events: list[dict[str, Any]]) -> None: ...
     async def statuses(self) -> dict[str, dict[str, Any]]: ...
@@ -43,7 +43,7 @@ class OpenJob:
 
     Attributes:
         order: its number in each reward's queue.
-        since: ``uptime`` when it was accepted, or when this front saw it first if another machine accepted it.
+        since: ``uptime`` when it was accepted, or when this front first found it if another machine accepted it.
     """
 
     job: Job
@@ -56,7 +56,7 @@ class OpenJob:
 
 
 class Reservation:
-    """Room that a job on its way in already takes, so that many at once do not pass a limit together."""
+    """Room for a job that is being received, so that many at once do not exceed a limit together."""
 
     def __init__(self, tracker: "JobTracker") -> None:
         self._tracker = tracker
@@ -64,7 +64,7 @@ class Reservation:
         self._size = self._written = 0
 
     def extend(self, size: int, rewards: tuple[str, ...] | None = None, written: int = 0) -> None:
-        """Hold at least ``size`` bytes, for ``rewards``, of which ``written`` are on the disk already.
+        """Reserve at least ``size`` bytes, for ``rewards``, of which ``written`` are on the disk already.
 
         Raises:
             Refused: there is no room.
@@ -80,7 +80,7 @@ class Reservation:
         self._tracker.unwritten += size - written
 
     def release(self) -> None:
-        """Give it back."""
+        """Free the room."""
         self._tracker.reserved.subtract(self._rewards)
         self._tracker.reserved_bytes -= self._size
         self._tracker.unwritten -= self._size - self._written
@@ -113,7 +113,7 @@ class JobTracker:
         self.recent: dict[str, Recent] = collections.defaultdict(Recent)
 
     def reserve(self) -> "Reservation":
-        """Room for one job on its way in; use as a context manager."""
+        """Room for one job that is being received; use as a context manager."""
         return Reservation(self)
 
     def admit(self, rewards: tuple[str, ...], size: int, unwritten: int) -> None:
@@ -146,7 +146,7 @@ class JobTracker:
         return "absent", "no worker serves it yet"
 
     def hosts(self) -> dict[str, dict[str, Any]]:
-        """The worker hosts by machine, with how often each was started again; one that just died may still be known."""
+        """The worker hosts by machine, with their restarts; one that just crashed may still be listed."""
         found: dict[str, dict[str, Any]] = {}
         for host in [status[HOST] for status in self.statuses.values() if HOST in status]:
             known = found.setdefault(host["machine"], {"restarts": 0})
@@ -154,7 +154,7 @@ class JobTracker:
         return found
 
     async def add(self, job: Job) -> None:
-        """Take an accepted job in and queue it. The broker may be away: then it is queued when that is back."""
+        """Track an accepted job and queue it; if the broker is unavailable, it is queued later."""
         if not self.track(job, set(job.rewards)):
             return
         for reward in job.rewards:
@@ -176,7 +176,7 @@ class JobTracker:
         return True
 
     async def enqueue_jobs(self, jobs: list[Job]) -> None:
-        """Put jobs where they are next: the decoder, or the rewards without a result."""
+        """Queue jobs for the decoder, or for their rewards without a result."""
         wanted: dict[str, list[str]] = {}
         undecoded = await call_spool(self.spool, self.spool.find_undecoded, jobs)
         for job in jobs:
@@ -192,7 +192,7 @@ class JobTracker:
                 await self.queue.put(name, ids)
 
     def position(self, job_id: str, reward: str) -> int | None:
-        """How many jobs of the reward came before and are not finished (about)."""
+        """How many earlier jobs of the reward are not finished (about)."""
         entry = self.open.get(job_id)
         if entry is None or reward not in entry.order:
             return None
@@ -219,11 +219,11 @@ class JobTracker:
                 del self._waiters[key]
 
     def awaited_results(self) -> set[tuple[str, str]]:
-        """Results, as (job, reward), that somebody waits for; ``Reconciler.reconcile`` looks for them."""
+        """Results, as (job, reward), that requests wait for; ``Reconciler.reconcile`` looks for them."""
         return set(self._waiters)
 
     def _wake(self, futures: list[asyncio.Future[None]]) -> None:
-        """Some of them at a time, so that other requests get their turn between."""
+        """Wake some at a time, so that other requests are served in between."""
         for future in futures[:_AT_ONCE]:
             if not future.done():
                 future.set_result(None)
@@ -243,12 +243,12 @@ class JobTracker:
         return written
 
     async def complete(self, event: dict[str, Any]) -> None:
-        """A result of a job is there; the job's body goes when it was the last one."""
+        """Record a result; the job's body is removed when it was the last one."""
         if (job := self.record(event)) is not None:
             await self.finish([job])
 
     def record(self, event: dict[str, Any]) -> Job | None:
-        """A result of a job is there: wake those that wait for it. Returns the job when it was the last one."""
+        """Record a result and wake requests that wait for it. Returns the job when it was the last one."""
         job_id, reward = event["id"], event["reward"]
         self._wake(list(self._waiters.get((job_id, reward), ())))
         entry = self.open.get(job_id)
@@ -269,7 +269,7 @@ class JobTracker:
         return entry.job
 
     async def finish(self, jobs: list[Job]) -> None:
-        """Drop the bodies of jobs that are answered. Whoever is interrupted leaves it to ``load`` and ``recover``."""
+        """Remove the bodies of finished jobs. After an interruption ``load`` and ``recover`` do it."""
         await asyncio.to_thread(self._finish, jobs)
 
     def _finish(self, jobs: list[Job]) -> None:
@@ -277,7 +277,7 @@ class JobTracker:
             try:
                 self.spool.finish(job)
             except StoreUnavailable as error:
-                logger.warning("job %s is answered, but not cut off yet: %s", job.id, error)
+                logger.warning("job %s is finished, but its body is not removed yet: %s", job.id, error)
 
     def load(self) -> None:
         """Read the spool: all jobs that were accepted and are not finished, oldest first."""
@@ -292,7 +292,7 @@ class JobTracker:
                 self.spool.finish(job)
 
     def belongs_in_queue(self, job: Job, name: str, undecoded: set[str]) -> bool:
-        """Whether the open job is to be in the queue ``name`` now; ``undecoded``: what the spool says of it."""
+        """Whether the open job has to be in the queue ``name`` now; ``undecoded``: jobs without decoded latents."""
         entry = self.open.get(job.id)
         if entry is None:
             return False

@@ -1,4 +1,4 @@
-"""Compares the front's view with the spool, the broker and the workers, so that nothing that gets lost stays lost."""
+"""Compares the front's view with the spool, the broker and the workers, and repairs the differences."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from cosmos_rl_reward.worker.spec import DECODE_QUEUE
 logger = logging.getLogger(__name__)
 _REQUEUE_AFTER_S = 5.0  # an older job that the broker does not know is queued again
 _AT_ONCE = 500  # jobs per message to the broker
-_GATHER_S = 0.05  # a job that is answered may keep its body so long, until there are more of them
+_GATHER_S = 0.05  # a finished job may keep its body so long, until there are more of them
 
 
 class Reconciler:
-    """``run`` it beside a ledger."""
+    """``run`` it together with a tracker."""
 
     def __init__(self, tracker: JobTracker) -> None:
         self.tracker = tracker
@@ -33,7 +33,7 @@ class Reconciler:
         self._open_before: set[str] = set()  # open jobs that ``recover`` found last time
 
     async def run(self) -> None:
-        """Follow events and the spool until cancelled."""
+        """Process events and compare with the spool until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._consume_events())
             group.create_task(self._finish())
@@ -50,13 +50,13 @@ class Reconciler:
             if name == DECODE_QUEUE:
                 continue
             with contextlib.suppress(StoreUnavailable):  # ``reconcile`` will see it
-                # an event is word of a file: look, so that nobody is told of a result that is not there
+                # check the file, so that no request is woken for a result that does not exist
                 there = await call_spool(tracker.spool, tracker.spool.has_result, event["id"], name)
                 if there and (job := tracker.record(event)) is not None:
                     self._answered.put_nowait(job)
 
     async def _finish(self) -> None:
-        """Drop bodies beside the events, those that came together in one go."""
+        """Remove bodies of finished jobs, several at a time."""
         while True:
             jobs = [await self._answered.get()]
             await asyncio.sleep(_GATHER_S)
@@ -65,7 +65,7 @@ class Reconciler:
             await self.tracker.finish(jobs)
 
     async def refresh(self) -> None:
-        """Ask how the workers are, and whether the broker still knows what it knew."""
+        """Fetch the health of the workers, and check whether the broker has lost its contents."""
         tracker = self.tracker
         async with asyncio.timeout(BROKER_S):
             tracker.statuses = await tracker.bus.statuses()
@@ -74,20 +74,20 @@ class Reconciler:
             return
         jobs = [entry.job for entry in tracker.open.values()]
         if self._epoch:
-            logger.warning("the broker came back empty: %d jobs are queued again", len(jobs))
+            logger.warning("the broker restarted empty: %d jobs are queued again", len(jobs))
             tracker.metrics.requeued.labels("broker").inc(len(jobs))
         for i in range(0, len(jobs), _AT_ONCE):
             await tracker.enqueue_jobs(jobs[i : i + _AT_ONCE])
         self._epoch = epoch
 
     async def reconcile(self) -> None:
-        """End what is over: results without word of them, jobs that expired or that nobody can score."""
+        """Complete jobs whose results had no event, and end jobs that expired or that no worker can score."""
         tracker, now = self.tracker, uptime()
         entries = list(tracker.open.values())
         for event in await asyncio.to_thread(self._find_results, entries):
             await tracker.complete(event)
         self._record_health(now)
-        stuck: set[str] = set()  # latents, while nobody is there to decode them
+        stuck: set[str] = set()  # latents, while no worker decodes them
         if (DECODE_QUEUE, "absent") in self._unhealthy_since:
             stuck = await call_spool(tracker.spool, tracker.spool.find_undecoded, [entry.job for entry in entries])
         for entry in entries:
@@ -116,7 +116,7 @@ class Reconciler:
                     self._unhealthy_since.pop((reward, bad), None)
 
     def _final_state(self, entry: OpenJob, reward: str, now: float, stuck: bool) -> tuple[str, str] | None:
-        """Final state and reason for a job that will not be scored any more."""
+        """Final state and reason of a job that will not be scored any more."""
         config, age = self.tracker.config, now - entry.since
         if age > config.job_ttl_s:
             return EXPIRED, f"no result within {config.job_ttl_s:g} s (job_ttl_s)"
@@ -125,7 +125,7 @@ class Reconciler:
                 return None
             return FAILED, f"reward {reward} is no longer enabled"
         if stuck and now - max(self._unhealthy_since[DECODE_QUEUE, "absent"], entry.since) > config.no_worker_after_s:
-            return FAILED, "nobody decodes latents: no worker of this service runs the VAE"
+            return FAILED, "latents cannot be decoded: no worker of this service runs the VAE"
         state, reason = self.tracker.state(reward)
         since = max(self._unhealthy_since.get((reward, state), now), entry.since)
         limits = {"failed": config.fail_after_s, "absent": config.no_worker_after_s}
@@ -154,7 +154,7 @@ class Reconciler:
             self._completed_before[reward] = left
 
     async def requeue_unknown(self) -> None:
-        """Queue jobs again that the broker ought to know and does not."""
+        """Queue jobs again that the broker has lost."""
         tracker, old = self.tracker, uptime() - _REQUEUE_AFTER_S
         jobs = [entry.job for entry in tracker.open.values() if entry.since < old]
         for i in range(0, len(jobs), _AT_ONCE):
@@ -169,7 +169,7 @@ class Reconciler:
                 await tracker.enqueue_jobs(again)
 
     async def recover(self) -> None:
-        """Take over jobs in a shared spool whose front is gone."""
+        """Take over jobs in a shared spool whose front has stopped."""
         tracker, before = self.tracker, self._open_before
         jobs = await asyncio.to_thread(lambda: list(tracker.spool.open_jobs()))
         self._open_before = {job.id for job in jobs}
@@ -182,7 +182,7 @@ class Reconciler:
                     await tracker.enqueue_jobs([job])
 
     async def sweep(self) -> None:
-        """Forget results whose time is over."""
+        """Remove results that have expired."""
         config = self.tracker.config
         await asyncio.to_thread(self.tracker.spool.sweep, config.result_ttl_s, config.max_finished_jobs)
 

@@ -23,9 +23,9 @@ _CHUNK = 4 << 20  # bytes of one body gathered before they go to the disk
 _MAX_BUFFERED = 16 << 20  # the same of all bodies
 _UPLOAD_SHARE = 8  # one in so many connections may send a job
 _PAUSES = 10  # the whole body may take this many times receive_timeout_s
-_DISCARD_BYTES = 8 << 20  # a refused body up to this size is read to its end, so that every client sees the answer
+_DISCARD_BYTES = 8 << 20  # a rejected body up to this size is read to its end, so that every client gets the answer
 _DISCARD_S = 5.0  # for that
-_BODY_READ = "cosmos_rl_reward.whole"  # set in a request's scope when its body has come to its end
+_BODY_READ = "cosmos_rl_reward.whole"  # set in a request's scope when its body was read to its end
 _KEY_SPACE = uuid.UUID("6f1f64d5-5f2b-4d3c-9b59-1b8d4d6f6f35")
 
 
@@ -38,7 +38,7 @@ class Ticket:
 
 
 class _IncomingUpload:
-    """A body on its way in: a part in memory, the rest in a file that is made when it is needed."""
+    """A body that is being received: a part in memory, the rest in a file that is made when needed."""
 
     def __init__(self, spool: Spool, hashed: bool) -> None:
         self._spool, self._hashed = spool, hashed
@@ -70,14 +70,14 @@ class UploadReceiver:
         self._senders = self._buffered = 0
 
     async def receive(self, request: Request, owner: str) -> Ticket:
-        """Take a body in; returns when it is safe on the disk.
+        """Receive a body; returns when it is safe on the disk.
 
         Args:
-            owner: name of the token, so that keys of different clients do not meet.
+            owner: name of the token, so that keys of different clients differ.
 
         Raises:
             Refused: with the status for the client.
-            ClientDisconnect: the body did not come whole; nothing is left of it.
+            ClientDisconnect: the body is incomplete; nothing is kept of it.
         """
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 200:
@@ -133,7 +133,7 @@ class UploadReceiver:
     async def _receive_body(
         self, request: Request, incoming: "_IncomingUpload", reservation: Reservation
     ) -> tuple[dict[str, Any], int]:
-        """Take the body in; the metadata line is checked as soon as it is there. Returns it and where it ends."""
+        """Receive the body; the metadata line is checked as soon as it is complete. Returns it and where it ends."""
         line, checked = bytearray(), None
         async for chunk in iter_body(request, self.config.receive_timeout_s):
             incoming.add(chunk)
@@ -162,7 +162,7 @@ class UploadReceiver:
         incoming.buffered = 0
 
     def _check(self, line: bytes) -> dict[str, Any]:
-        """What the first line alone can be refused for."""
+        """Check everything that needs only the first line."""
         data = parse_line(line)
         known = {args.reward_type for args in self.config.enabled}
         if unknown := [name for name in data["reward_fn"] if name not in known]:
@@ -176,7 +176,7 @@ class UploadReceiver:
         return data
 
     def _check_reward(self, name: str, data: dict[str, Any]) -> None:
-        """What the reward itself asks for, once a worker has told."""
+        """Check what the reward itself requires, once a worker has published it."""
         for status in self.tracker.statuses.values():
             about = status.get(name, {}).get("about", {})
             media = "image" if data.get("media_type") == "image" else "video"
@@ -189,7 +189,7 @@ class UploadReceiver:
     def _store(
         self, incoming: "_IncomingUpload", data: dict[str, Any], line_end: int, job_id: str
     ) -> tuple[Job, Job | None]:
-        """Check the payload and make the job real. Returns it, and the job that has its id already, if any."""
+        """Check the payload and store the job. Returns it, and the job that has its id already, if any."""
         upload = incoming.flush()
         try:
             return self._seal(upload, data, line_end, job_id)
@@ -244,11 +244,11 @@ def _rewards_to_score(data: dict[str, Any]) -> tuple[str, ...]:
 
 
 async def iter_body(request: Request, pause_s: float, pauses: int = _PAUSES) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; what was taken is not kept, as the framework's own stream would while it waits for more.
+    """The body as it arrives; nothing is kept, as the framework's own stream would while it waits for more.
 
     Raises:
-        Refused: there was a pause of ``pause_s``, or all of it takes ``pauses`` times that.
-        ClientDisconnect: the rest will not come.
+        Refused: there was a pause of ``pause_s``, or the whole takes ``pauses`` times that.
+        ClientDisconnect: the client has disconnected.
     """
     end, more = time.monotonic() + pauses * pause_s, not request.scope.get(_BODY_READ, False)
     while more:
@@ -266,7 +266,7 @@ async def iter_body(request: Request, pause_s: float, pauses: int = _PAUSES) -> 
 
 
 async def discard_body(request: Request) -> None:
-    """Read what is left of a small refused body, so that clients that send before they read see the answer."""
+    """Read the rest of a small rejected body, so that clients that send before they read get the answer."""
     left = _DISCARD_BYTES
     with contextlib.suppress(Refused, ClientDisconnect):
         async with contextlib.aclosing(iter_body(request, _DISCARD_S, 1)) as parts:

@@ -59,12 +59,12 @@ class BaseRewardHandler:
             ``numpy.uint8`` array, and torch is never imported; choose it for rewards without a network, so that they
             run in environments without torch and start quickly. A handler that keeps ``"torch"`` in an environment
             without torch does not start, with that reason.
-        media_types: subset of ``("image", "video")`` it can score; other requests are refused at the door. Latents
+        media_types: subset of ``("image", "video")`` it can score; other requests are rejected on arrival. Latents
             arrive decoded, so they count as video.
         mergeable: jobs of several requests may be scored in one call when their images have the same shape. False
             (default) means each call is exactly one request; needed when samples of a request are compared.
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.
-        required_metadata: metadata keys without which a request is refused at the door. Those that are lists of length
+        required_metadata: metadata keys without which a request is rejected on arrival. Those that are lists of length
             B are joined when jobs are merged, like ``prompts``.
         score_keys: names in ``scores``, for the list of rewards that clients can ask for. ``set_up`` may narrow them
             where the configuration leaves some without a value.
@@ -123,8 +123,8 @@ class BaseRewardHandler:
 
         Args:
             images: uint8, ``[B, H, W, 3]`` for images and ``[B, 3, T, H, W]`` for videos and decoded latents, 0..255;
-                a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only. A sample that is no
-                image (NaN, out of range) arrives black, and its score is dropped.
+                a torch tensor on ``self.device``, or a numpy array (see ``array_type``). Read only. An invalid sample
+                (NaN, out of range) is passed as black, and its score is dropped.
             metadata: the request's metadata (``prompts`` is always a list of length B) plus ``uuid``, ``media_type``
                 (``image`` or ``video``), ``input_info``,
                 ``decode_duration`` and ``decoded_info``.

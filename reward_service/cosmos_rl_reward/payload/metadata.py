@@ -20,7 +20,7 @@ REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def parse_line(line: bytes) -> dict[str, Any]:
     """Decode and check the metadata line, without the rules that need the number of samples.
 
-    ``prompts`` becomes a list, ``media_type`` is lower-cased, ``video_fps`` is filled from its documented twin ``fps``.
+    ``prompts`` becomes a list, ``media_type`` is lower-cased, ``video_fps`` is filled from its alias ``fps``.
 
     Raises:
         Refused: the message names the field.

@@ -2,7 +2,7 @@
 
 The pickle inside is interpreted here, and only the few instructions that describe one tensor are known. So nothing is
 imported, called or built, whatever the file says. ``torch.load`` would need torch in the front and in the environment
-of every reward, and the shape is needed at the door: number of samples, pixels, decoded bytes, what can be merged.
+of every reward, and the shape is needed on arrival: number of samples, pixels, decoded bytes, what can be merged.
 
 Nothing is read before its size is known: entries must be stored as they are, and those that are read are small. Nothing
 that the pickle describes is compared, hashed or shown unless it is a text or a number, since a few bytes can describe

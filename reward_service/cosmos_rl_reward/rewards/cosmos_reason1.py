@@ -38,8 +38,8 @@ class CosmosReason1(BaseRewardHandler):
 
     * ``no_score``: ``softmax([yes, no])[no]``, 0 to 1, high is good.
     * ``prediction``: ``Good``, or ``Bad`` when Yes is likelier.
-    * ``yes_logit``, ``no_logit``: usually 10 to 30. Not with an endpoint, which tells log-probabilities: their softmax
-      is the same, they are not.
+    * ``yes_logit``, ``no_logit``: usually 10 to 30. Not with an endpoint, which returns log-probabilities: their
+      softmax is the same, the values are not.
 
     ``model_path`` is a folder with a Qwen2.5-VL model, or its name on the hub. With ``endpoint_url`` no weights are
     loaded: a server that takes videos as JPEG frames (vLLM) is asked.
@@ -115,8 +115,8 @@ class CosmosReason1(BaseRewardHandler):
 
         def score(index: int) -> dict[str, Any]:
             yes, no = answers[index]()
-            verdict = "Bad" if yes > no else "Good"
-            return {"prediction": verdict, "no_score": no_probability(yes, no), "yes_logit": yes, "no_logit": no}
+            prediction = "Bad" if yes > no else "Good"
+            return {"prediction": prediction, "no_score": no_probability(yes, no), "yes_logit": yes, "no_logit": no}
 
         return score_samples(self.score_keys, count, score)
 

@@ -1,4 +1,4 @@
-"""Who Cosmos-Reason1 is asked: a model in this process, or one behind an OpenAI-compatible server.
+"""The model that Cosmos-Reason1 asks: one in this process, or one behind an OpenAI-compatible server.
 
 A critic has ``yes_and_no(frames, fps, system, question)``: two numbers, of Yes and of No as the next token, whose
 difference is that of the logits; and ``answers(calls)``: runs such calls its own way, one result for each.
@@ -149,7 +149,7 @@ def read_top_logprobs(listed: list[tuple[str, float]]) -> Pair:
 def _check_whole(completion: dict[str, Any], shape: tuple[int, ...], words: int) -> None:
     """Compare the server's count of prompt tokens with the fewest that frames ``[T, H, W, 3]`` and words make.
 
-    Servers may drop frames (vLLM keeps 32 unless told otherwise) or shrink them without a word.
+    Servers may drop frames (vLLM keeps 32 by default) or shrink them without an error.
 
     Raises:
         SampleError: the count is lower. A server that counts nothing cannot be checked.

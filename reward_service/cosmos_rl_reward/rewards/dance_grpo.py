@@ -69,9 +69,9 @@ class DanceGRPO(BaseRewardHandler):
         return f"dance_grpo: {self._checkpoint}"
 
     def _read_template(self, offline: bool) -> str:
-        beside = self._folder / _TEMPLATE_FILE
+        local = self._folder / _TEMPLATE_FILE
         downloaded = Path(self.download_path, "dance_grpo", _TEMPLATE_FILE)
-        path = Path(self.options["template"] or (beside if beside.is_file() else downloaded))
+        path = Path(self.options["template"] or (local if local.is_file() else downloaded))
         if path == downloaded and not path.is_file() and not offline:
             download_text(_TEMPLATE_URL, path)
         if not path.is_file():

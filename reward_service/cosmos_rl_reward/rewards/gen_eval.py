@@ -24,7 +24,7 @@ class GenEval(BaseRewardHandler):
 
     * ``gen_eval_score``: share of what is asked that holds, with exact counts (at most 1, below 0 with far too many).
     * ``gen_eval_strict``: 1 when all of it does and nothing of ``metadata.geneval_excludes``.
-    * ``gen_eval_reward``: GenEval's own verdict, 0 or 1; 0 for all with ``metadata.geneval_only_strict``.
+    * ``gen_eval_reward``: GenEval's own binary score, 0 or 1; 0 for all with ``metadata.geneval_only_strict``.
     * ``gen_eval_group``: ``gen_eval_reward`` under the image's tag, -10 (does not apply) under the five others.
 
     ``model_path`` is the detector, a folder or its name on the hub. It is not the detector of the paper, so numbers are
@@ -72,9 +72,9 @@ class GenEval(BaseRewardHandler):
             return self._one(images[index], tags[index], includes[index], excludes[index], only_strict)
 
         result = score_samples(_KEYS, count, score)
-        verdicts = result["scores"]["gen_eval_reward"]
+        values = result["scores"]["gen_eval_reward"]
         result["scores"]["gen_eval_group"] = {
-            tag: [v if own == tag else rules.NOT_APPLICABLE for v, own in zip(verdicts, tags, strict=True)]
+            tag: [v if own == tag else rules.NOT_APPLICABLE for v, own in zip(values, tags, strict=True)]
             for tag in rules.TAGS
         }
         return result
@@ -83,21 +83,21 @@ class GenEval(BaseRewardHandler):
         self, image: np.ndarray, tag: str, includes: list[dict], excludes: list[dict], only_strict: bool
     ) -> dict[str, float]:
         objects = {name: rules.select_detections(found, tag) for name, found in self._detect(image).items()}
-        seen: dict[int, str] = {}  # both verdicts ask for the colours of the same detections
+        known: dict[int, str] = {}  # both scores need the colours of the same detections
 
         def colors_of(name: str, detections: list[rules.Detection]) -> list[str]:
-            new = [d for d in detections if id(d) not in seen]
-            seen.update(zip(map(id, new), self._color(image, name, new), strict=True))
-            return [seen[id(d)] for d in detections]
+            new = [d for d in detections if id(d) not in known]
+            known.update(zip(map(id, new), self._color(image, name, new), strict=True))
+            return [known[id(d)] for d in detections]
 
         upstream = bool(self.options["upstream_scoring"])
         share, exact = rules.strict(objects, includes, colors_of, upstream=upstream)
         excludes = [] if upstream else excludes
-        verdict = not only_strict and rules.lenient(objects, includes, excludes, colors_of)
+        correct = not only_strict and rules.lenient(objects, includes, excludes, colors_of)
         return {
             "gen_eval_score": share,
             "gen_eval_strict": float(exact and rules.contains_none(objects, excludes)),
-            "gen_eval_reward": float(verdict),
+            "gen_eval_reward": float(correct),
         }
 
     def probes(self) -> list[tuple[np.ndarray, dict[str, Any]]]:

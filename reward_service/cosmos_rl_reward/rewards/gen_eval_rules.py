@@ -104,7 +104,7 @@ def strict(
 
 
 def lenient(objects: Objects, requirements: list[dict], excluded: list[dict], colors_of: ColorsOf) -> bool:
-    """GenEval's own verdict: enough objects of each kind, of which the most certain are judged; none ``excluded``."""
+    """GenEval's own score: enough objects of each kind, of which the most confident count; none ``excluded``."""
     correct = True
     groups: list[list[Detection] | None] = []
     for requirement in requirements:

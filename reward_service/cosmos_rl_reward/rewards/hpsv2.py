@@ -82,7 +82,7 @@ def clip_from_open_clip(state: dict[str, Any], heads: tuple[int, int], eos_token
 
     Args:
         state: open_clip's state dict.
-        heads: attention heads of the image and the text tower (the weights do not tell).
+        heads: attention heads of the image and the text tower (not part of the weights).
         eos_token_id: the token whose position gives a text's feature.
         source: named in errors.
     """

@@ -13,7 +13,7 @@ _YIELD_S = 3.0
 
 @dataclass
 class Item:
-    """A job on this host; ``done`` ends with it, or is cancelled when it goes back to its queue."""
+    """A job on this host; ``done`` completes with it, or is cancelled when the job is returned to its queue."""
 
     job: Job
     queued: float
@@ -22,7 +22,7 @@ class Item:
     files: Files | None = None
 
     def __lt__(self, other: "Item") -> bool:
-        """Oldest first; a job that failed lets those pass that came soon after it, so that bad jobs cannot block."""
+        """Oldest first; a job that failed yields to those queued soon after it, so that bad jobs cannot block."""
         return self.queued + _YIELD_S * self.attempts < other.queued + _YIELD_S * other.attempts
 
     def fits(self, first: "Item") -> bool:
@@ -38,20 +38,20 @@ class Batches:
         self._changed = asyncio.Event()
 
     def put(self, item: Item) -> None:
-        """Let a job wait."""
+        """Add a job."""
         heapq.heappush(self._waiting, item)
         self._changed.set()
 
     def clear(self) -> None:
-        """Forget all that wait."""
+        """Remove all jobs."""
         self._waiting.clear()
 
     def wake(self) -> None:
-        """Let those in ``take`` look whether they still may."""
+        """Let callers of ``take`` check ``alive`` again."""
         self._changed.set()
 
     async def take(self, alive: Callable[[], bool], limit: int, wait_s: float) -> list[Item]:
-        """The next jobs for one call, none of which is lost when this is cancelled; none when ``alive`` is over.
+        """The next jobs for one call, none of which is lost when this is cancelled; empty when ``alive`` is false.
 
         Args:
             limit: samples in one call; 0 takes one job, whatever its size.

@@ -14,13 +14,13 @@ Answers = list[tuple[Item, dict[str, Any]]]
 
 
 class Delivery:
-    """Writes what was scored; what was not is tried again or fails."""
+    """Writes results; jobs without one are retried or fail."""
 
     def __init__(self, jobs: Jobs, health: Health) -> None:
         self._jobs, self._health = jobs, health
 
     async def deliver(self, answers: Answers, began: float) -> None:
-        """Deliver; an error of ours costs these jobs another round through the queue, and nothing else.
+        """Deliver; an internal error returns these jobs to the queue and has no other effect.
 
         Args:
             began: ``time.monotonic`` when the call to the scorer began.
@@ -56,7 +56,7 @@ class Delivery:
                 await self._queue(reward, item.job.id)
 
     async def _queue(self, reward: str, job_id: str) -> None:
-        """Queue a job; while the broker is away that is left to the fronts, which queue what the broker lost."""
+        """Queue a job; while the broker is unavailable that is left to the fronts, which queue what the broker lost."""
         try:
             await self._jobs.requeue(reward, job_id)
         except Exception as error:

@@ -68,7 +68,7 @@ class Host:
         self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then finish what runs within ``drain_s`` and hand the rest back."""
+        """Serve until SIGTERM or SIGINT; then finish running jobs within ``drain_s`` and requeue the rest."""
         add_threads(self.spool)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,7 +76,7 @@ class Host:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _kill_everything)
         process_tree.become_subreaper()
         if left := await asyncio.to_thread(process_tree.kill_leftovers):
-            logger.warning("killed what rewards of an earlier run had left behind: PIDs %s", left)
+            logger.warning("killed processes left by rewards of an earlier run: PIDs %s", left)
         async with EventBus(self.broker_url) as bus, StreamQueue(self.broker_url) as queue:
 
             async def requeue(name: str, job_id: str) -> None:
@@ -94,7 +94,7 @@ class Host:
                 tasks = {stopping, showing, posting, reaping, *workers, *consumers}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # nothing but the signal ends them: show what did
+                    task.result()  # only the signal ends them: raise any other reason
             finally:
                 await self._drain(consumers)
                 await _end([showing, posting, reaping, stopping, *workers])
@@ -122,17 +122,17 @@ class Host:
             await taking
 
     async def _publish_status(self, bus: EventBus, pools: list[Pool]) -> None:
-        """Put the pools' health on the board; wake the decoder when a reward wants it."""
+        """Publish the pools' health; start the decoder when a reward needs it."""
         last: list[dict[str, Any]] = []
         shown = 0.0
         loop = asyncio.get_running_loop()
         while True:
             states = [pool.status() for pool in pools]
-            news = [{**state, "last_success": 0.0} for state in states]  # that alone can wait for its second
+            news = [{**state, "last_success": 0.0} for state in states]  # that alone may wait a second
             if news != last or loop.time() - shown > 1:
                 status: dict[str, Any] = {pool.spec.name: state for pool, state in zip(pools, states, strict=True)}
                 status[HOST] = {"machine": socket.gethostname(), "restarts": self.restarts}
-                with contextlib.suppress(Exception):  # the broker is away: it is tried again
+                with contextlib.suppress(Exception):  # the broker is unavailable: retried
                     await bus.set_status(self.name, status)
                     last, shown = news, loop.time()
             if any(pool.health.about.get("needs_latent_decoder") for pool in pools):
@@ -143,12 +143,12 @@ class Host:
 
 
 async def _publish_events(bus: EventBus, queue: asyncio.Queue[dict[str, Any]]) -> None:
-    """Publish events, those that came together in one message."""
+    """Publish events, several in one message when they are close together."""
     while True:
         events = [await queue.get()]
         while not queue.empty():
             events.append(queue.get_nowait())
-        with contextlib.suppress(Exception):  # word is a courtesy: fronts also look at the spool
+        with contextlib.suppress(Exception):  # events are optional: fronts also look into the spool
             await bus.publish(events)
 
 
@@ -159,8 +159,8 @@ async def _reap() -> None:
 
 
 def _kill_everything() -> None:
-    """The service's root is gone, however that came: nothing of the rewards may stay."""
-    logger.error("the service's first process is gone; everything ends")
+    """The service's root process has exited: no process of a reward may stay."""
+    logger.error("the service's root process has exited; all processes of the rewards are killed")
     process_tree.kill_descendants()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The jobs of one reward on this host, from the queue's call until each is finished, failed, or back in its queue."""
+"""The jobs of one reward on this host, from their delivery until each is finished, failed, or back in its queue."""
 
 import asyncio
 import logging
@@ -13,27 +13,27 @@ from cosmos_rl_reward.worker.retries import RetryingSpool
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, PoolSpec
 
 logger = logging.getLogger(__name__)
-_MAX_TRIES = 20  # times a job is handed out by the broker; its hosts may die for other reasons than the job
+_MAX_TRIES = 20  # times a job is delivered by the broker; its hosts may crash for other reasons than the job
 
 Announce = Callable[[dict[str, Any]], Awaitable[None]]
 Requeue = Callable[[str, str], Awaitable[None]]
 
 
 class Jobs:
-    """What is here, and how often it was tried."""
+    """The jobs on this host, and how often each was tried."""
 
     def __init__(self, spec: PoolSpec, spool: Spool, announce: Announce, requeue: Requeue) -> None:
         self.spec, self.spool, self.announce, self.requeue = spec, spool, announce, requeue
         self.retrying = RetryingSpool(spool, spec.name)
         self.waiting = Batches()
         self._items: dict[str, Item] = {}
-        self._attempts: dict[str, int] = {}  # also of jobs that went back to the queue
+        self._attempts: dict[str, int] = {}  # also of jobs that were returned to the queue
 
     async def run(self, job_id: str, tries: int) -> None:
-        """Have one job scored; returns when its result is written (by whomever).
+        """Have one job scored; returns when its result is written, here or elsewhere.
 
         Raises:
-            RuntimeError: it goes back to the queue.
+            RuntimeError: it is returned to the queue.
         """
         if (item := self._items.get(job_id)) is None:
             item = await self._admit(job_id, tries)
@@ -47,7 +47,7 @@ class Jobs:
             raise
 
     async def _admit(self, job_id: str, tries: int) -> Item | None:
-        """Let a job wait for a replica, with its files; None when nothing is to be done for it here."""
+        """Add a job, with its files, to those that wait for a replica; None when there is nothing to do for it here."""
         job = await self.retrying.call(self.spool.job, job_id)
         if job is None or not await self.unfinished([job]):
             return None
@@ -57,10 +57,10 @@ class Jobs:
         done = asyncio.get_running_loop().create_future()
         item = Item(job, time.monotonic(), done, self._attempts.get(job_id, 0))
         if tries > _MAX_TRIES:
-            await self.fail(item, f"handed out {tries - 1} times without a result")
+            await self.fail(item, f"delivered {tries - 1} times without a result")
             return None
         item.files = await self._acquire(job)
-        if (known := self._items.get(job_id)) is not None:  # handed out once more while the files came
+        if (known := self._items.get(job_id)) is not None:  # delivered once more while the files were fetched
             self.spool.release(item.files)
             return known
         self._items[job_id] = item
@@ -85,7 +85,7 @@ class Jobs:
             self.spool.release(coming.result())
 
     async def unfinished(self, jobs: list[Job]) -> set[str]:
-        """Ids of those jobs for which there still is something to do."""
+        """Ids of those jobs that are not finished."""
         return await self.retrying.call(self._unfinished, jobs)
 
     def _unfinished(self, jobs: list[Job]) -> set[str]:
@@ -94,7 +94,7 @@ class Jobs:
         return self.spool.without_result([job.id for job in jobs], self.spec.name)
 
     def finish(self, item: Item) -> None:
-        """It has its result, from here or elsewhere."""
+        """The job has its result, written here or elsewhere."""
         self._items.pop(item.job.id, None)
         self._attempts.pop(item.job.id, None)
         self._release(item)
@@ -102,13 +102,13 @@ class Jobs:
             item.done.set_result(None)
 
     def return_to_queue(self, item: Item) -> None:
-        """The queue hands the job out again, here or elsewhere."""
+        """Let the queue deliver the job again, here or elsewhere."""
         self._items.pop(item.job.id, None)
         self._release(item)
         item.done.cancel()
 
     def return_all_to_queue(self) -> None:
-        """``return_to_queue`` for all that is here."""
+        """``return_to_queue`` for all jobs."""
         self.waiting.clear()
         for item in list(self._items.values()):
             self.return_to_queue(item)
@@ -118,13 +118,13 @@ class Jobs:
             self.spool.release(item.files)
 
     async def retry(self, item: Item, error: str, count: bool) -> None:
-        """Let it wait again, alone from now on, so that a bad job harms nobody else.
+        """Let the job wait again; it is scored alone from now on, so that a bad job affects no other.
 
         Args:
-            count: whether it may be the job's own fault, so that it fails when ``max_attempts`` are over.
+            count: whether the job may be the cause, so that it fails after ``max_attempts``.
         """
         item.attempts = self._attempts[item.job.id] = item.attempts + 1
-        if item.done.cancelled():  # it went back meanwhile, with its files: the queue hands it out again
+        if item.done.cancelled():  # it was returned meanwhile, with its files: the queue delivers it again
             return
         if count and item.attempts >= self.spec.max_attempts:
             await self.fail(item, f"gave up after {item.attempts} attempts: {error}")
@@ -145,7 +145,7 @@ class Jobs:
         self.finish(item)
 
     async def fail_all(self, error: str) -> None:
-        """``fail`` for all that is here."""
+        """``fail`` for all jobs."""
         for item in list(self._items.values()):
             await self.fail(item, error)
         self.waiting.clear()

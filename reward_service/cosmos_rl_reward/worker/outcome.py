@@ -1,4 +1,4 @@
-"""From what a handler returned to results that can be trusted: lengths right, numbers finite, nothing invented."""
+"""Checks of what a handler returned: lengths are right, numbers finite, missing scores stay missing."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def self_test(handler: BaseRewardHandler, score: Any) -> str:
     Raises:
         BadOutput: a probe has no finite score.
     """
-    seen = []
+    found = []
     for number, (images, metadata) in enumerate(handler.probes()):
         scores, errors = check(score(images, metadata), len(images))
         if errors:
             raise BadOutput(f"self-test: probe {number} has no score: {errors[min(errors)]}")
-        seen.append(scores)
-    if len(seen) > 1 and all(scores == seen[0] for scores in seen):
-        return f"self-test: both probes got the same scores ({seen[0]}); is the model loaded?"
+        found.append(scores)
+    if len(found) > 1 and all(scores == found[0] for scores in found):
+        return f"self-test: both probes got the same scores ({found[0]}); is the model loaded?"
     return ""

@@ -14,9 +14,9 @@ from cosmos_rl_reward.worker.replica import Failed, Replica, ReplicaExited
 from cosmos_rl_reward.worker.spec import Health, PoolSpec
 
 logger = logging.getLogger(__name__)
-_LAST_S = 16.0  # for writing the last results when the host ends
-_BREAKER = 5  # deaths in a row without a result in between, after which the reward counts as failed
-_MAX_CRASH_BACK_OFF = 3  # index into the next line: while jobs wait, a worker that died is started again soon
+_LAST_S = 16.0  # for writing the last results when the host stops
+_BREAKER = 5  # crashes in a row without a result in between, after which the reward counts as failed
+_MAX_CRASH_BACK_OFF = 3  # index into the next line: while jobs wait, a replica that crashed is restarted soon
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
 
@@ -61,7 +61,7 @@ class Pool:
 
     @property
     def concurrency(self) -> int:
-        """Jobs to hold at a time: enough to fill the next batch while one is scored."""
+        """Jobs to take at a time: enough to fill the next batch while one is scored."""
         return self.spec.workers.replicas * max(2, 2 * self._max_batch)
 
     @property
@@ -83,7 +83,7 @@ class Pool:
             try:
                 await self._work(replica, number, writing)
             except asyncio.CancelledError:
-                if writing:  # the store may stay away; what is not written then is scored elsewhere
+                if writing:  # the store may stay unavailable; what is not written then is scored elsewhere
                     await asyncio.wait(writing, timeout=_LAST_S)
                     writing.pop().cancel()
                 raise
@@ -94,14 +94,14 @@ class Pool:
                 self._crashes += not error.repeated
                 failures = min(max(0, self._crashes - 1), _MAX_CRASH_BACK_OFF)
                 self.health.restarts += 1
-                logger.error("%s: %s; starting it again", self.spec.name, error)
+                logger.error("%s: %s; restarting it", self.spec.name, error)
                 self._up.discard(number)
                 if self._crashes >= _BREAKER:
                     await self._fail(number, f"{self._crashes} times in a row: {error}")
-            except Exception:  # an error of ours: the other rewards of this host have nothing to do with it
+            except Exception:  # an internal error, which must not affect the other rewards of this host
                 failures = self._failures.get(number, 0) + 1
                 self.health.restarts += 1
-                logger.exception("%s: replica %d is started again", self.spec.name, number)
+                logger.exception("%s: replica %d is restarted", self.spec.name, number)
             finally:
                 self._up.discard(number)
                 await replica.kill()
@@ -147,7 +147,7 @@ class Pool:
             logger.error("%s: replica %d: %s", self.spec.name, number, reason)
             return
         self._set("failed", reason)
-        if self.spec.lazy:  # the jobs that asked for it get the reason; the next one starts it again
+        if self.spec.lazy:  # the jobs that need it get the reason; the next one restarts it
             self.wanted.clear()
             await self._jobs.fail_all(reason)
         else:

@@ -1,5 +1,5 @@
 """The processes that a reward starts, so that none of them outlives it: found by a mark in their environment and as
-descendants, whatever session they have put themselves into."""
+descendants, in whatever session they are."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ def new_mark() -> str:
 
 
 def _identity(pid: int) -> str:
-    """What tells a process from all others, also from a later one with the same PID."""
+    """Identifies a process, also against a later one with the same PID."""
     if not sys.platform.startswith("linux"):
         return f"-:{pid}:{psutil.Process(pid).create_time():.0f}"
     try:
@@ -59,7 +59,7 @@ def list_descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill_marked(mark: str, known: Iterable[psutil.Process] = ()) -> None:
-    """End everything that carries the mark, and the processes ``known`` with what they have started."""
+    """Kill all processes with the mark, and the processes ``known`` with their descendants."""
     everybody = list(known)
     for _ in range(_ROUNDS):
         everybody += [child for process in everybody for child in list_descendants(process.pid)]
@@ -70,15 +70,15 @@ def kill_marked(mark: str, known: Iterable[psutil.Process] = ()) -> None:
 
 
 def kill_descendants() -> None:
-    """End everything below this process."""
+    """Kill all descendants of this process."""
     for _ in range(_ROUNDS):
         if not _end(list_descendants(os.getpid())):
             return
 
 
 def kill_leftovers() -> list[int]:
-    """End what scorers have left behind whose host is gone; returns the PIDs. Those of a host that runs are left alone,
-    and so is everything of another PID namespace, whose numbers mean nothing here."""
+    """Kill leftover processes of scorers whose host has exited; returns the PIDs. Those of a running host are kept,
+    and so is everything of another PID namespace, whose PIDs are not valid here."""
     here = _identity(os.getpid()).rpartition(":")[0].rpartition(":")[0] + ":"
     gone = []
     for process, mark in _marked():
@@ -89,7 +89,7 @@ def kill_leftovers() -> list[int]:
 
 
 def _end(processes: Iterable[psutil.Process]) -> bool:
-    """SIGKILL; returns whether any was still there."""
+    """SIGKILL; returns whether any was still running."""
     ended = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -101,13 +101,13 @@ def _end(processes: Iterable[psutil.Process]) -> bool:
 
 
 def become_subreaper() -> None:
-    """Let this process become the parent of what its descendants leave behind (Linux)."""
+    """Make this process the parent of orphaned descendants (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(scorers: Collection[int]) -> None:
-    """Take the exit codes of orphans that have ended. Scorers have somebody who waits for theirs."""
+    """Collect the exit codes of orphans that have ended. Those of scorers are awaited elsewhere."""
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             ended = process.status() == psutil.STATUS_ZOMBIE

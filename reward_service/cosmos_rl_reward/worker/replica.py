@@ -1,4 +1,4 @@
-"""One scorer process, seen from the host: started, asked, given a deadline, killed."""
+"""One scorer process as the host uses it: start, score within a deadline, kill."""
 
 import asyncio
 import collections
@@ -31,7 +31,7 @@ class ReplicaExited(Exception):
     """The scorer ended, or was killed, while it had jobs.
 
     Attributes:
-        repeated: all these jobs had been tried before, so it says nothing about the reward.
+        repeated: all these jobs had been tried before, so it is no evidence against the reward.
     """
 
     repeated = False
@@ -64,7 +64,7 @@ class Replica:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Start the process and load the reward; returns what the reward says of itself.
+        """Start the process and load the reward; returns the description of the reward.
 
         Raises:
             Failed: with the reason.
@@ -78,7 +78,7 @@ class Replica:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the supervisor only, and what the reward starts dies with it
+                start_new_session=True,  # Ctrl-C reaches the supervisor only; children of the reward are in it
             )
         except OSError as error:
             ours.close()
@@ -107,14 +107,14 @@ class Replica:
         """Replies for ``jobs``, in their order.
 
         Raises:
-            Died: the process ended or passed the deadline; it is gone in both cases.
+            Died: the process ended or passed the deadline; it has ended in both cases.
         """
         try:
             replies = (await self._ask({"jobs": jobs}, deadline_s))["replies"]
         except TimeoutError:
             await self.kill()
             raise ReplicaExited(f"no answer within {deadline_s:g} s (deadline_s)") from None
-        except (ValueError, KeyError, TypeError) as error:  # somebody else wrote into its channel
+        except (ValueError, KeyError, TypeError) as error:  # another process wrote into its channel
             await self.kill()
             raise ReplicaExited(f"the worker's answer cannot be read: {type(error).__name__}: {error}") from error
         if len(replies) != len(jobs):
@@ -139,20 +139,20 @@ class Replica:
             raise ReplicaExited(await self.exit_reason()) from None
 
     async def ended(self) -> None:
-        """Wait until the process is gone."""
+        """Wait until the process has ended."""
         assert self._process is not None
         await self._process.wait()
 
     async def _close_when_ended(self) -> None:
-        """Nobody answers any more, even when a child of the scorer still holds its end of the channel."""
+        """Close the channel when the process has ended, even when a child of it still holds the other end."""
         await self.ended()
         await asyncio.sleep(_GRACE_S)  # its last answer may be on the way
         assert self._writer is not None
         self._writer.close()
 
     async def exit_reason(self) -> str:
-        """How the process ended; it is gone afterwards."""
-        await self.kill(5.0)  # its side of the channel is closed, so it is ending: its own exit code is the news
+        """How the process ended; it does not run any more afterwards."""
+        await self.kill(5.0)  # its side of the channel is closed, so it is ending by itself: wait for its own exit code
         assert self._process is not None
         code = self._process.returncode or 0
         text = f"the worker process ended with exit code {code}"
@@ -162,21 +162,21 @@ class Replica:
             text += f"; its last lines: {last}"
         return text
 
-    async def kill(self, patience_s: float = 0.0) -> None:
-        """End the process and whatever it started; it may end by itself within ``patience_s``."""
+    async def kill(self, grace_s: float = 0.0) -> None:
+        """Kill the process and its descendants; it may end by itself within ``grace_s``."""
         if self._process is None:
             return
         if self._process.returncode is None:
             if self._writer is not None:
                 self._writer.close()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(grace_s):
                     await self._process.wait()
         children = await asyncio.to_thread(process_tree.list_descendants, self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(process_tree.kill_marked, self._mark, children)
-        with contextlib.suppress(TimeoutError):  # asyncio also waits for whoever still has its standard output
+        with contextlib.suppress(TimeoutError):  # asyncio also waits for processes that still have its standard output
             async with asyncio.timeout(_KILLED_S):
                 await self._process.wait()
         self.running.discard(self._process.pid)

@@ -1,4 +1,4 @@
-"""The spool as a host asks it: again and again, because a full disk is emptied and a store comes back."""
+"""Calls of the spool with retries, because a full disk is emptied and a store becomes available again."""
 
 import asyncio
 import itertools
@@ -13,13 +13,13 @@ _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to read or write jobs and
 
 
 class RetryingSpool:
-    """Calls functions of a spool until they answer. ``name`` is for the log."""
+    """Calls functions of a spool until they succeed. ``name`` is for the log."""
 
     def __init__(self, spool: Spool, name: str) -> None:
         self.spool, self._name = spool, name
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Look into the spool: a folder answers at once. A job that is not there (any more) is an answer."""
+        """Read from the spool; a folder is read at once. That a job does not exist (any more) is a valid answer."""
         try:
             if not self.spool.remote:
                 return function(*arguments)
@@ -30,7 +30,7 @@ class RetryingSpool:
         return await self.retry(function, *arguments, missing_is_final=True)
 
     async def retry(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
-        """Call the spool in a thread, again without end when it fails."""
+        """Call the spool in a thread, until it succeeds."""
         for number in itertools.count():
             try:
                 return await asyncio.to_thread(function, *arguments)

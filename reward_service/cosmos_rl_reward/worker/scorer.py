@@ -36,7 +36,7 @@ def bootstrap() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the host dies (Linux), also when it died before this call."""
+    """Be killed when the host exits (Linux), also when it exited before this call."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -119,7 +119,7 @@ class Scorer:
             except Exception as error:
                 if len(batch) == 1:
                     answers = [_describe_failure(batch[0].id, error)]
-                else:  # find out whose fault it is
+                else:  # find out which job is the cause
                     answers = [answer for one in batch for answer in self._score_alone(one)]
             replies.update({answer["id"]: answer for answer in answers})
         return [replies[request["id"]] for request in requests]
@@ -172,7 +172,7 @@ class Scorer:
 
 
 class DecoderWorker:
-    """The VAE instead of a reward: writes decoded videos beside the jobs."""
+    """The VAE instead of a reward: writes a decoded video for each job."""
 
     def __init__(self, start: dict[str, Any]) -> None:
         from cosmos_rl_reward.decode import LatentDecoder
@@ -206,7 +206,7 @@ class DecoderWorker:
 
 @contextlib.contextmanager
 def _catch_exit() -> Iterator[None]:
-    """``sys.exit`` and the like fail this try, they do not end the process with its loaded model."""
+    """``sys.exit`` and the like fail this try; they do not end the process with its loaded model."""
     try:
         yield
     except Exception:
@@ -260,7 +260,7 @@ def _describe_failure(job_id: str, error: Exception) -> dict[str, Any]:
 
 
 def serve(channel: socket.socket, log: Any) -> None:
-    """Start the reward, then answer the host until it goes away."""
+    """Start the reward, then answer the host until it disconnects."""
     from cosmos_rl_reward.worker.wire import pack, receive
 
     start = receive(channel)
@@ -293,7 +293,7 @@ def serve(channel: socket.socket, log: Any) -> None:
 def main() -> None:
     """Entry point: ``scorer.py <socket fd> <parent pid>``."""
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the supervisor, which drains
     bootstrap()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         serve(channel, sys.stdout)

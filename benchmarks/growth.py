@@ -10,7 +10,7 @@ import torch
 
 from cosmos_rl.data.cache import TensorCache
 from cosmos_rl.data.pair_files import scan_pairs
-from cosmos_rl.data.prompts import prompts_digest, read_prompts
+from cosmos_rl.data.prompts import digest_prompts, read_prompts
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
@@ -61,7 +61,7 @@ def measure() -> list[tuple[str, str, str]]:
         rows = [
             (f"scan a folder of {COUNT:,} pairs", lambda: scan_pairs(pairs), "<= 2"),
             (f"read {COUNT:,} prompts", lambda: read_prompts(prompts), "<= 1.5"),
-            (f"digest of {COUNT:,} prompts, once a run", lambda: prompts_digest(records), "<= 1"),
+            (f"digest of {COUNT:,} prompts, once a run", lambda: digest_prompts(records), "<= 1"),
             (f"positions of 100 steps of {COUNT:,}", lambda: list(map(stream.positions, range(100))), "<= 0.1"),
             (f"open a cache of {ENTRIES:,} entries", lambda: TensorCache(root / "cache", "latents", "", 1), "<= 0.01"),
             (f"report of {COUNT:,} steps", lambda: write_report(run), "<= 3"),

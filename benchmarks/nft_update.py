@@ -133,7 +133,7 @@ def plain_update(
 @torch.no_grad()
 def drift_apart(model: SD3Model, policies: Policies, others: Mapping[str, nn.Module], *, old_too: bool) -> None:
     """Change the trained policy, and the old one to another or to the same; both loops see the same weights."""
-    for param in model.trainable().values():
+    for param in model.trainable_parameters().values():
         param.add_(0.02 * torch.randn_like(param))
     policies.update_old(0.0)
     for value in policies.old_state().values() if old_too else ():
@@ -145,8 +145,8 @@ def drift_apart(model: SD3Model, policies: Policies, others: Mapping[str, nn.Mod
 
 def gradients(model: SD3Model) -> Tensor:
     """All gradients in one vector; they are cleared."""
-    found = [p.grad.flatten() for p in model.trainable().values() if p.grad is not None]
-    for param in model.trainable().values():
+    found = [p.grad.flatten() for p in model.trainable_parameters().values() if p.grad is not None]
+    for param in model.trainable_parameters().values():
         param.grad = None
     return torch.cat(found)
 
@@ -183,12 +183,12 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
     seen, found, times = {}, {}, {key: [] for key in loops}
     for number in range(ROUNDS + 1):
         for key in sorted(loops, reverse=number % 2 == 1):  # neither is always the first
-            model.evaluations, counter.rows = 0, 0
+            model.num_evaluations, counter.rows = 0, 0
             began = time.process_time()
             loops[key]()
             if number:  # the first round warms up
                 times[key].append(time.process_time() - began)
-            seen[key], found[key] = (counter.rows // len(rows.prompts), model.evaluations), gradients(model)
+            seen[key], found[key] = (counter.rows // len(rows.prompts), model.num_evaluations), gradients(model)
     ratio = statistics.median(a / b for a, b in zip(times["ours"], times["plain"], strict=True))
     apart = float((found["ours"] - found["plain"]).norm() / found["plain"].norm())
     wanted = 1 + (not setting.old_is_current) + (setting.kl_beta > 0)

@@ -33,7 +33,7 @@ def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
         conditions = StepConditions(model.encode_prompts)
         conditions.encode_all(PROMPTS)
-        with model.evaluating():
+        with model.eval_mode():
             chunks = [SAMPLES[i : i + chunk] for i in range(0, len(SAMPLES), chunk)]
             parts = [sampler.sample(samples, conditions, "rollout", 0).media for samples in chunks]
         return torch.cat(parts)
@@ -86,7 +86,7 @@ def measure() -> list[tuple[str, str, str]]:
         pipeline.transformer.register_forward_pre_hook(count, with_kwargs=True)
         loops = {"ours": ours(model), "stock": stock(pipeline)}
         apart = int((loops["ours"]().int() - loops["stock"]().int()).abs().max())
-        evaluations = model.evaluations, rows_seen[0]
+        evaluations = model.num_evaluations, rows_seen[0]
         times: dict[str, list[float]] = {key: [] for key in loops}
         for number in range(ROUNDS):
             for key in sorted(loops, reverse=number % 2 == 1):  # neither is always the first

@@ -1,7 +1,7 @@
 """From rewards to advantages and to DiffusionNFT's optimality.
 
 A reward that is not finite is missing: it enters no statistic, and the sample's advantage is NaN, which the caller has
-to leave out (:func:`kept_rows`). Groups are distinguished by their id, never by the text of their prompt.
+to leave out (:func:`select_rows`). Groups are distinguished by their id, never by the text of their prompt.
 """
 
 from collections.abc import Mapping
@@ -33,16 +33,16 @@ def group_advantages(
         reward_N: ``[N]`` rewards of a whole step, all ranks together.
         group_N: ``[N]`` integer ids; samples with one id were made from one prompt entry.
         global_std: population standard deviation over all rewards of the step; else over those of the sample's group.
-        eps: added to the deviation.
+        eps: added to the standard deviation.
         size_N: ``[N]`` size of what each reward was computed from, where that is larger than the reward: the sum of
             the sizes of its terms. It says how far rewards may be apart by rounding alone.
 
     Groups whose rewards are all equal, those with one reward, and a reward that is the mean of its group, each but for
     rounding (``ROUNDING``), give exactly 0, so that no mode makes something of the sign of a rounding error.
     """
-    groups = _Groups.of(reward_N, group_N)
+    groups = _Groups.from_rewards(reward_N, group_N)
     deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
-    deviation_N = groups.without_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
+    deviation_N = groups.drop_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
     if global_std:
         valid = groups.reward_N[groups.valid_N]
         std_N = (valid.std(correction=0) if len(valid) else valid.sum()).expand_as(deviation_N)
@@ -51,7 +51,7 @@ def group_advantages(
     return torch.where(groups.valid_N, deviation_N / (std_N + eps), torch.nan)
 
 
-def combined_advantages(
+def combine_advantages(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_N: Tensor, *, global_std: bool
 ) -> Tensor:
     """Normalise each reward by itself, then add up with the weights; float64 ``[N]``.
@@ -72,8 +72,8 @@ def combined_advantages(
     ]
     stacked_KN = torch.stack(parts)
     added_N = stacked_KN.sum(0)
-    groups = _Groups.of(added_N, group_N)
-    return torch.where(groups.valid_N, groups.without_rounding(added_N, stacked_KN.abs().sum(0)), torch.nan)
+    groups = _Groups.from_rewards(added_N, group_N)
+    return torch.where(groups.valid_N, groups.drop_rounding(added_N, stacked_KN.abs().sum(0)), torch.nan)
 
 
 def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
@@ -107,12 +107,12 @@ def optimality(advantage_N: Tensor, low: float, high: float) -> Tensor:
 
 def zero_std_share(advantage_N: Tensor, group_N: Tensor) -> float:
     """Share of the groups whose advantages are all equal, so that they teach nothing; groups without any left out."""
-    groups = _Groups.of(advantage_N, group_N)
+    groups = _Groups.from_rewards(advantage_N, group_N)
     scored_P = groups.count_P > 0
     return float((groups.equal_P & scored_P).sum() / scored_P.sum().clamp(min=1))
 
 
-def kept_rows(
+def select_rows(
     advantage_N: Tensor,
     group_N: Tensor,
     *,
@@ -127,7 +127,7 @@ def kept_rows(
         on_missing: leave out only the sample without an advantage (``neutral``), or its whole group.
         drop_equal_groups: leave out groups whose advantages are all equal.
     """
-    groups = _Groups.of(advantage_N, group_N)
+    groups = _Groups.from_rewards(advantage_N, group_N)
     kept_N = groups.valid_N
     if on_missing == "drop_group":
         whole_P = groups.count_P == torch.bincount(groups.inverse_N, minlength=len(groups.count_P))
@@ -151,7 +151,7 @@ class _Groups:
     """Reward minus the smallest of its group, 0 where missing: exactly 0 in a group of equal rewards."""
 
     @classmethod
-    def of(cls, reward_N: Tensor, group_N: Tensor) -> "_Groups":
+    def from_rewards(cls, reward_N: Tensor, group_N: Tensor) -> "_Groups":
         if reward_N.ndim != 1 or reward_N.shape != group_N.shape:
             raise ValueError(f"rewards {list(reward_N.shape)} and groups {list(group_N.shape)}; allowed: both [N]")
         reward_N = reward_N.double()
@@ -170,7 +170,7 @@ class _Groups:
         )
         return total_P / self.count_P.clamp(min=1)
 
-    def without_rounding(self, value_N: Tensor, size_N: Tensor) -> Tensor:
+    def drop_rounding(self, value_N: Tensor, size_N: Tensor) -> Tensor:
         """``value_N`` with exactly 0 where it is rounding: at most ``ROUNDING`` of the largest size in its group."""
         size_N = torch.where(self.valid_N, size_N.double().abs(), 0.0)
         largest_P = size_N.new_zeros(len(self.count_P)).scatter_reduce(0, self.inverse_N, size_N, "amax")

@@ -1,4 +1,4 @@
-"""Has a score changed? The same samples scored twice, compared one by one, in units of their own spread."""
+"""Has a score changed? The same samples scored twice, compared one by one, in units of their own standard deviation."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class PairedChange:
 
     mean: float
     """Of later minus first."""
-    spread: float
+    std: float
     """Standard deviation of the first scores."""
     sigmas: float
     """The mean over its standard error, as the deviation of a normal distribution that is as unlikely."""
@@ -25,14 +25,14 @@ class PairedChange:
         """How far the mean fell, in standard deviations of the first scores; negative: it rose."""
         if self.mean == 0.0:
             return 0.0
-        return -self.mean / self.spread if self.spread > 0.0 else math.copysign(math.inf, -self.mean)
+        return -self.mean / self.std if self.std > 0.0 else math.copysign(math.inf, -self.mean)
 
     def has_fallen(self, min_drop: float, min_sigmas: float) -> bool:
         """Whether the fall is larger than ``min_drop``, and larger than chance makes it with ``min_sigmas``."""
         return self.drop > min_drop and self.sigmas < -min_sigmas
 
 
-def paired_change(first_N: Tensor, later_N: Tensor) -> PairedChange | None:
+def compare_pairs(first_N: Tensor, later_N: Tensor) -> PairedChange | None:
     """Compare the scores of the same samples; None: not known, as more than half of the pairs are missing, or all.
 
     Args:
@@ -48,15 +48,15 @@ def paired_change(first_N: Tensor, later_N: Tensor) -> PairedChange | None:
         return None
     first, later = first[there], later[there]
     change = later - first
-    mean, spread = float(change.mean()), float(first.std(correction=min(pairs - 1, 1)))
+    mean, std = float(change.mean()), float(first.std(correction=min(pairs - 1, 1)))
     if abs(mean) <= ROUNDING * float(torch.maximum(first.abs(), later.abs()).max()):
-        return PairedChange(0.0, spread, 0.0)
+        return PairedChange(0.0, std, 0.0)
     cautious = torch.cat([change, change.new_zeros(1)])
     t = float(cautious.mean() / cautious.std()) * math.sqrt(len(cautious))
-    return PairedChange(mean, spread, normal_deviation(t, pairs))
+    return PairedChange(mean, std, equivalent_normal_deviate(t, pairs))
 
 
-def normal_deviation(t: float, free: int) -> float:
+def equivalent_normal_deviate(t: float, free: int) -> float:
     """The deviation of a normal distribution that is as unlikely as Student's ``t`` with ``free`` degrees of freedom.
 
     By Wallace (1959): within a few percent, for one or two degrees of freedom too large a one.

@@ -38,7 +38,7 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         step: steps that the run has done.
         repository: where the export will be found; None: the snippet names the folder in words.
     """
-    images = _newest_images(media / "validation", step)
+    images = _find_newest_images(media / "validation", step)
     shutil.rmtree(export / "media", ignore_errors=True)
     if images:
         with atomic.staging(export / "media") as stage:
@@ -98,7 +98,7 @@ def _snippet(config: Config, repository: str | None, images: list[tuple[Path, st
     return "## Load\n\n```python\n" + "\n".join(lines) + f"\n```{other}"
 
 
-def _newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
+def _find_newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
     """Up to four images of different prompts from the last validation up to ``step``."""
     found = (re.fullmatch(r"step_(\d+)", p.name) for p in (validation.iterdir() if validation.is_dir() else ()))
     steps = [int(match[1]) for match in found if match and int(match[1]) <= step]
@@ -123,16 +123,16 @@ def _cell(text: str) -> str:
 
 
 def _configuration(config: Config) -> str:
-    toml = tomli_w.dumps(_portable(config.model_dump(exclude_none=True, exclude=_PRIVATE)))
+    toml = tomli_w.dumps(_shorten_local_paths(config.model_dump(exclude_none=True, exclude=_PRIVATE)))
     return f"<details><summary>Configuration</summary>\n\n````toml\n{toml}````\n\n</details>"
 
 
-def _portable(value: Any) -> Any:
+def _shorten_local_paths(value: Any) -> Any:
     """``value`` with local paths cut down to their last name."""
     if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
+        return {key: _shorten_local_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_portable(item) for item in value]
+        return [_shorten_local_paths(item) for item in value]
     return f".../{Path(value).name}" if is_local(value) else value
 
 

@@ -19,7 +19,7 @@ from cosmos_rl.utils.logging import logger
 
 LORA_FILE = "model.safetensors"
 SAMPLING_FILE = "cosmos_rl.json"
-"""What an export says about its use that no file of diffusers or PEFT has a place for."""
+"""What an export says about its use that no file of diffusers or PEFT can hold."""
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
 
@@ -37,7 +37,7 @@ class LoraExport:
 
     def write(self, step_dir: Path) -> None:
         """Write ``<step_dir>/lora/model.safetensors`` and ``adapter_config.json``, whole or not at all."""
-        metadata = LoraBaseMixin.pack_weights(_plain(self.peft_config), "transformer")
+        metadata = LoraBaseMixin.pack_weights(_to_json(self.peft_config), "transformer")
         with atomic.staging(step_dir) as stage:
             folder = stage / "lora"
             LoraBaseMixin.write_lora_layers(
@@ -49,14 +49,14 @@ class LoraExport:
                 safe_serialization=True,
                 lora_adapter_metadata=metadata,
             )
-            config = _plain(self.peft_config) | {"base_model_name_or_path": self.base_model}
+            config = _to_json(self.peft_config) | {"base_model_name_or_path": self.base_model}
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
             _write_sampling(folder, self.text_length)
             _check_pairs(folder / LORA_FILE)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """JSON-ready values; an unset table stays out."""
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
 
@@ -88,7 +88,7 @@ class PipelineExport:
         Frozen parts keep the files and the dtype of the base. They are copied once per run; later exports of the run
         link to the first one's files, so that ten exports of a large model do not take ten times the space.
         """
-        earlier = _earlier_export(step_dir)
+        earlier = _find_earlier_export(step_dir)
         with atomic.staging(step_dir) as stage:
             index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
             shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
@@ -111,7 +111,7 @@ class PipelineExport:
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
 
 
-def text_length_of(folder: Path) -> int | None:
+def read_text_length(folder: Path) -> int | None:
     """The ``max_sequence_length`` of the training that made an export; None: it does not say.
 
     Raises:
@@ -131,7 +131,7 @@ def _write_sampling(folder: Path, text_length: int) -> None:
     (folder / SAMPLING_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def _earlier_export(step_dir: Path) -> Path | None:
+def _find_earlier_export(step_dir: Path) -> Path | None:
     """Another whole export of the same run, if there is one."""
     others = (p for p in step_dir.parent.glob("step_*") if p != step_dir and (p / "model_index.json").is_file())
     return next(others, None)
@@ -144,13 +144,13 @@ def _copy_part(source: Path, target: Path, earlier: Path | None) -> None:
         (target / inside).mkdir(parents=True, exist_ok=True)
         for name in names:
             same = earlier / inside / name if earlier else None
-            if same is None or not _linked(same, target / inside / name):
+            if same is None or not _try_link(same, target / inside / name):
                 shutil.copyfile(
                     Path(folder) / name, target / inside / name
                 )  # follows the hub cache's links to its blobs
 
 
-def _linked(existing: Path, new: Path) -> bool:
+def _try_link(existing: Path, new: Path) -> bool:
     """Whether ``new`` could be made another name of ``existing``; not every file system can do that."""
     try:
         os.link(existing, new)

@@ -69,7 +69,7 @@ def upload(
             known = repository if "/" in repository else f"{api.whoami()['name']}/{repository}-{run_name}"
             api.create_repo(known, exist_ok=True, private=True)
             describe(known)
-            with _without_local_paths(folder) as sent:
+            with _link_without_local_paths(folder) as sent:
                 commit = api.upload_folder(repo_id=known, folder_path=sent, commit_message=f"cosmos-rl run {run_name}")
                 _verify(api, sent, known, commit.oid)
             logger.info(f"Uploaded {folder} to {api.endpoint}/{known}")
@@ -78,14 +78,14 @@ def upload(
             now = time.monotonic()
             first_failure = now if first_failure is None else first_failure
             if not _may_pass(error) or now + pause - first_failure > deadline_s:
-                raise UserError(_message(known, folder, error)) from error
-            logger.warning(f"upload to {known}: {_words(error)}; next attempt in {pause:.0f}s")
+                raise UserError(_build_message(known, folder, error)) from error
+            logger.warning(f"upload to {known}: {_first_line(error)}; next attempt in {pause:.0f}s")
         sleep(pause)
         pause = min(2 * pause, 60.0)
 
 
 @contextlib.contextmanager
-def _without_local_paths(folder: Path) -> Iterator[Path]:
+def _link_without_local_paths(folder: Path) -> Iterator[Path]:
     """A folder of links to the files of ``folder``, except for JSON files that name a path of this machine."""
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-upload-") as made:
         for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
@@ -122,12 +122,12 @@ def _may_pass(error: Exception) -> bool:
     return not isinstance(error, _FINAL)
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _message(repository: str, folder: Path, error: Exception) -> str:
+def _build_message(repository: str, folder: Path, error: Exception) -> str:
     return (
-        f"the export was not uploaded to {repository} (train.ckpt.hf_repo_name): {_words(error)}\n"
+        f"the export was not uploaded to {repository} (train.ckpt.hf_repo_name): {_first_line(error)}\n"
         f"  it is complete in {folder.absolute()}; once that is fixed: hf upload {repository} {folder.absolute()}"
     )

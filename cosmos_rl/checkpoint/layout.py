@@ -25,7 +25,7 @@ def policy_dir(checkpoints: Path, step: int) -> Path:
     return step_dir(checkpoints, step) / "policy"
 
 
-def committed_steps(checkpoints: Path) -> list[int]:
+def list_committed_steps(checkpoints: Path) -> list[int]:
     """Step numbers that have a folder, ascending, whole or not. Staging folders are hidden and never listed."""
     checkpoints = Path(checkpoints)
     if not checkpoints.is_dir():
@@ -34,7 +34,7 @@ def committed_steps(checkpoints: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
-def why_not_whole(policy: Path) -> str | None:
+def find_defect(policy: Path) -> str | None:
     """None when ``policy`` is a whole checkpoint, else one sentence that says what is missing."""
     marker = Path(policy) / COMMIT_MARKER
     if not marker.is_file():
@@ -52,14 +52,14 @@ def why_not_whole(policy: Path) -> str | None:
     return None
 
 
-def whole_steps(checkpoints: Path) -> list[int]:
+def list_whole_steps(checkpoints: Path) -> list[int]:
     """Step numbers that can be resumed, ascending."""
-    return [n for n in committed_steps(checkpoints) if why_not_whole(policy_dir(checkpoints, n)) is None]
+    return [n for n in list_committed_steps(checkpoints) if find_defect(policy_dir(checkpoints, n)) is None]
 
 
-def broken_steps(checkpoints: Path) -> dict[int, str]:
+def find_broken_steps(checkpoints: Path) -> dict[int, str]:
     """Step number -> what is wrong, for folders that look like a checkpoint and are not whole."""
-    reasons = {n: why_not_whole(policy_dir(checkpoints, n)) for n in committed_steps(checkpoints)}
+    reasons = {n: find_defect(policy_dir(checkpoints, n)) for n in list_committed_steps(checkpoints)}
     return {n: why for n, why in reasons.items() if why is not None}
 
 
@@ -72,12 +72,12 @@ def find_checkpoint(path: Path) -> Path:
     path = path.expanduser().resolve()
     step = path.parent if path.name == "policy" else path
     if _STEP.fullmatch(step.name) and step.is_dir():
-        why = why_not_whole(step / "policy")
+        why = find_defect(step / "policy")
         if why is None:
             return step / "policy"
         raise UserError(f"{path} is not a whole checkpoint: {why}")
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    whole, broken = whole_steps(checkpoints), broken_steps(checkpoints)
+    whole, broken = list_whole_steps(checkpoints), find_broken_steps(checkpoints)
     if whole:
         return policy_dir(checkpoints, whole[-1])
     reasons = "".join(f"\n  {policy_dir(checkpoints, number)}: {why}" for number, why in broken.items())
@@ -87,7 +87,7 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def marker_text(policy: Path) -> str:
+def build_marker_text(policy: Path) -> str:
     """The commit marker for all files that are now in ``policy``."""
     files = {p.relative_to(policy).as_posix(): p.stat().st_size for p in sorted(policy.rglob("*")) if p.is_file()}
     return json.dumps({"files": files}, indent=1)

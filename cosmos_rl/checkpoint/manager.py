@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.checkpoint.state import StateDict
 from cosmos_rl.storage import atomic
-from cosmos_rl.storage.disk import writing_into
+from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.utils.logging import logger
 
 WriteExport = Callable[[], None]
@@ -73,7 +73,7 @@ class CheckpointManager:
         self._join()
         if self._background and not block:
             if job.state is not None:
-                job = replace(job, state=self._copied(job.state))
+                job = replace(job, state=self._copy_to_cpu(job.state))
             self._pending = self._pool.submit(self._write, job)
         else:
             self._write(job)
@@ -96,7 +96,7 @@ class CheckpointManager:
         finally:
             self._pool.shutdown()
 
-    def point_best(self, step: int) -> bool:
+    def link_best(self, step: int) -> bool:
         """Let ``best`` lead to the checkpoint of ``step``, or to its export where there is no checkpoint.
 
         Returns whether there is one of them.
@@ -110,9 +110,9 @@ class CheckpointManager:
             atomic.replace_link(self._best, target)
         return True
 
-    def discard_after(self, step: int) -> None:
+    def remove_steps_after(self, step: int) -> None:
         """Remove saved steps later than ``step`` and their exports: a resume must not find them."""
-        for later in [s for s in layout.whole_steps(self._checkpoints) if s > step] if self._is_main else []:
+        for later in [s for s in layout.list_whole_steps(self._checkpoints) if s > step] if self._is_main else []:
             atomic.remove(layout.step_dir(self._checkpoints, later))
             atomic.remove(layout.step_dir(self._exports, later))
             logger.info(f"[Policy] Step: {later}, checkpoint and export removed")
@@ -121,7 +121,7 @@ class CheckpointManager:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _copied(self, state: StateDict) -> StateDict:
+    def _copy_to_cpu(self, state: StateDict) -> StateDict:
         """A private copy on the CPU: the loop continues to change the live tensors.
 
         The memory is kept for the next save, since asking the system for it again takes longer than the copy itself.
@@ -143,13 +143,13 @@ class CheckpointManager:
 
     def _write(self, job: SaveJob) -> None:
         if job.export is not None:
-            with writing_into(layout.step_dir(self._exports, job.step)):
+            with report_full_disk(layout.step_dir(self._exports, job.step)):
                 job.export()
         if job.state is not None:
-            with writing_into(layout.step_dir(self._checkpoints, job.step)):
+            with report_full_disk(layout.step_dir(self._checkpoints, job.step)):
                 self._write_state(job.step, job.state, job.trainer_state)
         if job.best:
-            self.point_best(job.step)
+            self.link_best(job.step)
         if job.state is not None and self._is_main:
             self._prune()
 
@@ -165,7 +165,7 @@ class CheckpointManager:
         if not self._is_main:
             return
         (policy / layout.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
-        (policy / layout.COMMIT_MARKER).write_text(layout.marker_text(policy), encoding="utf-8")
+        (policy / layout.COMMIT_MARKER).write_text(layout.build_marker_text(policy), encoding="utf-8")
         atomic.commit(final)
         where = layout.policy_dir(self._checkpoints, step).absolute()
         logger.info(f"[Policy] Step: {step}, checkpoint saved successfully at {where}.")
@@ -173,7 +173,7 @@ class CheckpointManager:
     def _prune(self) -> None:
         if self._max_keep < 0:
             return
-        for step in layout.whole_steps(self._checkpoints)[: -self._max_keep]:
+        for step in layout.list_whole_steps(self._checkpoints)[: -self._max_keep]:
             if step == self._best_step:
                 continue
             atomic.remove(layout.step_dir(self._checkpoints, step))

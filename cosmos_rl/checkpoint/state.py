@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from cosmos_rl.distributed.blocks import blocks_in_a_row
-from cosmos_rl.distributed.sharding import like_sharded, local_part
+from cosmos_rl.distributed.sharding import local_part, shard_like
 from cosmos_rl.errors import UserError
 
 StateDict = dict[str, Tensor]
@@ -35,7 +35,9 @@ def collect(
     moments = optimizer.state if optimizer is not None else {}
     for name, param in params.items():
         for key, value in moments.get(param, {}).items():
-            state |= {f"optim.{name}.{key}{part}": tensor for part, tensor in _plain(value, param, optimizer).items()}
+            state |= {
+                f"optim.{name}.{key}{part}": tensor for part, tensor in _to_storable(value, param, optimizer).items()
+            }
     for kind, tensors in copies.items():
         state |= {f"{kind}.{name}": value for name, value in tensors.items()}
     return state
@@ -60,7 +62,7 @@ def restore(
     for name, param in params.items() if optimizer is not None else ():
         moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
         if moments and optimizer is not None:
-            optimizer.state[param] = _empty_moments(list(moments), param, optimizer)
+            optimizer.state[param] = _create_empty_moments(list(moments), param, optimizer)
     target = collect(params, optimizer, copies)
     _check_moments(folder, set(stored), set(target))
     _check_shapes(folder, stored, target)
@@ -69,9 +71,9 @@ def restore(
         dcp.load(target, checkpoint_id=folder)
 
 
-def _plain(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _to_storable(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """A moment as tensors that can be stored and split over any number of ranks: itself, or 8-bit codes and scales."""
-    blocks = blocks_in_a_row(param.shape) if _in_eight_bits(optimizer) and value.ndim else 0
+    blocks = blocks_in_a_row(param.shape) if _uses_eight_bits(optimizer) and value.ndim else 0
     if not blocks:
         return {"": value}
     local = local_part(value)
@@ -81,23 +83,23 @@ def _plain(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None
         codes, scale = local.to(torch.uint8), local.new_zeros(0)
     whole = torch.Size([param.shape[0], blocks])
     return {
-        ".codes": like_sharded(param, codes, param.shape),
-        ".scale": like_sharded(param, scale.view(rows, blocks), whole),
+        ".codes": shard_like(param, codes, param.shape),
+        ".scale": shard_like(param, scale.view(rows, blocks), whole),
     }
 
 
-def _in_eight_bits(optimizer: torch.optim.Optimizer | None) -> bool:
+def _uses_eight_bits(optimizer: torch.optim.Optimizer | None) -> bool:
     return hasattr(optimizer, "block_size")  # of torchao
 
 
-def _empty_moments(
+def _create_empty_moments(
     keys: Sequence[str], param: torch.nn.Parameter, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     # torch's optimisers count in a float32 scalar, fused ones on the parameter's device
     fused = bool(optimizer.param_groups[0].get("fused"))
     step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
     names = [key for key in dict.fromkeys(key.partition(".")[0] for key in keys) if key != "step"]
-    if _in_eight_bits(optimizer):
+    if _uses_eight_bits(optimizer):
         new: Any = optimizer
         moments = {name: new._new_buffer(param, name == "exp_avg") for name in names}
     else:
@@ -109,7 +111,7 @@ def _check_moments(folder: Path, stored: set[str], wanted: set[str]) -> None:
     kept = {key for key in stored if key.startswith("optim.")} if any(k.startswith("optim.") for k in wanted) else set()
     if kept != {key for key in wanted if key.startswith("optim.")}:
         raise UserError(
-            f"{folder} holds moments of another optimiser: train.optm_name must be that of the saved run, with or "
+            f"{folder} holds the state of another optimiser: train.optm_name must be that of the saved run, with or "
             "without 8bit"
         )
 

@@ -23,7 +23,7 @@ _KEEP_AFTER_EVICTION = 0.9
 _SAMPLED_BYTES = 2**20
 
 
-def files_digest(folder: Path) -> str:
+def digest_files(folder: Path) -> str:
     """Digest of a model folder's files: names, sizes, and the first and last megabyte of each.
 
     Reading ten gigabytes at every start would cost more than it protects from; a safetensors header holds every shape.
@@ -96,19 +96,19 @@ class TensorCache:
         return kept
 
     def _remember(self, name: str, tensors: dict[str, Tensor]) -> None:
-        self._memory_bytes += _bytes_of(tensors) - _bytes_of(self._memory.pop(name, {}))
+        self._memory_bytes += _count_bytes(tensors) - _count_bytes(self._memory.pop(name, {}))
         self._memory[name] = tensors
         while self._memory_bytes > _IN_MEMORY_BYTES:
             _, oldest = self._memory.popitem(last=False)
-            self._memory_bytes -= _bytes_of(oldest)
+            self._memory_bytes -= _count_bytes(oldest)
 
     def _entries(self) -> list[_Entry]:
         """Every entry of the folder, all kinds and runs."""
         found = []
-        for place, _, names in os.walk(self._root):
+        for folder, _, names in os.walk(self._root):
             for name in names:
                 if name.endswith(".safetensors"):
-                    path = os.path.join(place, name)
+                    path = os.path.join(folder, name)
                     with contextlib.suppress(FileNotFoundError):  # another process may evict at the same time
                         found.append(_Entry(path, os.stat(path)))
         return found
@@ -137,5 +137,5 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())

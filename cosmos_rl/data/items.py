@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.text_lengths import Named, TextEncoder, refusal
-from cosmos_rl.data.texts import printable, text_problem
+from cosmos_rl.data.text_lengths import Named, TextEncoder, find_refusal
+from cosmos_rl.data.texts import find_text_problem, printable
 from cosmos_rl.errors import UserError
 
 
@@ -59,7 +59,7 @@ class Part(Sequence[Any]):
         return whole and f"{whole}[{self._range.start}:{self._range.stop}]"
 
 
-def named_captions(dataset: Any) -> list[Named]:
+def list_captions(dataset: Any) -> list[Named]:
     """(name, caption) of every element of a data set that knows its captions without decoding; else nothing."""
     prompts = getattr(dataset, "prompts", None) or ()
     names = getattr(dataset, "names", None) or [f"element {i}" for i in range(len(prompts))]
@@ -78,16 +78,16 @@ class Readable(Sequence[Item]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
-        item = as_item(self._dataset[index], index)
+        item = to_item(self._dataset[index], index)
         if item.prompt not in self._right:
-            why = refusal(item.prompt, self._encoders)
+            why = find_refusal(item.prompt, self._encoders)
             if why is not None:
                 raise BadSample(f"caption of {printable(item.name)}: {why}")
             self._right.add(item.prompt)
         return item
 
 
-def as_item(raw: Any, index: int) -> Item:
+def to_item(raw: Any, index: int) -> Item:
     """An element of any data set -> ``Item``. A user's data set may return mappings with ``visual`` and ``prompt``.
 
     Raises:
@@ -115,6 +115,6 @@ def as_item(raw: Any, index: int) -> Item:
 
 
 def _check_text(prompt: str, index: int) -> None:
-    problem = text_problem(prompt)
+    problem = find_text_problem(prompt)
     if problem is not None:
         raise BadSample(f"data set element {index}: 'prompt' {problem}")

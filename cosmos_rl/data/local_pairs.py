@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cosmos_rl.data.images import load_image
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.pair_files import pairs_digest, usable_pairs
+from cosmos_rl.data.pair_files import digest_pairs, load_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
@@ -29,7 +29,7 @@ class LocalPairs(Sequence[Item]):
         self.folder = Path(folder).expanduser()
         self._size = (height, width)
         self._decoded: dict[int, Tensor] = {}
-        self.pairs, self.problems, left_out = usable_pairs(self.folder)
+        self.pairs, self.problems, left_out = load_pairs(self.folder)
         if left_out:
             logger.warning(left_out)
 
@@ -46,7 +46,7 @@ class LocalPairs(Sequence[Item]):
     @functools.cached_property
     def digest(self) -> str:
         """Of names and captions, in the order of the pairs."""
-        return pairs_digest(self.pairs)
+        return digest_pairs(self.pairs)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -61,7 +61,7 @@ class LocalPairs(Sequence[Item]):
         return Item(visual=visual, prompt=pair.prompt, name=pair.name)
 
 
-def held_out_data(config: Config) -> LocalPairs | PromptFile | None:
+def load_held_out_data(config: Config) -> LocalPairs | PromptFile | None:
     """The pairs or the prompts in `validation.dataset.local_dir`; None without validation or where none is named."""
     source = config.validation.dataset.local_dir
     if not config.validation.enable or not source:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl.data.texts import parse_json, printable, prompt_problem
+from cosmos_rl.data.texts import find_prompt_problem, parse_json, printable
 from cosmos_rl.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -33,7 +33,7 @@ class Pair:
     prompt: str
 
 
-def expected_layout() -> str:
+def describe_layout() -> str:
     """One sentence that says what a folder of pairs looks like."""
     return f'expected a flat folder of pairs <name>.json ({{"prompt": "..."}}) and <name>{"|".join(SUFFIXES)}'
 
@@ -45,10 +45,10 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
         UserError: the folder does not exist or holds no usable pair.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder.absolute()}: no such folder; {expected_layout()}")
+        raise UserError(f"{folder.absolute()}: no such folder; {describe_layout()}")
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
-    images, others = _by_stem(names)
+    images, others = _group_by_stem(names)
     pairs, problems = [], []
     for caption in (name for name in names if name.endswith(".json")):
         stem = caption.removesuffix(".json")
@@ -58,22 +58,22 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
             pairs.append(Pair(printable(stem), found[0], prompt))
             continue
         if problem is None:
-            problem = f"has {len(found)} images" if found else "has no image" + _not_read(others.get(stem))
+            problem = f"has {len(found)} images" if found else "has no image" + _describe_unread(others.get(stem))
         problems.append(f"{printable(caption)}: {problem}")
     problems += [
-        f"{printable(name)}: has no caption {printable(stem)}.json" + _not_read(others.get(stem))
+        f"{printable(name)}: has no caption {printable(stem)}.json" + _describe_unread(others.get(stem))
         for stem, found in sorted(images.items())
         for name in found
     ]
     if not pairs:
         raise UserError(
-            f"{folder.absolute()}: no usable pair; {expected_layout()}; found {_summary(folder)}"
-            + _listed(problems, _SHOWN_WHEN_NONE_IS_LEFT)
+            f"{folder.absolute()}: no usable pair; {describe_layout()}; found {_summarise(folder)}"
+            + _list_problems(problems, _SHOWN_WHEN_NONE_IS_LEFT)
         )
     return pairs, problems
 
 
-def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
+def load_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
     """`scan_pairs`, and a text about what is left out (empty: nothing is).
 
     Raises:
@@ -82,13 +82,15 @@ def usable_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
     pairs, problems = scan_pairs(folder)
     if not problems:
         return pairs, problems, ""
-    text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _listed(problems, _SHOWN)
+    text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _list_problems(
+        problems, _SHOWN
+    )
     if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
-        raise UserError(f"{text}\nMore files are left out than used; {expected_layout()}")
+        raise UserError(f"{text}\nMore files are left out than used; {describe_layout()}")
     return pairs, problems, text
 
 
-def pairs_digest(pairs: Sequence[Pair]) -> str:
+def digest_pairs(pairs: Sequence[Pair]) -> str:
     """16 hex digits of all names and captions."""
     digest = hashlib.sha256()
     for pair in pairs:
@@ -96,7 +98,7 @@ def pairs_digest(pairs: Sequence[Pair]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def _group_by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Stem -> the images of that name, and stem -> its files of kinds that are not read."""
     images: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -108,7 +110,7 @@ def _by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list
     return images, others
 
 
-def _not_read(names: Sequence[str] | None) -> str:
+def _describe_unread(names: Sequence[str] | None) -> str:
     if not names:
         return ""
     return f"; {', '.join(map(printable, names))} is of a kind that is not read"
@@ -123,7 +125,7 @@ def _read_prompt(caption: str) -> tuple[str | None, str | None]:
     if len(content) > _LARGEST_CAPTION:
         return None, f"is not a caption: it has more than {_LARGEST_CAPTION} bytes"
     row, problem = parse_json(content)
-    problem = problem or prompt_problem(row)
+    problem = problem or find_prompt_problem(row)
     if problem is not None or not isinstance(row, Mapping):
         return None, problem
     return row["prompt"], None
@@ -141,7 +143,7 @@ def _content(caption: str) -> bytes:
         os.close(fd)
 
 
-def _listed(problems: Sequence[str], shown: int) -> str:
+def _list_problems(problems: Sequence[str], shown: int) -> str:
     """The first problems, a line each."""
     if not problems:
         return ""
@@ -149,7 +151,7 @@ def _listed(problems: Sequence[str], shown: int) -> str:
     return ":\n  " + "\n  ".join(problems[:shown]) + more
 
 
-def _summary(folder: Path) -> str:
+def _summarise(folder: Path) -> str:
     """What the folder holds, by kind: ``3 .txt, 2 folders (metas, videos)``."""
     entries = sorted(folder.iterdir())
     kinds = Counter(entry.suffix or printable(entry.name) for entry in entries if entry.is_file())

@@ -36,20 +36,20 @@ class _Known:
     """Split -> where it is published."""
 
 
-def _of_nft(name: str, file: str) -> _Known:
+def _known_nft_set(name: str, file: str) -> _Known:
     return _Known(file, {split: f"{_NFT}/{name}/{file.format(split=split)}" for split in ("train", "test")})
 
 
 KNOWN = {
-    "pickscore": _of_nft("pickscore", "{split}.txt"),
-    "ocr": _of_nft("ocr", "{split}.txt"),
-    "geneval": _of_nft("geneval", "{split}_metadata.jsonl"),
+    "pickscore": _known_nft_set("pickscore", "{split}.txt"),
+    "ocr": _known_nft_set("ocr", "{split}.txt"),
+    "geneval": _known_nft_set("geneval", "{split}_metadata.jsonl"),
     "dance_grpo_t2v": _Known("{split}.txt", {"train": _VIDEO_PROMPTS, "test": _VIDEO_PROMPTS}),
 }
 """Prompt sets by `dataset.name`."""
 
 
-def prompts_of(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRecord]:
+def load_prompts(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRecord]:
     """The prompts that the table ``key`` asks for: those of ``local_dir``, else the set ``name``.
 
     Args:
@@ -63,46 +63,46 @@ def prompts_of(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRe
     found = prompt_file(dataset, key, split=split)
     if found is not None:
         return read_prompts(found)
-    split, known = _split_of(dataset, split), KNOWN[dataset.name]
-    place = _places(dataset.name, split)[0]
+    split, known = _choose_split(dataset, split), KNOWN[dataset.name]
+    path = _list_places(dataset.name, split)[0]
     if split not in known.urls:
         raise UserError(
-            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {place}'
+            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {path}'
         )
-    return _fetched(known.urls[split], place)
+    return _fetch(known.urls[split], path)
 
 
 def prompt_file(dataset: DatasetConfig, key: str, *, split: str) -> Path | None:
-    """The file that `prompts_of` would read; None for a named set that has not been fetched yet.
+    """The file that `load_prompts` would read; None for a named set that has not been fetched yet.
 
     Raises:
         UserError: nothing is named, an unknown set, or no such file.
     """
-    split = _split_of(dataset, split)
+    split = _choose_split(dataset, split)
     if dataset.local_dir:
-        return _own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir")
+        return _find_own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir")
     if not dataset.name:
         raise UserError(f"{key}.name: missing; allowed: one of {', '.join(KNOWN)}, or give a file as {key}.local_dir")
     if dataset.name not in KNOWN:
         near = difflib.get_close_matches(dataset.name, KNOWN, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f'{key}.name: found "{dataset.name}"; allowed: one of {", ".join(KNOWN)}{hint}')
-    return next((place for place in _places(dataset.name, split) if place.is_file()), None)
+    return next((path for path in _list_places(dataset.name, split) if path.is_file()), None)
 
 
-def _split_of(dataset: DatasetConfig, default: str) -> str:
+def _choose_split(dataset: DatasetConfig, default: str) -> str:
     splits = [dataset.split] if isinstance(dataset.split, str) else dataset.split
     return next(iter(splits), "") or default
 
 
-def _places(name: str, split: str) -> list[Path]:
+def _list_places(name: str, split: str) -> list[Path]:
     """Where a named set may lie; the first is where it is put when it is fetched."""
     set_in = os.environ.get("COSMOS_CACHE_DIR") or _DEFAULT_CACHE
     roots = dict.fromkeys((set_in, _DEFAULT_CACHE))
     return [Path(root).expanduser() / "diffusion_nft" / name / KNOWN[name].file.format(split=split) for root in roots]
 
 
-def _own_file(path: Path, split: str, key: str) -> Path:
+def _find_own_file(path: Path, split: str, key: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
@@ -114,11 +114,11 @@ def _own_file(path: Path, split: str, key: str) -> Path:
     return found
 
 
-def _fetched(url: str, path: Path) -> list[PromptRecord]:
+def _fetch(url: str, path: Path) -> list[PromptRecord]:
     """Download a prompt file unless another process has done so meanwhile; only a whole and readable one is kept."""
     import httpx  # late: a tenth of a second, and only a download needs it
 
-    with _alone(path):
+    with _lock_download(path):
         if path.is_file():
             return read_prompts(path)
         logger.info("fetching %s", url)
@@ -153,7 +153,7 @@ def _download(url: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _lock_download(path: Path) -> Iterator[None]:
     """Within the block no other process on this machine fetches ``path``; the end of the process frees it too."""
     lock_path = path.with_name(f".{path.name}.lock")
     try:
@@ -163,7 +163,7 @@ def _alone(path: Path) -> Iterator[None]:
         raise UserError(f"{lock_path.parent}: cannot be written ({error.strerror}); set COSMOS_CACHE_DIR") from error
     try:
         until = time.monotonic() + _WAIT_S
-        while not _locked(lock):
+        while not _try_lock(lock):
             if time.monotonic() > until:
                 raise UserError(f"{path}: another process has been fetching it for {_WAIT_S:g} s; is it stuck?")
             time.sleep(0.1)
@@ -172,7 +172,7 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _locked(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

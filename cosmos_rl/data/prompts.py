@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cosmos_rl.data.texts import parse_json, printable, prompt_problem, text_problem
+from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 from cosmos_rl.errors import UserError
 
 _FORMS = {
@@ -63,7 +63,7 @@ class PromptFile(Sequence[str]):
         return self.records[index].prompt
 
 
-def prompts_digest(records: Sequence[PromptRecord]) -> str:
+def digest_prompts(records: Sequence[PromptRecord]) -> str:
     """12 hex digits of the SHA-256 of all texts and metadata, in order."""
     digest = hashlib.sha256()
     for record in records:
@@ -88,17 +88,17 @@ def check_sampling(records: Sequence[PromptRecord], guidance: float) -> None:
             raise UserError(f"{what}: seed: found {seed!r}; allowed: a whole number from 0 on, below 2^63")
 
 
-def unused_keys(records: Sequence[PromptRecord], *, used: Sequence[str] = _SAMPLING_KEYS) -> list[str]:
+def find_unused_keys(records: Sequence[PromptRecord], *, used: Sequence[str] = _SAMPLING_KEYS) -> list[str]:
     """Keys of rows other than ``prompt`` and ``used``, sorted."""
     return sorted({key for record in records for key in record.metadata} - set(used))
 
 
-def named_sampling_keys(records: Sequence[PromptRecord]) -> list[str]:
+def find_sampling_keys(records: Sequence[PromptRecord]) -> list[str]:
     """Those of the keys that act in validation alone which a record has."""
     return [key for key in _SAMPLING_KEYS if any(key in record.metadata for record in records)]
 
 
-def as_prompt_record(raw: object, index: int) -> PromptRecord:
+def to_prompt_record(raw: object, index: int) -> PromptRecord:
     """An element of any data set of prompts: a text, a record, or a mapping with ``prompt``.
 
     The other keys of a mapping become the metadata, or what stands under ``metadata`` when that is a mapping itself.
@@ -113,12 +113,12 @@ def as_prompt_record(raw: object, index: int) -> PromptRecord:
     if not isinstance(raw, Mapping) or not isinstance(raw.get("prompt"), str):
         found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
         raise UserError(f'data set element {index}: need a text or a mapping with a text "prompt", found {found}')
-    record = _of_mapping(raw)
+    record = _from_mapping(raw)
     _check_texts(record, f"data set element {index}")
     return record
 
 
-def _of_mapping(row: Mapping[str, Any]) -> PromptRecord:
+def _from_mapping(row: Mapping[str, Any]) -> PromptRecord:
     rest = {key: value for key, value in row.items() if key != "prompt"}
     metadata = rest.pop("metadata", None)
     if isinstance(metadata, Mapping):
@@ -128,9 +128,9 @@ def _of_mapping(row: Mapping[str, Any]) -> PromptRecord:
     return PromptRecord(row["prompt"], MappingProxyType(rest))
 
 
-def is_prompt_file(place: str | Path) -> bool:
-    """Whether validation data at ``place`` is a list of prompts, not a folder of pairs."""
-    path = Path(place).expanduser()
+def is_prompt_file(where: str | Path) -> bool:
+    """Whether validation data at ``where`` is a list of prompts, not a folder of pairs."""
+    path = Path(where).expanduser()
     return path.is_file() or (path.suffix in _FORMS and not path.is_dir())
 
 
@@ -162,7 +162,7 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
         rows = [(f"line {i}", {"prompt": line.strip()}) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     elif suffix == ".jsonl":  # not splitlines: JSON may hold other line separators
         lines = ((f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
-        rows = [(place, _json(line, f"{name}, {place}", expected)) for place, line in lines]
+        rows = [(where, _json(line, f"{name}, {where}", expected)) for where, line in lines]
     else:
         content = _json(text, name, expected)
         if not isinstance(content, list):
@@ -171,34 +171,34 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
     if not rows:
         raise UserError(f"{name}: holds no list of prompts: it is empty; {expected}")
     _refuse_wrong(rows, name, expected)
-    return [_of_mapping(row) for _, row in rows]
+    return [_from_mapping(row) for _, row in rows]
 
 
 def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> None:
     """Raise `UserError` that names the rows without a usable text, with what is wrong with the first."""
-    wrong = [(place, why) for place, row in rows if (why := _problem(row)) is not None]
+    wrong = [(where, why) for where, row in rows if (why := _problem(row)) is not None]
     if not wrong:
         return
-    places, more = ", ".join(place for place, _ in wrong[:_SHOWN]), ""
+    where_wrong, more = ", ".join(where for where, _ in wrong[:_SHOWN]), ""
     if len(wrong) > _SHOWN:
         more = f" and {len(wrong) - _SHOWN} more"
     first, why = wrong[0]
-    raise UserError(f'{name}: no text under "prompt" in {places}{more}; {expected} ({first} {why})')
+    raise UserError(f'{name}: no text under "prompt" in {where_wrong}{more}; {expected} ({first} {why})')
 
 
 def _problem(row: object) -> str | None:
     """What is wrong with a row; any other text in it must also be one that can be written and sent."""
-    problem = prompt_problem(row)
+    problem = find_prompt_problem(row)
     if problem is not None or not isinstance(row, dict):
         return problem
     if not row["prompt"].strip():
         return "has an empty text under 'prompt'"
-    return text_problem(json.dumps(row, ensure_ascii=False))
+    return find_text_problem(json.dumps(row, ensure_ascii=False))
 
 
 def _check_texts(record: PromptRecord, what: str) -> None:
     for text in (record.prompt, *(v for v in record.metadata.values() if isinstance(v, str))):
-        problem = text_problem(text)
+        problem = find_text_problem(text)
         if problem is not None:
             raise UserError(f"{what}: {printable(record.prompt[:40])!r}: {problem}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cosmos_rl.data.items import BadSample, Item, as_item
+from cosmos_rl.data.items import BadSample, Item, to_item
 from cosmos_rl.errors import UserError
 from cosmos_rl.utils.logging import logger
 
@@ -20,10 +20,10 @@ _TRIES = 10
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the stream."""
+    """A position in the stream."""
 
     sample_id: int
-    """Global position: ``step * batch + slot``; the key of all random draws for this sample."""
+    """Global position: ``step * batch`` plus the index in the batch; the key of all random draws for this sample."""
     index: int
     """Index into the data set."""
 
@@ -55,7 +55,7 @@ class MapStream:
 
     def order(self, epoch: int) -> Sequence[int]:
         """The order of the items in 0-based ``epoch``."""
-        return _permuted(self.length, self.seed + epoch) if self.shuffle else range(self.length)
+        return _permute(self.length, self.seed + epoch) if self.shuffle else range(self.length)
 
     def positions(self, step: int) -> list[Position]:
         """The ``batch`` positions of 0-based ``step``."""
@@ -70,7 +70,7 @@ class MapStream:
 
 
 @functools.lru_cache(maxsize=4)  # a step asks several times, and a run has few streams
-def _permuted(length: int, seed: int) -> Sequence[int]:
+def _permute(length: int, seed: int) -> Sequence[int]:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -122,7 +122,7 @@ def read_held_out(dataset: Sequence[Any], ids: Sequence[int], skipped: Skipped) 
     found: dict[int, Item] = {}
     for index in ids:
         try:
-            found[index] = as_item(dataset[index], index)
+            found[index] = to_item(dataset[index], index)
         except BadSample as error:
             skipped.note(index, str(error))
     return list(found), list(found.values())
@@ -150,7 +150,7 @@ class _ByPosition(Dataset[Any]):
         for offset in range(min(_TRIES, length)):
             index = (position.index + offset) % length  # a pure function of the position: a resume finds the same one
             try:
-                return _Fetched(position, as_item(self._dataset[index], index), tuple(skipped))
+                return _Fetched(position, to_item(self._dataset[index], index), tuple(skipped))
             except BadSample as error:
                 skipped.append((index, str(error)))
             except UserError as error:
@@ -175,7 +175,7 @@ class _ShareOfSteps:
             yield positions[self._share]
 
 
-def _as_batch(fetched: list[_Fetched], skipped: Skipped) -> Batch:
+def _to_batch(fetched: list[_Fetched], skipped: Skipped) -> Batch:
     items: list[Item] = []
     for one in fetched:
         for index, reason in one.skipped:
@@ -223,4 +223,4 @@ def load_batches(
         worker_init_fn=_stay_until_closed,
     )
     for fetched in loader:
-        yield _as_batch(fetched, skipped)
+        yield _to_batch(fetched, skipped)

@@ -24,7 +24,7 @@ class TextEncoder:
     """Texts -> their tokens, the special ones included."""
 
 
-def encoder_of(
+def build_encoder(
     tokenizer_class: str, longest: int, limit: int, lengths: Callable[[Sequence[str]], list[int]]
 ) -> TextEncoder:
     """A text encoder by the class of its tokenizer: CLIP takes ``longest`` tokens, all others what is configured."""
@@ -32,7 +32,7 @@ def encoder_of(
     return TextEncoder(name, longest if name == "CLIP" else limit, lengths)
 
 
-def encoders_in(folder: Path, limit: int) -> list[TextEncoder]:
+def load_encoders(folder: Path, limit: int) -> list[TextEncoder]:
     """Those of a pipeline folder whose tokenizer is there as one file (``tokenizer.json``)."""
     from tokenizers import Tokenizer  # late: only with a pipeline to look into
 
@@ -46,17 +46,17 @@ def encoders_in(folder: Path, limit: int) -> list[TextEncoder]:
         def lengths(texts: Sequence[str], tokenizer: Tokenizer = tokenizer) -> list[int]:
             return [len(encoded) for encoded in tokenizer.encode_batch(list(texts))]
 
-        found.append(encoder_of(config["tokenizer_class"], int(config["model_max_length"]), limit, lengths))
+        found.append(build_encoder(config["tokenizer_class"], int(config["model_max_length"]), limit, lengths))
     return found
 
 
-def too_long(texts: Sequence[Named], encoders: Sequence[TextEncoder], noun: str = "captions") -> str:
+def describe_truncation(texts: Sequence[Named], encoders: Sequence[TextEncoder], noun: str = "captions") -> str:
     """One line about the texts that are cut; empty when none is."""
     distinct = {(encoder.name, encoder.limit): encoder for encoder in reversed(encoders)}
     counts, longest, least = list[tuple[int, TextEncoder]](), (0, ""), ""
     for encoder in sorted(distinct.values(), key=lambda e: e.name, reverse=True):
         candidates = _candidates(texts, encoder)
-        lengths = [(count, name) for name, count in _long_ones(candidates[:_MOST_COUNTED], encoder)]
+        lengths = [(count, name) for name, count in _find_too_long(candidates[:_MOST_COUNTED], encoder)]
         if len(candidates) > _MOST_COUNTED:
             least = "at least "
         if lengths:
@@ -75,7 +75,7 @@ def _candidates(texts: Sequence[Named], encoder: TextEncoder) -> list[Named]:
     return [named for named in texts if len(named[1]) > encoder.limit - 3 or not named[1].isascii()]
 
 
-def _long_ones(texts: Sequence[Named], encoder: TextEncoder) -> list[tuple[str, int]]:
+def _find_too_long(texts: Sequence[Named], encoder: TextEncoder) -> list[tuple[str, int]]:
     """(name, tokens) of those that are longer than the encoder takes."""
     found = []
     for first in range(0, len(texts), _AT_ONCE):
@@ -95,7 +95,7 @@ def _lengths(texts: Sequence[str], encoder: TextEncoder) -> list[int]:
         return [_lengths([text], encoder)[0] for text in texts]
 
 
-def refusal(text: str, encoders: Sequence[TextEncoder]) -> str | None:
+def find_refusal(text: str, encoders: Sequence[TextEncoder]) -> str | None:
     """What a tokenizer raises for ``text``; None: all take it."""
     for encoder in encoders:
         try:

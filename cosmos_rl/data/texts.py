@@ -21,12 +21,12 @@ def parse_json(content: bytes | str) -> tuple[object, str | None]:
         return None, "is not valid JSON (nested too deeply)"
 
 
-def prompt_problem(row: object) -> str | None:
+def find_prompt_problem(row: object) -> str | None:
     """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one."""
     if not isinstance(row, Mapping):
         return f"has no text under 'prompt'; it is not an object but {_kind(row)}"
     if isinstance(row.get("prompt"), str):
-        return text_problem(row["prompt"])
+        return find_text_problem(row["prompt"])
     if "prompt" in row:
         return f"has no text under 'prompt'; that is {_kind(row['prompt'])}"
     keys = [repr(printable(str(key))[:40]) for key in row]
@@ -34,7 +34,7 @@ def prompt_problem(row: object) -> str | None:
     return f"has no text under 'prompt'; it has {', '.join(keys[:_SHOWN_KEYS]) or 'nothing'}{more}"
 
 
-def text_problem(text: str) -> str | None:
+def find_text_problem(text: str) -> str | None:
     """Why no tokenizer takes ``text``; None: it is one."""
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""Flow-matching maths: noise levels, transition kernels, the sampling loop. Pure tensors, no config and no models.
+"""Flow-matching maths: sigmas, transition kernels, the sampling loop. Pure tensors, no config and no models.
 
 Convention: ``x_sigma = (1 - sigma) * x_0 + sigma * noise``, velocity ``v = dx/dsigma = noise - x_0``.
 """

@@ -1,4 +1,4 @@
-"""Transition kernels: how one sampling step goes from noise level ``sigma`` to ``sigma_next``.
+"""Transition kernels: how one sampling step goes from ``sigma`` to ``sigma_next``.
 
 A kernel is a function ``(index, sigmas) -> Transition``. Every transition is affine in the velocity,
 ``z' = a z + g v + h d_prev + s eps``, so a step is a Gaussian with mean ``a z + g v + h d_prev`` and standard deviation
@@ -104,7 +104,7 @@ def euler(index: int, sigmas: Sequence[float]) -> Transition:
 def flow(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transition:
     """The SDE of Flow-GRPO (Liu et al. 2025, arXiv 2505.05470): diffusion ``noise_level * sqrt(sigma / (1 - sigma))``.
 
-    It has the marginals of the ODE. In the denominator a ``sigma`` of 1 counts as the next level. The last step is the
+    It has the marginals of the ODE. In the denominator a ``sigma`` of 1 counts as the next sigma. The last step is the
     noise-free ODE step.
     """
     sigma, following = sigmas[index], sigmas[index + 1]
@@ -215,7 +215,7 @@ def step_with_log_prob(
     return moved, transition_log_prob(moved, latents, velocity, transition, history)
 
 
-def clean_prediction(latents: Tensor, velocity: Tensor, sigma: float) -> Tensor:
+def predict_clean(latents: Tensor, velocity: Tensor, sigma: float) -> Tensor:
     """``z - sigma v``, the clean sample that a velocity points to, in float32 or float64; a later step's history."""
     return widen(latents) - sigma * widen(velocity)
 
@@ -282,10 +282,10 @@ def transition_kl(
     return element_mean(0.5 * shift**2, element_mask)
 
 
-def sigmas_of(scheduler: Any, num_steps: int) -> Tensor:
-    """Set ``num_steps`` on a diffusers flow scheduler and read its descending levels, ``[num_steps + 1]`` float32.
+def read_sigmas(scheduler: Any, num_steps: int) -> Tensor:
+    """Set ``num_steps`` on a diffusers flow scheduler and read its descending sigmas, ``[num_steps + 1]`` float32.
 
-    The levels are read, never recomputed: some schedulers shift twice, stretch or round them.
+    The sigmas are read, never recomputed: some schedulers shift twice, stretch or round them.
     """
     scheduler.set_timesteps(num_steps)
     return scheduler.sigmas.detach().to("cpu", torch.float32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.kernels import Kernel, StepFn, clean_prediction, euler, step_with_log_prob
+from cosmos_rl.diffusion.kernels import Kernel, StepFn, euler, predict_clean, step_with_log_prob
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """(latents ``[N, C, ...]``, sigma ``[N]`` float32) -> velocity ``[N, C, ...]``."""
@@ -20,7 +20,7 @@ class Sampled:
     """What a run of the sampling loop gives."""
 
     latents: Tensor
-    """``[N, C, ...]`` at the last noise level."""
+    """``[N, C, ...]`` at the last sigma."""
     trajectory: tuple[Tensor, ...]
     """All states from the start to ``latents``, ``S + 1`` of them; empty unless asked for."""
     log_probs: tuple[Tensor | None, ...]
@@ -52,23 +52,23 @@ def run_sampling(
     Raises:
         ValueError: a step is stochastic and there is no ``noise_fn``.
     """
-    levels: list[float] = sigmas.double().tolist()
-    transitions = [kernel(index, levels) for index in range(len(levels) - 1)]
+    sigma_list: list[float] = sigmas.double().tolist()
+    transitions = [kernel(index, sigma_list) for index in range(len(sigma_list) - 1)]
     if noise_fn is None and any(transition.s > 0.0 for transition in transitions):
         raise ValueError("the kernel draws noise between the steps: run_sampling needs noise_fn")
     states = [latents]
     log_probs: list[Tensor | None] = []
     history = None
     for index, transition in enumerate(transitions):
-        sigma_N = torch.full((latents.shape[0],), levels[index], dtype=torch.float32, device=latents.device)
+        sigma_N = torch.full((latents.shape[0],), sigma_list[index], dtype=torch.float32, device=latents.device)
         velocity = velocity_fn(latents, sigma_N)
         noise = noise_fn(index) if noise_fn is not None and transition.s > 0.0 else None
         if step_fn is None:
             moved, log_prob = step_with_log_prob(transition, latents, velocity, history, noise)
         else:
-            moved, log_prob = step_fn(velocity, latents, index, levels, history=history, noise=noise)
+            moved, log_prob = step_fn(velocity, latents, index, sigma_list, history=history, noise=noise)
         needs_history = index + 1 < len(transitions) and transitions[index + 1].h != 0.0
-        history = clean_prediction(latents, velocity, levels[index]) if needs_history else None
+        history = predict_clean(latents, velocity, sigma_list[index]) if needs_history else None
         log_probs.append(log_prob)
         if keep_trajectory:
             states.append(moved)

@@ -1,4 +1,4 @@
-"""Noise levels: where training draws them and how they mix data with noise."""
+"""Sigmas (noise levels): where training draws them and how they mix data with noise."""
 
 import torch
 from torch import Tensor

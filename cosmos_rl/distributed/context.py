@@ -1,4 +1,4 @@
-"""Which device this process has, its place among the ranks, and the process group."""
+"""Which device and which rank this process has, and the process group."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Context:
-    """The place of this process in the job.
+    """The rank of this process in the job.
 
     Ranks of one data-parallel index are context-parallel peers: they share data and compute the same numbers of it. So
     sums and gathers run over one of them each, and count nothing twice; maxima and texts run over all ranks.
@@ -78,7 +78,7 @@ class Context:
         dist.all_gather(parts, rows.cpu().contiguous(), group=self.dp_group)
         return torch.cat(parts)
 
-    def as_on_main(self, text: str) -> str:
+    def broadcast_from_main(self, text: str) -> str:
         """The main rank's `text`, on all ranks."""
         if self.world_size == 1:
             return text

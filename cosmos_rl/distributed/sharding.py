@@ -74,7 +74,7 @@ def _buffers_outside_state(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in module.named_buffers() if name not in saved]
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
+def find_weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file of a diffusers model folder (one file, or shards with an index).
 
     Raises:
@@ -111,7 +111,7 @@ def load_shards(folder: Path, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: names differ.
     """
-    files = weight_files(folder)
+    files = find_weight_files(folder)
     check_names(folder, set(files), set(state))
     with tempfile.TemporaryDirectory() as links:  # the reader takes all safetensors files of a folder, variants too
         for file in set(files.values()):
@@ -119,7 +119,7 @@ def load_shards(folder: Path, state: Mapping[str, Tensor]) -> None:
         dcp.load(dict(state), storage_reader=HuggingFaceStorageReader(links))
 
 
-def like_sharded(param: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+def shard_like(param: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
     """This rank's part ``local`` of a tensor of ``shape``, spread like ``param``; plain where that is plain."""
     if not isinstance(param, DTensor):
         return local
@@ -143,7 +143,7 @@ def copy_full(target: Tensor, full: Tensor) -> None:
             target.copy_(full)
 
 
-def full_cpu(value: Tensor, dtype: torch.dtype | None, *, keep: bool) -> Tensor | None:
+def gather_to_cpu(value: Tensor, dtype: torch.dtype | None, *, keep: bool) -> Tensor | None:
     """The whole tensor as a CPU copy on the ranks with ``keep``; all ranks must call it in the same order."""
     whole = value.detach()
     if isinstance(whole, DTensor):

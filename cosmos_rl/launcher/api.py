@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.checkpoint.layout import committed_steps, step_dir
-from cosmos_rl.data.local_pairs import LocalPairs, held_out_data
-from cosmos_rl.data.prompt_sets import prompts_of
+from cosmos_rl.checkpoint.layout import list_committed_steps, step_dir
+from cosmos_rl.data.local_pairs import LocalPairs, load_held_out_data
+from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.errors import OutOfMemory, UserError
 from cosmos_rl.launcher import out_of_memory
 from cosmos_rl.launcher.check import refuse_what_cannot_run
@@ -71,7 +71,7 @@ class FinishedRun:
             UserError: nothing was exported, as the run was stopped before.
         """
         exports = RunFolder(self.folder).safetensors
-        steps = committed_steps(exports)
+        steps = list_committed_steps(exports)
         if not steps:
             raise UserError(f"{self.folder}: no export yet; go on with resume=True")
         return step_dir(exports, steps[-1])
@@ -129,7 +129,7 @@ def sft(
     if lora:
         tree["policy"]["lora"] = {"r": 16, "lora_alpha": 16.0}
     config = checked_config(_overridden(tree, overrides), "cosmos_rl.sft")
-    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=held_out_data)
+    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=load_held_out_data)
 
 
 def nft(
@@ -316,8 +316,8 @@ def _pairs(config: Config) -> LocalPairs:
 
 
 def _prompts(config: Config) -> Sequence[Any]:
-    return prompts_of(config.train.train_policy.dataset, "train.train_policy.dataset", split="train")
+    return load_prompts(config.train.train_policy.dataset, "train.train_policy.dataset", split="train")
 
 
 def _val_prompts(config: Config) -> Sequence[Any]:
-    return prompts_of(config.validation.dataset, "validation.dataset", split="test")
+    return load_prompts(config.validation.dataset, "validation.dataset", split="test")

@@ -27,9 +27,9 @@ from cosmos_rl.policy.config.model_rules import size_problem
 from cosmos_rl.policy.config.problems import shown
 from cosmos_rl.policy.config.ranks import described, has_unbuilt_ranks, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
-from cosmos_rl.policy.model.single_file import single_file_problem
-from cosmos_rl.storage.disk import missing_abilities, standing
-from cosmos_rl.storage.run_folder import runs
+from cosmos_rl.policy.model.single_file import find_single_file_problem
+from cosmos_rl.storage.disk import find_missing_abilities, nearest_existing
+from cosmos_rl.storage.run_folder import list_runs
 
 _RECENT_STEPS = 50
 _SHOWN_TARGETS = 12
@@ -74,7 +74,7 @@ def check(argv: Sequence[str]) -> int:
         found, notes = _environment_problems(config, BUNDLED.get(script))
         _print([Section("Environment", report.environment() + notes)])
         problems += found + report.disk_problems()
-    elif one_file := single_file_problem(config.policy.model_name_or_path):
+    elif one_file := find_single_file_problem(config.policy.model_name_or_path):
         problems.append(one_file)
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -348,7 +348,7 @@ def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[s
     except UserError as error:
         problems += str(error).splitlines()
     try:
-        lacks = missing_abilities(standing(Path(config.train.output_dir)))
+        lacks = find_missing_abilities(nearest_existing(Path(config.train.output_dir)))
         notes += [f"warning: the disk of train.output_dir has {line}" for line in lacks]
     except UserError as error:
         problems.append(str(error))
@@ -360,7 +360,7 @@ def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[s
 
 def _time_per_step(output_dir: Path) -> str:
     """The median of the newest run in the same folder that has timed steps."""
-    for run in reversed(runs(output_dir.expanduser().absolute())):
+    for run in reversed(list_runs(output_dir.expanduser().absolute())):
         seconds = _seconds(run.metrics)
         if seconds:
             recent = seconds[-_RECENT_STEPS:]

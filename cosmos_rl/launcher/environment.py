@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
-from cosmos_rl.data.pair_files import usable_pairs
+from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
-from cosmos_rl.data.prompts import check_sampling, is_prompt_file, read_prompts, unused_keys
+from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
-from cosmos_rl.policy.model.single_file import single_file_problem
-from cosmos_rl.reward.access import missing_access
+from cosmos_rl.policy.model.single_file import find_single_file_problem
+from cosmos_rl.reward.access import find_missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ def check_environment(config: Config, data: DataForm | None) -> list[str]:
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
-    problems += missing_access(config)
+    problems += find_missing_access(config)
     if problems:
         raise UserError("\n".join(problems))
     return notes
@@ -176,7 +176,7 @@ def _missing(key: str, value: str) -> list[str]:
 def _model(config: Config) -> list[str]:
     name = config.policy.model_name_or_path
     path = Path(name).expanduser()
-    one_file = single_file_problem(name)
+    one_file = find_single_file_problem(name)
     if one_file is not None:
         return [one_file]
     if path.is_dir():
@@ -229,7 +229,7 @@ def _held_out(config: Config, notes: list[str]) -> list[str]:
         check_sampling(records, config.policy.diffusers.sample.guidance_scale)
     except UserError as error:
         return [f"{key}: {error}"]
-    unused = unused_keys(records)
+    unused = find_unused_keys(records)
     if unused:
         notes.append(f"{key}: keys of rows that have no effect: {', '.join(unused)}")
     return []
@@ -251,7 +251,7 @@ def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
             f".jpeg, .png or .webp, found {', '.join(kinds) or 'nothing'}"
         ]
     try:
-        left_out = usable_pairs(path)[2]
+        left_out = load_pairs(path)[2]
     except UserError as error:
         return [f"{key}: {error}"]
     if left_out:

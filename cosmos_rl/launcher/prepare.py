@@ -15,8 +15,8 @@ from cosmos_rl.launcher.families import family_not_runnable
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
 from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
 from cosmos_rl.storage.atomic import write_text
-from cosmos_rl.storage.disk import missing_abilities, writing_into
-from cosmos_rl.storage.run_folder import RunFolder, check_links, claim, next_moment, writing
+from cosmos_rl.storage.disk import find_missing_abilities, report_full_disk
+from cosmos_rl.storage.run_folder import RunFolder, check_links, claim_run, find_free_timestamp, lock_run
 from cosmos_rl.utils.logging import logger
 
 _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
@@ -43,8 +43,8 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
     plan = plan_resume(config)
     if plan.run is not None:
         check_links(plan.run.root.parent, plan.run)
-    run = plan.run or claim(Path(config.train.output_dir), config.train.timestamp)
-    with writing_into(run.root), _tried_disk(run), writing(run):
+    run = plan.run or claim_run(Path(config.train.output_dir), config.train.timestamp)
+    with report_full_disk(run.root), _tried_disk(run), lock_run(run):
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
@@ -61,7 +61,7 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
 def _tried_disk(run: RunFolder) -> Iterator[None]:
     """One warning for all that the disk lacks; what no run can do without ends the command here."""
     try:
-        lacks = missing_abilities(run.root)
+        lacks = find_missing_abilities(run.root)
     except UserError:
         with contextlib.suppress(OSError):  # a new folder must not stay
             run.root.rmdir()
@@ -75,7 +75,7 @@ def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str
     started = {
         "argv": list(argv),
         "cwd": os.getcwd(),
-        "started": next_moment(run.root.parent).isoformat(),
+        "started": find_free_timestamp(run.root.parent).isoformat(),
         "seed": config.train.seed,
         "resumed_from": str(plan.step_path) if plan.step_path else None,
         "git_commit": _git_commit(),

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl.checkpoint.layout import broken_steps, find_checkpoint, policy_dir, whole_steps
+from cosmos_rl.checkpoint.layout import find_broken_steps, find_checkpoint, list_whole_steps, policy_dir
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
-from cosmos_rl.storage.run_folder import RunFolder, runs
+from cosmos_rl.storage.run_folder import RunFolder, list_runs
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def plan_resume(config: Config) -> ResumePlan:
     if not resume:
         return ResumePlan(None, None, "")
     output_dir = Path(config.train.output_dir).expanduser().absolute()
-    found = runs(output_dir)
+    found = list_runs(output_dir)
     if config.train.timestamp:
         names = [run.name for run in found]
         found = found[: names.index(config.train.timestamp) + 1] if config.train.timestamp in names else []
@@ -51,7 +51,7 @@ def plan_resume(config: Config) -> ResumePlan:
 def resume_from(config: Config, run: RunFolder, restart_count: int) -> Path | None:
     """The checkpoint a worker of `run` starts from: after an agent's restart always the newest whole one of its own."""
     if restart_count > 0 or config.train.resume is True:
-        steps = whole_steps(run.checkpoints)
+        steps = list_whole_steps(run.checkpoints)
         if steps:
             return policy_dir(run.checkpoints, steps[-1])
     if isinstance(config.train.resume, str):
@@ -60,12 +60,12 @@ def resume_from(config: Config, run: RunFolder, restart_count: int) -> Path | No
 
 
 def _continue(run: RunFolder, older: list[RunFolder]) -> ResumePlan:
-    whole, broken = whole_steps(run.checkpoints), broken_steps(run.checkpoints)
+    whole, broken = list_whole_steps(run.checkpoints), find_broken_steps(run.checkpoints)
     if whole:
         step = policy_dir(run.checkpoints, whole[-1])
         skipped = [f"; step {number} is broken ({why})" for number, why in broken.items() if number > whole[-1]]
         return ResumePlan(run, step, f"continuing {run.root} from step {whole[-1]}" + "".join(skipped))
-    choices = [policy_dir(old.checkpoints, steps[-1]) for old in older if (steps := whole_steps(old.checkpoints))]
+    choices = [policy_dir(old.checkpoints, steps[-1]) for old in older if (steps := list_whole_steps(old.checkpoints))]
     if not broken and not choices:
         return ResumePlan(run, None, f"{run.root} holds no checkpoint yet: starting it again from step 0")
     lines = [f"train.resume = true, but the newest run {run.root} holds no whole checkpoint:"]

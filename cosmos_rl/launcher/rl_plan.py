@@ -185,14 +185,14 @@ def guard_lines(config: Config) -> list[str]:
     if not guard.enable:
         return ["off: nothing detects reward hacking"]
     steps = sample.eval_num_steps or sample.num_steps
-    spread = max(guard.samples // 2, 4)
+    diverse = max(guard.samples // 2, 4)
     source = f"pairs of {guard.local_dir}" if guard.local_dir else f"own samples, made at the start in {steps} steps"
     action = guard.action
     if action == "rewind":
         action = f"rewind, at most {guard.max_rewinds} times, to the newest checkpoint before it"
     return [
         f"every {counted(guard.freq, 'step')} {guard.samples} held-out samples ({source}) at {GUARD_SIGMAS} "
-        f"noise levels, and the spread of {counted(spread, 'sample')} made in {counted(sample.num_steps, 'step')}",
+        f"noise levels, and the diversity of {counted(diverse, 'sample')} made in {counted(sample.num_steps, 'step')}",
         f"alarm when their loss is more than {guard.max_loss_ratio:g} times, or the diversity less than "
         f"{guard.min_diversity_ratio:g} times that of the start: {action}",
     ]

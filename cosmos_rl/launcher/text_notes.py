@@ -6,7 +6,7 @@ from pathlib import Path
 from cosmos_rl.data.pair_files import scan_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import is_prompt_file, read_prompts
-from cosmos_rl.data.text_lengths import Named, encoders_in, too_long
+from cosmos_rl.data.text_lengths import Named, describe_truncation, load_encoders
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.environment import DataForm
 from cosmos_rl.launcher.pipeline_files import Unknown, folder_of
@@ -19,14 +19,16 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
         return []
     try:
         folder = folder_of(config.policy.model_name_or_path, config.policy.model_revision)
-        encoders = encoders_in(folder, config.policy.diffusers.max_prompt_length)
+        encoders = load_encoders(folder, config.policy.diffusers.max_prompt_length)
     except (Unknown, OSError, ValueError, KeyError):
         return []  # what cannot be read here the run reads by another way
     noun = "captions" if data == "pairs" else "prompts"
     sets = {noun: (config.train.train_policy.dataset, "train")}
     if config.validation.enable:
         sets[f"validation {noun}"] = (config.validation.dataset, "test")
-    lines = (too_long(_texts(dataset, data, split), encoders, name) for name, (dataset, split) in sets.items())
+    lines = (
+        describe_truncation(_texts(dataset, data, split), encoders, name) for name, (dataset, split) in sets.items()
+    )
     return [line for line in lines if line]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
-from cosmos_rl.data.text_lengths import too_long
+from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
-from cosmos_rl.storage.disk import writing_into
-from cosmos_rl.storage.run_folder import run_at
+from cosmos_rl.storage.disk import report_full_disk
+from cosmos_rl.storage.run_folder import find_run
 from cosmos_rl.tracking.report import write_report
 
 
@@ -32,7 +32,7 @@ def tiny_model(argv: Sequence[str]) -> int:
     parser.add_argument("--preset", help="default: the first of the family")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (0)")
     given = parser.parse_args(argv)
-    with writing_into(given.out, remedy=""):
+    with report_full_disk(given.out, remedy=""):
         print(build(given.family, given.out, given.preset or next(iter(FAMILIES[given.family])), given.seed))
     return 0
 
@@ -46,7 +46,7 @@ def export(argv: Sequence[str]) -> int:
     policy = find_checkpoint(given.checkpoint)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
-    with writing_into(given.out, remedy=""):
+    with report_full_disk(given.out, remedy=""):
         print(export_checkpoint(policy, given.out))
     return 0
 
@@ -56,8 +56,8 @@ def report(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
     given = parser.parse_args(argv)
-    with writing_into(given.path, remedy=""):
-        print(write_report(run_at(given.path).root))
+    with report_full_disk(given.path, remedy=""):
+        print(write_report(find_run(given.path).root))
     return 0
 
 
@@ -79,10 +79,10 @@ def sample(argv: Sequence[str]) -> int:
     base, adapter = _base_and_adapter(given.source)
     import torch  # seconds, so only once the command line is known to be right
 
-    from cosmos_rl.checkpoint.export import text_length_of
+    from cosmos_rl.checkpoint.export import read_text_length
     from cosmos_rl.tracking.media import Shown, save_gallery
 
-    length = given.max_prompt_length or text_length_of(adapter or Path(base).expanduser()) or 256
+    length = given.max_prompt_length or read_text_length(adapter or Path(base).expanduser()) or 256
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
@@ -110,11 +110,11 @@ def sample(argv: Sequence[str]) -> int:
 
 def _drawn(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
     """Images as arrays; prompts that are cut are named in one line, not printed by the libraries."""
-    from cosmos_rl.policy.model.quiet import quiet_warnings, text_encoders_of
+    from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_warnings
 
     tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]
-    encoders = text_encoders_of(tokenizers, settings["max_sequence_length"])
-    line = too_long([(repr(text[:40]), text) for text in dict.fromkeys(prompts)], encoders, "prompts")
+    encoders = build_text_encoders(tokenizers, settings["max_sequence_length"])
+    line = describe_truncation([(repr(text[:40]), text) for text in dict.fromkeys(prompts)], encoders, "prompts")
     if line:
         print(f"warning: {line}", file=sys.stderr)
     with quiet_warnings():

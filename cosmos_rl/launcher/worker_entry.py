@@ -20,7 +20,7 @@ from cosmos_rl.launcher.supervised import supervised, tell
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
 from cosmos_rl.policy.config.ranks import has_unbuilt_ranks, resized
 from cosmos_rl.reward import RewardFns
-from cosmos_rl.storage.disk import writing_into
+from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.utils.logging import logger
 
@@ -124,7 +124,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     run_dir = os.environ.get("COSMOS_RUN_DIR")
     if run_dir:
         run = RunFolder(Path(run_dir))
-        with writing_into(run.root):
+        with report_full_disk(run.root):
             yield named(load_config(path), run), run
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own

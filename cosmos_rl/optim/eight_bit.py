@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
-from cosmos_rl.distributed.sharding import like_sharded, local_part
+from cosmos_rl.distributed.sharding import local_part, shard_like
 from cosmos_rl.errors import UserError
 
 
@@ -28,6 +28,6 @@ def eight_bit_optimizer(name: str) -> Any:
             local = local_part(p)
             if not blocks_in_a_row(p.shape) or local.numel() == 0:
                 return torch.zeros_like(p)
-            return like_sharded(p, self._subclass_zeros(local, signed, BLOCK), p.shape).to(p.device)
+            return shard_like(p, self._subclass_zeros(local, signed, BLOCK), p.shape).to(p.device)
 
     return EightBit

@@ -34,7 +34,7 @@ class Ema:
         torch._foreach_lerp_(shadow, live, 1.0 - keep)
 
     @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def average_parameters(self) -> Iterator[None]:
         """The parameters hold the average inside the block and the live weights, bit for bit, after it."""
         with torch.no_grad():
             live = {k: p.detach().clone() for k, p in self._params.items()}

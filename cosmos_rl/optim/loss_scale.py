@@ -20,7 +20,7 @@ class LossScale:
         self._growth_interval = growth_interval
         self._good_steps = 0
 
-    def note_good(self) -> None:
+    def record_success(self) -> None:
         """A step was applied; every ``growth_interval``-th in a row doubles the factor."""
         self._good_steps += 1
         if self._good_steps == self._growth_interval:

@@ -44,7 +44,7 @@ class StepResult:
         return self.refusal is None
 
 
-def foremost(results: Sequence[StepResult]) -> Refusal | None:
+def most_serious_refusal(results: Sequence[StepResult]) -> Refusal | None:
     """The most serious refusal of several steps."""
     found = {result.refusal for result in results}
     return next((kind for kind in (Refusal.NOT_FINITE, Refusal.ZERO, Refusal.OVERFLOW) if kind in found), None)
@@ -153,7 +153,7 @@ class Optimizer:
             if norm == 0.0 and expects_gradient:
                 return Refusal.ZERO
             if self.loss_scale is not None:
-                self.loss_scale.note_good()
+                self.loss_scale.record_success()
             return None
         lowered = self.loss_scale is not None and self.loss_scale.lower()
         return Refusal.OVERFLOW if lowered else Refusal.NOT_FINITE

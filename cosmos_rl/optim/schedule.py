@@ -42,10 +42,10 @@ class LrSchedule:
         if step < self.warmup_steps + plateau or self.decay_steps == 0:
             return 1.0
         progress = min((step + 1 - self.warmup_steps - plateau) / self.decay_steps, 1.0)
-        return self.min_factor + (1.0 - self.min_factor) * _decayed(self.decay_type, progress)
+        return self.min_factor + (1.0 - self.min_factor) * _decay_factor(self.decay_type, progress)
 
 
-def _decayed(decay_type: str | None, progress: float) -> float:
+def _decay_factor(decay_type: str | None, progress: float) -> float:
     """Share of the learning rate that is left at ``progress`` in [0, 1] of the decay."""
     if decay_type in (None, "none"):
         return 1.0

@@ -47,7 +47,7 @@ class Access:
         return min(max(self.base_s + self.per_mb_s * size / 2**20, self.min_s), self.max_s)
 
 
-def service_access() -> Access:
+def read_service_access() -> Access:
     """What the environment says.
 
     Raises:
@@ -76,7 +76,7 @@ def service_access() -> Access:
     )
 
 
-def missing_access(config: Config) -> list[str]:
+def find_missing_access(config: Config) -> list[str]:
     """What the environment lacks for the rewards of ``config``, one line each; nothing is asked over the network."""
     job = config.train.train_policy
     if not isinstance(job, GrpoPolicyConfig) or job.bypass_reward:

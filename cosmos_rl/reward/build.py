@@ -13,7 +13,7 @@ import torch
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.reward.combine import RewardSum, Scores, combined
-from cosmos_rl.reward.functions import LocalReward, RewardFns, configured_rewards, given_rewards
+from cosmos_rl.reward.functions import LocalReward, RewardFns, build_given_rewards, load_configured_rewards
 from cosmos_rl.reward.local import LocalScorer
 from cosmos_rl.reward.monitor import ScoreMonitor
 from cosmos_rl.reward.remote import RemoteScorer
@@ -24,7 +24,7 @@ _TRAIN = "train.train_policy"
 
 
 class Scorer(Protocol):
-    """One place that gives scores."""
+    """One source of scores."""
 
     @property
     def sum(self) -> RewardSum:
@@ -94,11 +94,11 @@ def _functions(
     if validation and val_reward_fns is not None:
         given = val_reward_fns
     if given is None:
-        return configured_rewards(table, key), table
+        return load_configured_rewards(table, key), table
     if table.reward_fns:
         names = ", ".join(entry.shown_name for entry in table.reward_fns)
         logger.warning("%s.reward_fns (%s): the functions of the script take their place", key, names)
-    return given_rewards(given), table
+    return build_given_rewards(given), table
 
 
 def _check(scorers: Sequence[Scorer], validation: bool) -> None:

@@ -44,7 +44,7 @@ class RewardSum:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the rewards of one place gave for ``N`` samples."""
+    """What the rewards of one source gave for ``N`` samples."""
 
     values: Mapping[str, Tensor]
     """Reward name -> float64 ``[N]``, NaN: missing."""
@@ -65,20 +65,18 @@ def _one_sum(one: RewardSum, values: Mapping[str, Tensor]) -> Tensor:
         return added
     for reward in one.rewards:
         if reward.weight != 0:  # 0 * NaN would be NaN
-            added = added + reward.weight * _clipped(values[reward.name], reward.clip_min, reward.clip_max)
+            added = added + reward.weight * _clip(values[reward.name], reward.clip_min, reward.clip_max)
     return one.scale * added.clamp(one.clip_min, one.clip_max)
 
 
-def _clipped(score: Tensor, low: float, high: float) -> Tensor:
+def _clip(score: Tensor, low: float, high: float) -> Tensor:
     score = score.to(torch.float64)
     return torch.where(torch.isfinite(score), score, torch.nan).clamp(low, high)  # a clip would make inf a number
 
 
-def counted_scores(rewards: Rewards, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clip_scores(rewards: Rewards, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of the rewards that count, the scores float64 ``[N]`` within their bounds; NaN: missing."""
-    return {
-        name: _clipped(scores[name], *rewards.bounds[name]) for name, factor in rewards.weights.items() if factor != 0
-    }
+    return {name: _clip(scores[name], *rewards.bounds[name]) for name, factor in rewards.weights.items() if factor != 0}
 
 
 def combined(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable:

@@ -56,7 +56,7 @@ class LocalReward:
     @property
     def of_batches(self) -> bool:
         """Whether the function scores a whole batch."""
-        return _of_batches(self.function)
+        return _takes_batches(self.function)
 
     @property
     def origin(self) -> str:
@@ -65,11 +65,11 @@ class LocalReward:
         try:
             source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
         except (OSError, TypeError):  # built in, or typed into a prompt
-            return _name_of(self.function)
-        return f"{_name_of(self.function)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+            return _function_name(self.function)
+        return f"{_function_name(self.function)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
-def given_rewards(functions: RewardFns) -> list[LocalReward]:
+def build_given_rewards(functions: RewardFns) -> list[LocalReward]:
     """The rewards that a script gave."""
     named = functions.items() if isinstance(functions, Mapping) else [(None, entry) for entry in functions]
     rewards = []
@@ -77,16 +77,16 @@ def given_rewards(functions: RewardFns) -> list[LocalReward]:
         if isinstance(entry, tuple) and len(entry) != 2:
             raise UserError(f"reward_fns: found {entry!r}; allowed: a function or a pair (function, weight)")
         function, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
-        rewards.append(LocalReward(name or _name_of(function), function, weight))
+        rewards.append(LocalReward(name or _function_name(function), function, weight))
     return rewards
 
 
-def configured_rewards(table: LocalRewardConfig, key: str) -> list[LocalReward]:
+def load_configured_rewards(table: LocalRewardConfig, key: str) -> list[LocalReward]:
     """The rewards of the table ``key``; their modules are imported here."""
     return [
         LocalReward(
             entry.shown_name,
-            _found(entry.function, f"{key}.reward_fns.{index}.function"),
+            _find_function(entry.function, f"{key}.reward_fns.{index}.function"),
             entry.weight,
             entry.clip_min,
             entry.clip_max,
@@ -101,7 +101,7 @@ def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str,
     Raises:
         UserError: it takes no media, or needs arguments that nobody gives.
     """
-    of_batches = _of_batches(function)
+    of_batches = _takes_batches(function)
     known = _BATCH_ARGUMENTS if of_batches else _SAMPLE_KEYWORDS
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -126,26 +126,26 @@ def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str,
     return lambda **values: values if takes_any else {key: value for key, value in values.items() if key in taken}
 
 
-def _of_batches(function: Callable[..., Any]) -> bool:
+def _takes_batches(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, _BATCH, False) or getattr(getattr(function, "func", None), _BATCH, False))
 
 
-def _name_of(function: object) -> str:
+def _function_name(function: object) -> str:
     inner = getattr(function, "func", function)  # functools.partial
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _found(place: str, key: str) -> Callable[..., Any]:
+def _find_function(reference: str, key: str) -> Callable[..., Any]:
     """The function at ``package.module:function`` or ``path/file.py:function``."""
-    source, _, name = place.rpartition(":")
+    source, _, name = reference.rpartition(":")
     try:
         module = _file_module(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError:
-        raise UserError(f'{key} = "{place}": {Path(source).expanduser().absolute()} does not exist') from None
+        raise UserError(f'{key} = "{reference}": {Path(source).expanduser().absolute()} does not exist') from None
     except ImportError as error:
-        raise UserError(f'{key} = "{place}": cannot be imported: {error}') from error
+        raise UserError(f'{key} = "{reference}": cannot be imported: {error}') from error
     if not hasattr(module, name):
-        raise UserError(f'{key} = "{place}": {source} has no function "{name}"')
+        raise UserError(f'{key} = "{reference}": {source} has no function "{name}"')
     return getattr(module, name)
 
 

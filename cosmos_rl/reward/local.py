@@ -61,7 +61,7 @@ class LocalScorer:
         while (entry := self._requests.get()) is not None:
             request, future = entry
             try:
-                future.set_result(self._scored(request))
+                future.set_result(self._score(request))
             except BaseException as error:  # kept for all that follows: a broken function does not heal
                 self._failed = self._failed or error
                 future.set_exception(error)
@@ -69,7 +69,7 @@ class LocalScorer:
             if (entry := self._requests.get()) is not None:
                 entry[1].set_exception(RuntimeError("the rewards have been closed"))
 
-    def _scored(self, request: ScoringRequest) -> Scores:
+    def _score(self, request: ScoringRequest) -> Scores:
         values, reasons = {}, {}
         for call in self._calls:
             rows = range(len(request.prompts))
@@ -104,7 +104,7 @@ class _Call:
         self._of_batches = reward.of_batches
         self._picked = accepted(reward.function, reward.name)
         self._has_worked = False
-        self._has_told = False
+        self._has_warned = False
 
     def __call__(self, request: ScoringRequest, rows: range) -> list[float | str]:
         part = slice(rows.start, rows.stop)
@@ -117,32 +117,32 @@ class _Call:
                     arguments = self._picked(prompts=prompts, metadata=metadata, fps=request.fps)
                     found = self._function(media, **arguments)
                 else:
-                    found = [self._function(media[0], **self._of_sample(prompts[0], metadata[0], request.fps))]
+                    found = [self._function(media[0], **self._sample_arguments(prompts[0], metadata[0], request.fps))]
         except Exception as error:
-            return [self._after(error)] * len(rows)
-        scores = [self._number(one) for one in self._listed(found, len(rows))]
+            return [self._handle_error(error)] * len(rows)
+        scores = [self._number(one) for one in self._to_list(found, len(rows))]
         self._has_worked = True
         return scores
 
-    def _of_sample(self, prompt: str, metadata: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
+    def _sample_arguments(self, prompt: str, metadata: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
         return self._picked(reference=metadata.get("reference"), prompt=prompt, metadata=metadata, fps=fps)
 
-    def _after(self, error: Exception) -> str:
+    def _handle_error(self, error: Exception) -> str:
         """The reason for missing scores, unless the function never worked and looks broken."""
-        text = f"{type(error).__name__}: {error}{_place(error)}"
+        text = f"{type(error).__name__}: {error}{_locate(error)}"
         if not self._has_worked and isinstance(error, _BUGS):
             raise UserError(f"reward {self.name}: the function cannot be used: {text}") from error
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("reward %s: no score, the first time with\n%s", self.name, traceback.format_exc().rstrip())
         return text
 
-    def _listed(self, found: Any, count: int) -> list[Any]:
+    def _to_list(self, found: Any, count: int) -> list[Any]:
         try:
             listed = list(found)
         except TypeError:
             raise UserError(
-                f"reward {self.name}: gave {_shown(found)} for {count} samples, not {count} scores"
+                f"reward {self.name}: gave {_describe(found)} for {count} samples, not {count} scores"
             ) from None
         if len(listed) != count:
             raise UserError(f"reward {self.name}: gave {len(listed)} scores for {count} samples")
@@ -156,7 +156,7 @@ class _Call:
         except (TypeError, ValueError, RuntimeError):
             number = None
         if number is None or isinstance(found, (str, bytes)):
-            raise UserError(f"reward {self.name}: gave {_shown(found)}, not a number or None")
+            raise UserError(f"reward {self.name}: gave {_describe(found)}, not a number or None")
         return number if math.isfinite(number) else f"the function gave {number}"
 
 
@@ -194,7 +194,7 @@ class _Worker:
                 future.set_exception(error)
 
 
-def _place(error: BaseException) -> str:
+def _locate(error: BaseException) -> str:
     """Where in the user's file it happened."""
     frames = traceback.extract_tb(error.__traceback__)
     if len(frames) < 2:  # the first is ours: the call itself failed
@@ -202,6 +202,6 @@ def _place(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
-def _shown(found: object) -> str:
+def _describe(found: object) -> str:
     text = repr(found)
     return f"{type(found).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -38,7 +38,7 @@ class Asked:
     """A field of the answer, or several with ``+`` between them."""
 
 
-def asked_scores(table: RemoteRewardConfig) -> list[Asked | None]:
+def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
     """Entry by entry of ``table`` which score it reads; None for weight 0, which is not asked for.
 
     An entry is named as its reward, and when several read the same reward, ``reward.score_key``.
@@ -53,7 +53,7 @@ def asked_scores(table: RemoteRewardConfig) -> list[Asked | None]:
     return asked
 
 
-def requested(table: RemoteRewardConfig) -> dict[str, float]:
+def build_reward_fn(table: RemoteRewardConfig) -> dict[str, float]:
     """The ``reward_fn`` of a request. The service drops weights <= 0 and ignores the others: a penalty is sent as 1."""
     weights: dict[str, float] = {}
     for entry in table.reward_fns:
@@ -92,7 +92,7 @@ def request_body(
     if media_type != "image":
         line["video_infos"] = [{"video_fps": fps or _USUAL_FPS}] * len(prompts)
     if _GEN_EVAL in reward_fn:
-        line |= _gen_eval(prompts, metadata)
+        line |= _gen_eval_fields(prompts, metadata)
     head = io.BytesIO()
     head.write(json.dumps(line).encode() + b"\n")
     described = {"descr": np.lib.format.dtype_to_descr(media.dtype), "fortran_order": False, "shape": media.shape}
@@ -105,7 +105,7 @@ def request_body(
     return body
 
 
-def _gen_eval(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _gen_eval_fields(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What an image has to show. Services that do not know ``geneval_excludes`` leave it unread."""
     for prompt, one in zip(prompts, metadata, strict=True):
         missing = [key for key, kind in (("tag", str), ("include", list)) if not isinstance(one.get(key), kind)]
@@ -142,18 +142,18 @@ def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
             f"no {unknown[0]}; available: {', '.join(scores)}"
         )
     errors = answer.get("item_errors")
-    parts = [_column(scores[key], count, errors) for key in keys]
-    return [_summed(row) for row in zip(*parts, strict=True)]
+    parts = [_read_column(scores[key], count, errors) for key in keys]
+    return [_add_up(row) for row in zip(*parts, strict=True)]
 
 
-def _column(values: object, count: int, errors: object) -> list[float | str]:
+def _read_column(values: object, count: int, errors: object) -> list[float | str]:
     if not isinstance(values, list) or len(values) != count:
         have = f"{len(values)} scores" if isinstance(values, list) else "no list of scores"
         return [f"the service gave {have} for {count} samples"] * count
-    return [_one(value, row, errors) for row, value in enumerate(values)]
+    return [_read_one(value, row, errors) for row, value in enumerate(values)]
 
 
-def _one(value: object, row: int, errors: object) -> float | str:
+def _read_one(value: object, row: int, errors: object) -> float | str:
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     if isinstance(errors, Mapping) and errors.get(str(row)):
@@ -161,6 +161,6 @@ def _one(value: object, row: int, errors: object) -> float | str:
     return f"the service gave {'no score' if value is None else value}"
 
 
-def _summed(parts: Sequence[float | str]) -> float | str:
+def _add_up(parts: Sequence[float | str]) -> float | str:
     reason = next((part for part in parts if isinstance(part, str)), None)
     return reason if reason is not None else sum(part for part in parts if not isinstance(part, str))

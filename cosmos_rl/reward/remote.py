@@ -12,9 +12,9 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
-from cosmos_rl.reward.access import service_access
+from cosmos_rl.reward.access import read_service_access
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores
-from cosmos_rl.reward.protocol import asked_scores, read_scores, request_body, requested
+from cosmos_rl.reward.protocol import build_reward_fn, list_requested_scores, read_scores, request_body
 from cosmos_rl.reward.service import Forgotten, Lost, ServiceClient
 from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.utils.logging import logger
@@ -36,10 +36,10 @@ class RemoteScorer:
     def __init__(self, table: RemoteRewardConfig) -> None:
         """Raises `UserError`: the environment does not say where the service is."""
         self._table = table
-        self._access = service_access()
-        asked = asked_scores(table)
+        self._access = read_service_access()
+        asked = list_requested_scores(table)
         self._asked = [one for one in asked if one is not None]
-        self._reward_fn = requested(table)
+        self._reward_fn = build_reward_fn(table)
         rewards = []
         for entry, one in zip(table.reward_fns, asked, strict=True):
             if one is None:
@@ -63,7 +63,7 @@ class RemoteScorer:
         """Begin to score; the future fails when the service refuses us or has failed several requests in a row."""
         if not self._thread.is_alive():
             raise RuntimeError("the rewards have been closed")
-        return asyncio.run_coroutine_threadsafe(self._scored(request), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._score(request), self._loop)
 
     def close(self) -> None:
         """End thread and connections; what has not been scored fails."""
@@ -81,10 +81,10 @@ class RemoteScorer:
             self._started.set()
             await self._closing.wait()
 
-    async def _scored(self, request: ScoringRequest) -> Scores:
+    async def _score(self, request: ScoringRequest) -> Scores:
         count, size = len(request.prompts), self._table.batch_size
         parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        columns = await _together(*(self._part(request, rows) for rows in parts))
+        columns = await _gather_or_cancel(*(self._part(request, rows) for rows in parts))
         values, reasons = {}, {}
         for index, one in enumerate(self._asked):
             found = [score for column in columns for score in column[index]]
@@ -129,7 +129,9 @@ class RemoteScorer:
                 ticket = await self._client.enqueue(body, key, until)
             except Lost as error:
                 return {**found, **dict.fromkeys(open_rewards, error)}
-            results = await _together(*(_or_lost(self._client.result(ticket, name, until)) for name in open_rewards))
+            results = await _gather_or_cancel(
+                *(_catch_lost(self._client.result(ticket, name, until)) for name in open_rewards)
+            )
             found.update(zip(open_rewards, results, strict=True))
         return found
 
@@ -144,14 +146,14 @@ class RemoteScorer:
             )
 
 
-async def _or_lost(work: Coroutine[Any, Any, T]) -> T | Lost:
+async def _catch_lost(work: Coroutine[Any, Any, T]) -> T | Lost:
     try:
         return await work
     except Lost as error:
         return error
 
 
-async def _together(*work: Coroutine[Any, Any, T]) -> list[T]:
+async def _gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
     """All results in order; the first error ends the rest."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

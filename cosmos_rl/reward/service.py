@@ -73,9 +73,9 @@ class ServiceClient:
                 self._access.enqueue_url, tries, content=_pieces(body), headers=headers, timeout=timeout
             )
             if answer is not None:
-                found = _mapping(answer)
+                found = _read_mapping(answer)
                 if answer.status_code != 200 and answer.status_code != 202:
-                    raise self._refused(answer, "ENQUEUE_URL")
+                    raise self._build_refusal(answer, "ENQUEUE_URL")
                 if isinstance(found.get("uuid"), str):
                     replica = found.get("replica_id")
                     return Ticket(found["uuid"], str(replica) if replica and self._access.pins_replica else None)
@@ -98,13 +98,13 @@ class ServiceClient:
             answer = await self._post(
                 self._access.fetch_url, tries, data=form, headers=headers, timeout=httpx.Timeout(_PULL_S + wait)
             )
-            if answer is not None and answer.status_code == 200 and (found := _mapping(answer)):
+            if answer is not None and answer.status_code == 200 and (found := _read_mapping(answer)):
                 return found
             if answer is None or answer.status_code == 200:
                 tries.why = tries.why or "the answer is not JSON"
                 await tries.pause()
                 continue
-            self._raise_if_over(answer)
+            self._check_pending(answer)
             tries.why = ""
             if loop.time() - began < wait / 2 or not wait:  # it did not wait for us
                 await asyncio.sleep(max(0.0, min(pause, until - loop.time())))
@@ -112,17 +112,17 @@ class ServiceClient:
             if loop.time() >= until:
                 raise Lost("the score did not come in time")
 
-    def _raise_if_over(self, answer: httpx.Response) -> None:
+    def _check_pending(self, answer: httpx.Response) -> None:
         """Let pass what means "not ready yet"; 400 does, as it always has."""
         state = answer.headers.get(_STATE, "").lower()
-        text = _text(answer)
+        text = _read_error(answer)
         if answer.status_code in (404, 410) or state in _FORGOTTEN:
             name = self._access.names["FETCH_URL"]
             raise Forgotten(f"the service ({name}) does not know the request any more: {answer.status_code} {text}")
         if state in _ENDED:
             raise Lost(f"the service has ended the request: {text}")
         if answer.status_code != 400:
-            raise self._refused(answer, "FETCH_URL")
+            raise self._build_refusal(answer, "FETCH_URL")
 
     async def _post(self, url: str, tries: "_Tries", **request: Any) -> httpx.Response | None:
         """The answer; None when there is none or one that may be better next time: then ``tries.why`` says which."""
@@ -138,7 +138,7 @@ class ServiceClient:
             return None
         self._can_wait = self._can_wait or _STATE in answer.headers
         if answer.status_code in _HEALING:
-            self._note(tries, f"{answer.status_code} {_text(answer)}".strip(), answer.headers.get("Retry-After"))
+            self._note(tries, f"{answer.status_code} {_read_error(answer)}".strip(), answer.headers.get("Retry-After"))
             return None
         self._in_trouble = False
         return answer
@@ -150,16 +150,16 @@ class ServiceClient:
             self._in_trouble = True
             logger.warning("reward service: %s; trying again", why)
 
-    def _refused(self, answer: httpx.Response, url: str) -> UserError:
+    def _build_refusal(self, answer: httpx.Response, url: str) -> UserError:
         """What no further try would change."""
         status, names = answer.status_code, self._access.names
-        text = f"{status} {_text(answer)}".strip()
+        text = f"{status} {_read_error(answer)}".strip()
         if status in (401, 403):
             return UserError(f"{names['TOKEN']}: the reward service refuses the token: {text}")
         if status == 413:
             return UserError(f"remote_reward.batch_size: a request is too large for the reward service: {text}")
         if status in (404, 405) or 300 <= status < 400:
-            return UserError(f"{names[url]}: there is no such place at the reward service: {text}")
+            return UserError(f"{names[url]}: there is no such address at the reward service: {text}")
         return UserError(f"the reward service ({names[url]}) refuses the request: {text}")
 
 
@@ -195,7 +195,7 @@ async def _pieces(body: bytearray) -> AsyncIterator[bytes]:
         yield bytes(memoryview(body)[first : first + _PIECE])
 
 
-def _mapping(answer: httpx.Response) -> Mapping[str, Any]:
+def _read_mapping(answer: httpx.Response) -> Mapping[str, Any]:
     """The JSON object of an answer; empty when it is something else."""
     try:
         found = json.loads(answer.content)
@@ -204,9 +204,9 @@ def _mapping(answer: httpx.Response) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _text(answer: httpx.Response) -> str:
+def _read_error(answer: httpx.Response) -> str:
     """What an error answer says, on one line and short."""
-    found = _mapping(answer)
+    found = _read_mapping(answer)
     said = next((found[key] for key in ("error", "message", "detail") if found.get(key)), None)
     text = answer.text
     if said:

@@ -26,7 +26,7 @@ class Sample:
     sample_id: int
     """Global id: the key of every random draw for this sample."""
     group: int
-    """Global id of the prompt's place in the stream; samples with the same one are compared with each other."""
+    """Global id of the prompt's position in the stream; samples with the same one are compared with each other."""
     prompt: str
     metadata: Mapping[str, Any]
     negative: str = ""
@@ -164,15 +164,15 @@ def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def group_samples(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Sample]:
-    """``count`` samples of each prompt, those of one prompt in a row; a record comes with its place in the stream."""
+    """``count`` samples of each prompt, those of a prompt in a row; a record comes with its position in the stream."""
     return [
-        Sample(place * count + k, place, record.prompt, record.metadata)
-        for place, record in records
+        Sample(position * count + k, position, record.prompt, record.metadata)
+        for position, record in records
         for k in range(count)
     ]
 
 
-def validation_samples(records: Sequence[PromptRecord], count: int) -> list[Sample]:
+def build_validation_samples(records: Sequence[PromptRecord], count: int) -> list[Sample]:
     """`group_samples` for validation, where the records' own negative prompts and seeds act: sample k has seed + k."""
     samples = group_samples(enumerate(records), count)
     numbered = ((sample, records[sample.group], sample.sample_id % count) for sample in samples)
@@ -190,17 +190,17 @@ def concat(parts: Sequence[Rollouts]) -> Rollouts:
     return Rollouts(samples, **rows, recorded=recorded)
 
 
-def diversity(media: Tensor, groups: Sequence[int]) -> float:
+def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
     """Mean over groups and elements of the population standard deviation within a group; 0: all samples are alike.
 
     Args:
         media: ``[N, ...]``; uint8 counts as [0, 1].
-        groups: ``N`` ids; a group of one sample has no spread and is left out.
+        groups: ``N`` ids; a group of one sample is left out.
     """
-    spreads = []
+    stds = []
     for group in dict.fromkeys(groups):
         rows = media[[i for i, g in enumerate(groups) if g == group]]
         if len(rows) > 1:
             value = rows.float() / (255.0 if media.dtype == torch.uint8 else 1.0)
-            spreads.append(float(value.std(0, correction=0).mean()))
-    return sum(spreads) / len(spreads) if spreads else 0.0
+            stds.append(float(value.std(0, correction=0).mean()))
+    return sum(stds) / len(stds) if stds else 0.0

@@ -34,7 +34,7 @@ class DiskFullError(UserError):
 
 
 @contextlib.contextmanager
-def writing_into(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
+def report_full_disk(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
     """Turns the many ways in which libraries report a full disk into one.
 
     Raises:
@@ -45,7 +45,7 @@ def writing_into(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:  # torch.distributed.checkpoint's own exception is no Exception
-        reason = why_full(error)
+        reason = explain_full_disk(error)
         if reason is None:
             raise
         raise DiskFullError(
@@ -53,7 +53,7 @@ def writing_into(path: Path, remedy: str = OF_A_RUN) -> Iterator[None]:
         ) from error
 
 
-def why_full(error: BaseException) -> str | None:
+def explain_full_disk(error: BaseException) -> str | None:
     """The reason in the system's words when ``error`` comes from a full disk, else None."""
     texts = []
     for one in _chain(error):
@@ -63,19 +63,19 @@ def why_full(error: BaseException) -> str | None:
     text = "\n".join(texts)
     found = next((words for words in _FULL_WORDS if words in text), None)
     torn = any(words in text for words in _TORN_WORDS)
-    return found or (f"{_FULL_WORDS[0]} (torch: {_line_with(text, _TORN_WORDS)})" if torn else None)
+    return found or (f"{_FULL_WORDS[0]} (torch: {_find_line(text, _TORN_WORDS)})" if torn else None)
 
 
-def missing_abilities(folder: Path) -> list[str]:
+def find_missing_abilities(folder: Path) -> list[str]:
     """What the disk of the existing ``folder`` cannot do of that which we can do without, a line for each.
 
     Raises:
         UserError: it lacks what every run needs, or nothing can be written there.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".cosmos-rl-", dir=folder, ignore_cleanup_errors=True) as place:
-            _try_needed(Path(place))
-            return [text for attempt, text in _CONVENIENCES if not _works(attempt, Path(place))]
+        with tempfile.TemporaryDirectory(prefix=".cosmos-rl-", dir=folder, ignore_cleanup_errors=True) as scratch:
+            _check_rename(Path(scratch))
+            return [text for attempt, text in _CONVENIENCES if not _works(attempt, Path(scratch))]
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(f"{folder}: {error.strerror}; {_free(folder)}") from None
@@ -85,19 +85,19 @@ def missing_abilities(folder: Path) -> list[str]:
         ) from None
 
 
-def _try_needed(place: Path) -> None:
+def _check_rename(scratch: Path) -> None:
     """A step is built aside and renamed, with everything in it."""
-    (place / "aside" / "inside").mkdir(parents=True)
-    file = place / "aside" / "inside" / "file"
+    (scratch / "aside" / "inside").mkdir(parents=True)
+    file = scratch / "aside" / "inside" / "file"
     file.write_bytes(b"whole")
-    os.rename(place / "aside", place / "final")
-    if (place / "final" / "inside" / "file").read_bytes() != b"whole":
-        raise OSError(errno.EIO, "a renamed folder has lost its content", str(place / "final"))
+    os.rename(scratch / "aside", scratch / "final")
+    if (scratch / "final" / "inside" / "file").read_bytes() != b"whole":
+        raise OSError(errno.EIO, "a renamed folder has lost its content", str(scratch / "final"))
 
 
-def _works(attempt: Callable[[Path], None], place: Path) -> bool:
+def _works(attempt: Callable[[Path], None], scratch: Path) -> bool:
     try:
-        attempt(place)
+        attempt(scratch)
     except OSError as error:
         if error.errno in _FULL:
             raise
@@ -105,23 +105,23 @@ def _works(attempt: Callable[[Path], None], place: Path) -> bool:
     return True
 
 
-def _symbolic_link(place: Path) -> None:
-    os.symlink("final", place / "link")
+def _symbolic_link(scratch: Path) -> None:
+    os.symlink("final", scratch / "link")
 
 
-def _hard_link(place: Path) -> None:
-    os.link(place / "final" / "inside" / "file", place / "other_name")
+def _hard_link(scratch: Path) -> None:
+    os.link(scratch / "final" / "inside" / "file", scratch / "other_name")
 
 
-def _lock(place: Path) -> None:
+def _lock(scratch: Path) -> None:
     import fcntl
 
-    with (place / "lock").open("wb") as file:
+    with (scratch / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _folder_sync(place: Path) -> None:
-    opened = os.open(place, os.O_RDONLY)
+def _folder_sync(scratch: Path) -> None:
+    opened = os.open(scratch, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:
@@ -137,17 +137,17 @@ _CONVENIENCES: tuple[tuple[Callable[[Path], None], str], ...] = (
 """(attempt, what follows where it fails). What else a disk may refuse is done in another way without a word."""
 
 
-def standing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """``path``, or the folder that exists and will hold it."""
-    place = path.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    return place
+    folder = path.expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _free(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return f"{shutil.disk_usage(standing(path)).free / 1e6:,.0f} MB are free on that disk"
+        return f"{shutil.disk_usage(nearest_existing(path)).free / 1e6:,.0f} MB are free on that disk"
     return "its free space is unknown"
 
 
@@ -166,5 +166,5 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [next_ for next_ in (one.__cause__, one.__context__, *collected) if isinstance(next_, BaseException)]
 
 
-def _line_with(text: str, words: tuple[str, ...]) -> str:
+def _find_line(text: str, words: tuple[str, ...]) -> str:
     return next(line.strip() for line in text.splitlines() if any(word in line for word in words))

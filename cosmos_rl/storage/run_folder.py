@@ -1,7 +1,7 @@
 """The folder of one run: `<output_dir>/<timestamp>/`, and the links that lead to the newest one.
 
 Runs are ordered by the time at which a command last began to work on them, in UTC, as `run.json` holds it; a clock that
-was set back does not count (`next_moment`).
+was set back does not count (`find_free_timestamp`).
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class RunFolder:
         return self.checkpoints.is_dir()
 
 
-def claim(output_dir: Path, timestamp: str = "") -> RunFolder:
+def claim_run(output_dir: Path, timestamp: str = "") -> RunFolder:
     """Make an empty run folder, named by `timestamp` or by now. It counts as a run once it has begun.
 
     Raises:
@@ -89,7 +89,7 @@ def claim(output_dir: Path, timestamp: str = "") -> RunFolder:
     return RunFolder(_claim(output_dir, timestamp))
 
 
-def begin(run: RunFolder) -> None:
+def begin_run(run: RunFolder) -> None:
     """Training starts now: the command's description takes its place and the links of the output folder lead here.
 
     Until then a command leaves a run as it was: one that is refused late, by its data or its checkpoint, harms nothing.
@@ -101,27 +101,27 @@ def begin(run: RunFolder) -> None:
     point_links(run)
 
 
-def create(output_dir: Path, timestamp: str = "") -> RunFolder:
+def create_run(output_dir: Path, timestamp: str = "") -> RunFolder:
     """A new run folder that has begun. Raises `UserError` as `claim` does."""
-    run = claim(output_dir, timestamp)
-    begin(run)
+    run = claim_run(output_dir, timestamp)
+    begin_run(run)
     return run
 
 
-def next_moment(output_dir: Path) -> datetime.datetime:
+def find_free_timestamp(output_dir: Path) -> datetime.datetime:
     """Now in UTC; where the clock was set back, the second after the newest run began."""
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    found = newest(output_dir)
-    return now if found is None else max(now, _began(found)[0] + datetime.timedelta(seconds=1))
+    found = find_newest_run(output_dir)
+    return now if found is None else max(now, _read_start(found)[0] + datetime.timedelta(seconds=1))
 
 
-def newest(output_dir: Path) -> RunFolder | None:
+def find_newest_run(output_dir: Path) -> RunFolder | None:
     """The run that was started last, or None."""
-    found = runs(output_dir)
+    found = list_runs(output_dir)
     return found[-1] if found else None
 
 
-def run_at(path: Path) -> RunFolder:
+def find_run(path: Path) -> RunFolder:
     """The run whose folder `path` is, else the newest run of the output folder `path`.
 
     Raises:
@@ -131,23 +131,23 @@ def run_at(path: Path) -> RunFolder:
     here = RunFolder(path)
     if here.config.is_file() or here.metrics.is_file() or here.next.is_dir():
         return here
-    run = newest(path)
+    run = find_newest_run(path)
     if run is None:
         holds = "holds no run" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {holds}: give <output_dir>/<timestamp>, or <output_dir> for its newest run")
     return run
 
 
-def runs(output_dir: Path) -> list[RunFolder]:
+def list_runs(output_dir: Path) -> list[RunFolder]:
     """All runs of `output_dir` that have begun, the newest last. Folders with other names are not ours."""
     output_dir = Path(output_dir).expanduser().absolute()
     if not output_dir.is_dir():
         return []
     folders = (entry for entry in output_dir.iterdir() if re.fullmatch(r"\d{14}", entry.name) and entry.is_dir())
-    return sorted((run for run in map(RunFolder, folders) if run.has_begun), key=_began)
+    return sorted((run for run in map(RunFolder, folders) if run.has_begun), key=_read_start)
 
 
-def _began(run: RunFolder) -> tuple[datetime.datetime, str]:
+def _read_start(run: RunFolder) -> tuple[datetime.datetime, str]:
     """When a command last began to work on the run; its name where that is not recorded, and for a tie."""
     try:
         moment = datetime.datetime.fromisoformat(json.loads(run.run_json.read_text(encoding="utf-8"))["started"])
@@ -170,7 +170,7 @@ def point_links(run: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def writing(run: RunFolder) -> Iterator[None]:
+def lock_run(run: RunFolder) -> Iterator[None]:
     """Within the block no other command on this machine writes to `run`; the end of the process frees it too.
 
     Raises:
@@ -194,7 +194,7 @@ def writing(run: RunFolder) -> Iterator[None]:
 
 def claim_folder_by_time(parent: Path, pattern: str) -> Path:
     """Make a new folder in `parent` named by now in UTC; when that is taken, by the next second that is free."""
-    moment = next_moment(parent)
+    moment = find_free_timestamp(parent)
     while True:
         folder = parent / moment.strftime(pattern)
         try:
@@ -224,8 +224,8 @@ def _claim(output_dir: Path, timestamp: str) -> Path:
 
 def check_links(output_dir: Path, run: RunFolder | None = None) -> None:
     """Raise `UserError` that names everything which stands where links of the output folder and of `run` belong."""
-    places = [output_dir / name for name in _LINKED] + ([] if run is None else [run.root / "best"])
-    real = [str(link) for link in places if link.exists() and not link.is_symlink()]
+    links = [output_dir / name for name in _LINKED] + ([] if run is None else [run.root / "best"])
+    real = [str(link) for link in links if link.exists() and not link.is_symlink()]
     if len(real) == 1:
         raise UserError(
             f"{real[0]} is a real folder, but a link of the run belongs there; move it away or choose another "

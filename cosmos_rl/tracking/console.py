@@ -20,7 +20,7 @@ _SHOWN = {
 """Metric -> its name and format in the line; only what a job has is shown."""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``95.2s`` below two minutes, else ``1h02m`` or ``12m05s``."""
     if seconds < 120:
         return f"{seconds:.1f}s"
@@ -43,5 +43,5 @@ class Console:
         left = spent / max(step - self._start, 1) * (self._total - step)
         parts = [f"Step: {step}/{self._total}"]
         parts += [f"{name}: {format(metrics[key], form)}" for key, (name, form) in _SHOWN.items() if key in metrics]
-        parts.append(f"Iteration time: {metrics['time/iteration']:.2f}s, ETA: {duration(left)}")
+        parts.append(f"Iteration time: {metrics['time/iteration']:.2f}s, ETA: {format_duration(left)}")
         logger.info(", ".join(parts))

@@ -84,7 +84,7 @@ class FunctionLogger:
         self._function(dict(metrics), step)
 
     def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
-        """Nothing: the signature has no place for images."""
+        """Nothing: the signature has no argument for images."""
 
     def finish(self) -> None:
         """Nothing."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from cosmos_rl.storage import atomic
-from cosmos_rl.storage.disk import OF_A_RUN, writing_into
+from cosmos_rl.storage.disk import OF_A_RUN, report_full_disk
 
 if TYPE_CHECKING:  # the report reads galleries without torch
     from torch import Tensor
@@ -41,12 +41,12 @@ class Shown:
     """Whether all pixels were numbers before they became uint8."""
 
 
-def slug(text: str) -> str:
+def slugify(text: str) -> str:
     """Something that every file system takes as part of a name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "empty"
 
 
-def caption(shown: Shown) -> str:
+def build_caption(shown: Shown) -> str:
     """The first 100 characters of the prompt, and the total score where there is one: ``a cat | avg: 0.8125``."""
     prompt, total = shown.prompt[:MAX_CAPTION_CHARS], _finite(shown.scores.get(TOTAL))
     return prompt if total is None else f"{prompt} | avg: {total:.4g}"
@@ -58,16 +58,16 @@ def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN
     A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``; a missing score is null.
     ``remedy``: what to do when the disk is full.
     """
-    names = [f"{i:03d}_{slug(one.prompt)}.png" for i, one in enumerate(shown)]
-    with writing_into(folder, remedy), atomic.staging(folder) as stage:
+    names = [f"{i:03d}_{slugify(one.prompt)}.png" for i, one in enumerate(shown)]
+    with report_full_disk(folder, remedy), atomic.staging(folder) as stage:
         for name, one in zip(names, shown, strict=True):
             Image.fromarray(one.image_HW3.numpy()).save(stage / name)
-        rows = [_row(name, one) for name, one in zip(names, shown, strict=True)]
+        rows = [_build_row(name, one) for name, one in zip(names, shown, strict=True)]
         (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return [folder / name for name in names]
 
 
-def of_one_colour(shown: Sequence[Shown]) -> list[Shown]:
+def find_blank_images(shown: Sequence[Shown]) -> list[Shown]:
     """The images that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
     return [one for one in shown if bool((one.image_HW3 == one.image_HW3[0, 0]).all())]
 
@@ -99,13 +99,13 @@ def _one_per_group(ordered: Sequence[int], groups: Sequence[Hashable]) -> list[i
     """The rows in turns: the first of every group, then the second of every group ...; within a turn as they came."""
     seen: dict[Hashable, int] = {}
     turns = []
-    for place, row in enumerate(ordered):
-        turns.append((seen.get(groups[row], 0), place, row))
+    for order, row in enumerate(ordered):
+        turns.append((seen.get(groups[row], 0), order, row))
         seen[groups[row]] = turns[-1][0] + 1
     return [row for _, _, row in sorted(turns)]
 
 
-def _row(name: str, one: Shown) -> dict[str, object]:
+def _build_row(name: str, one: Shown) -> dict[str, object]:
     scores = {reward: _finite(score) for reward, score in one.scores.items()}
     return {"file": name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
-from cosmos_rl.storage.disk import writing_into
+from cosmos_rl.storage.disk import report_full_disk
 
 _BLOCK = 2**16
 
@@ -26,7 +26,9 @@ class MetricsFile:
         if not self._path.exists():
             return
         with self._path.open("rb+") as file:
-            end, line = next((found for found in _from_the_end(file) if _step_of(found[1]) <= step), (0, b"\n"))
+            end, line = next(
+                (found for found in _read_lines_backwards(file) if _read_step(found[1]) <= step), (0, b"\n")
+            )
             file.truncate(end)
             if not line.endswith(b"\n"):
                 file.seek(end)
@@ -34,16 +36,16 @@ class MetricsFile:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
-        with writing_into(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **{k: _plain(v) for k, v in metrics.items()}}) + "\n")
+        with report_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **{k: _finite_or_none(v) for k, v in metrics.items()}}) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for both."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(line: str | bytes) -> dict[str, Any] | None:
+def _parse_line(line: str | bytes) -> dict[str, Any] | None:
     """What a line holds; None for one that is not whole."""
     try:
         row = from_json(line, cache_strings="keys")  # several times as fast as json, which a long run's report feels
@@ -52,20 +54,20 @@ def _row(line: str | bytes) -> dict[str, Any] | None:
         return None
 
 
-def _step_of(line: bytes) -> float:
+def _read_step(line: bytes) -> float:
     """The step of a line; infinity for one that is not whole."""
-    row = _row(line)
+    row = _parse_line(line)
     return float("inf") if row is None else row["step"]
 
 
-def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _read_lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """(where it ends in the file, line), the last line first. Steps ascend, so a resume reads little of a long file."""
-    place, rest = file.seek(0, os.SEEK_END), b""
-    while place > 0:
-        size = min(_BLOCK, place)
-        place = file.seek(place - size)
+    offset, rest = file.seek(0, os.SEEK_END), b""
+    while offset > 0:
+        size = min(_BLOCK, offset)
+        offset = file.seek(offset - size)
         first, *lines = (file.read(size) + rest).splitlines(keepends=True)
-        end = place + len(first) + sum(map(len, lines))
+        end = offset + len(first) + sum(map(len, lines))
         for line in reversed(lines):
             yield end, line
             end -= len(line)
@@ -77,4 +79,4 @@ def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; the last one may be half written while the run is in progress."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [row for line in lines if (row := _row(line)) is not None]
+    return [row for line in lines if (row := _parse_line(line)) is not None]

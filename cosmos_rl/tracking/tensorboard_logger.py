@@ -21,7 +21,7 @@ class TensorboardLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The numbers of one step as scalars; tensorboard has no place for anything else."""
+        """The numbers of one step as scalars; tensorboard takes nothing else."""
         for key, value in metrics.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(key, value, step)

@@ -32,7 +32,7 @@ class TrackioLogger:
             logger.warning(f"trackio was imported before the run began and writes to {used} instead of {folder}")
         self._trackio = trackio
         try:
-            with _kept_local():
+            with _stay_local():
                 self._run = trackio.init(
                     about.project,
                     name=about.run_id,
@@ -62,7 +62,7 @@ class TrackioLogger:
 
 
 @contextlib.contextmanager
-def _kept_local() -> Iterator[None]:
+def _stay_local() -> Iterator[None]:
     """Within the block trackio finds no server of the environment's and cannot ask the hub who the user is."""
     from huggingface_hub import constants
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from cosmos_rl.algorithms.advantage import (
     all_equal,
     apply_mode,
-    combined_advantages,
+    combine_advantages,
     group_advantages,
-    kept_rows,
     optimality,
+    select_rows,
     zero_std_share,
 )
 
@@ -154,7 +154,7 @@ def test_combined_rewards_are_normalised_each() -> None:
         "large": rewards(100, 50, 70, 70),
         "off": rewards(*[None] * 4),
     }
-    found = combined_advantages(scores, {"small": 2.0, "large": 0.5, "off": 0.0}, group, global_std=False)
+    found = combine_advantages(scores, {"small": 2.0, "large": 0.5, "off": 0.0}, group, global_std=False)
     small = [value / (0.001 + 1e-4) for value in (-0.001, 0.001)] + [v / (0.002 + 1e-4) for v in (0.002, -0.002)]
     large = [25 / 25.0001, -25 / 25.0001, 0.0, 0.0]
     assert found.tolist() == pytest.approx([2 * s + 0.5 * g for s, g in zip(small, large, strict=True)], rel=1e-9)
@@ -164,9 +164,9 @@ def test_combined_rewards_are_normalised_each() -> None:
 def test_a_sample_that_lacks_one_reward_is_left_out_of_all(global_std: bool) -> None:
     group = groups(0, 0, 0)
     scores = {"a": rewards(1, 2, 4), "b": rewards(3, None, 5)}
-    found = combined_advantages(scores, {"a": 1.0, "b": 1.0}, group, global_std=global_std)
+    found = combine_advantages(scores, {"a": 1.0, "b": 1.0}, group, global_std=global_std)
     there = {name: score[[0, 2]] for name, score in scores.items()}
-    expected = combined_advantages(there, {"a": 1.0, "b": 1.0}, group[[0, 2]], global_std=global_std)
+    expected = combine_advantages(there, {"a": 1.0, "b": 1.0}, group[[0, 2]], global_std=global_std)
     assert found[1].isnan()
     assert torch.equal(found[[0, 2]], expected)
 
@@ -174,7 +174,7 @@ def test_a_sample_that_lacks_one_reward_is_left_out_of_all(global_std: bool) -> 
 def test_a_weight_without_a_reward_is_an_error() -> None:
     for weights in ({"a": 1.0, "x": 1.0}, {"a": 0.0}, {}):
         with pytest.raises(ValueError, match=r"rewards given: \['a'\]"):
-            combined_advantages({"a": rewards(1, 2)}, weights, groups(0, 0), global_std=True)
+            combine_advantages({"a": rewards(1, 2)}, weights, groups(0, 0), global_std=True)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_rewards_that_are_equal_but_for_rounding_teach_nothing(name: str, mode: 
     assert used[:24].tolist() == [0.0] * 24
     assert optimality(used, -5.0, 5.0)[:24].tolist() == [0.5] * 24
     assert zero_std_share(used, group) == 0.5
-    kept = kept_rows(used, group, on_missing="neutral", drop_equal_groups=True)
+    kept = select_rows(used, group, on_missing="neutral", drop_equal_groups=True)
     assert kept.tolist() == [False] * 24 + [True] * 2
 
 
@@ -257,7 +257,7 @@ def test_what_cancels_but_for_rounding_is_nothing() -> None:
     group, size = groups(0, 0, 0), 2 * rewards(*second)
     assert group_advantages(left, group, global_std=True, size_N=size).tolist() == [0.0] * 3
     both = {"a": rewards(*first), "b": rewards(*second)}
-    assert combined_advantages(both, {"a": 1.0, "b": -1.0}, group, global_std=True).tolist() == [0.0] * 3
+    assert combine_advantages(both, {"a": 1.0, "b": -1.0}, group, global_std=True).tolist() == [0.0] * 3
 
 
 def test_equal_values() -> None:
@@ -284,7 +284,7 @@ def test_rows_that_are_trained_on(on_missing: Any, drop_equal_groups: bool, expe
         group, reward = torch.cat([group, groups(1)]), torch.cat([reward, rewards(2)])
         expected = [*expected, 1 if on_missing == "neutral" else 0]
     advantage = group_advantages(reward, group, global_std=True)
-    kept = kept_rows(advantage, group, on_missing=on_missing, drop_equal_groups=drop_equal_groups)
+    kept = select_rows(advantage, group, on_missing=on_missing, drop_equal_groups=drop_equal_groups)
     assert kept.tolist() == [bool(row) for row in expected]
     with pytest.raises(ValueError, match=r'on_missing: found "raise"; allowed: neutral, drop_group'):
-        kept_rows(advantage, group, on_missing="raise", drop_equal_groups=False)
+        select_rows(advantage, group, on_missing="raise", drop_equal_groups=False)

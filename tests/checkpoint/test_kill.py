@@ -52,6 +52,6 @@ def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
     expected = [line["train/loss_mean"] for line in read_metrics(calm / "metrics.jsonl")]
     assert [line["train/loss_mean"] for line in lines] == expected
-    assert layout.broken_steps(survivor / "checkpoints") == {}
+    assert layout.find_broken_steps(survivor / "checkpoints") == {}
     assert not list((survivor / "checkpoints").glob(".*"))
     assert (output / "checkpoints").resolve() == survivor / "checkpoints"

@@ -49,9 +49,9 @@ def test_a_stop_request_saves_off_the_cadence_and_says_how_it_ended(write_toml: 
 
     config = write_toml()
     run = train(config, "--train.ckpt.save_freq=5", custom_logger_fns=[ask_at_three], stop=stop, expect=75)
-    assert layout.whole_steps(run / "checkpoints") == [3]
+    assert layout.list_whole_steps(run / "checkpoints") == [3]
     train(config, "--train.ckpt.save_freq=5", resume=(run, 3))
-    assert layout.whole_steps(run / "checkpoints") == [3, 5, 6]
+    assert layout.list_whole_steps(run / "checkpoints") == [3, 5, 6]
     undisturbed = train(config, "--train.ckpt.save_freq=5")
     assert_same_state(saved_state(run, 6), saved_state(undisturbed, 6))
 
@@ -60,7 +60,7 @@ def test_async_saves_hold_the_weights_of_their_step(write_toml: Callable[..., Pa
     states = []
     for mode in ("async", "sync"):
         run = train(write_toml(lora=False), f'--train.ckpt.save_mode="{mode}"', "--train.ckpt.save_freq=1")
-        states.append([saved_state(run, step) for step in layout.whole_steps(run / "checkpoints")])
+        states.append([saved_state(run, step) for step in layout.list_whole_steps(run / "checkpoints")])
     assert len(states[0]) == len(states[1]) == 5  # max_keep
     for one, other in zip(*states, strict=True):
         assert_same_state(one, other)
@@ -116,13 +116,13 @@ def test_a_checkpoint_of_other_weights_is_refused(write_toml: Callable[..., Path
 def test_whole_steps_are_distinguished_from_broken_ones(write_toml: Callable[..., Path]) -> None:
     run = train(write_toml(), "--train.ckpt.save_freq=2")
     checkpoints = run / "checkpoints"
-    assert layout.whole_steps(checkpoints) == [2, 4, 6]
+    assert layout.list_whole_steps(checkpoints) == [2, 4, 6]
     shard = next(layout.policy_dir(checkpoints, 6).glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     (layout.policy_dir(checkpoints, 4) / layout.COMMIT_MARKER).unlink()
     (checkpoints / ".step_8.tmp").mkdir()
-    assert layout.whole_steps(checkpoints) == [2]
-    assert set(layout.broken_steps(checkpoints)) == {4, 6}
+    assert layout.list_whole_steps(checkpoints) == [2]
+    assert set(layout.find_broken_steps(checkpoints)) == {4, 6}
     state = json.loads((layout.policy_dir(checkpoints, 2) / layout.TRAINER_STATE).read_text())
     assert state["step"] == 2
 

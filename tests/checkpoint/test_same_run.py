@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cosmos_rl.checkpoint.layout import COMMIT_MARKER, TRAINER_STATE, marker_text, policy_dir
-from cosmos_rl.data.pair_files import Pair, pairs_digest
+from cosmos_rl.checkpoint.layout import COMMIT_MARKER, TRAINER_STATE, build_marker_text, policy_dir
+from cosmos_rl.data.pair_files import Pair, digest_pairs
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.digest import pipeline_digest
 from tests.support.pairs import other_captions, other_names
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_an_older_version_resumes_and_says_what_was_not_compared
     del state["settings"], state["run"]["base model (digest of its files)"]
     (policy / TRAINER_STATE).write_text(json.dumps(state))
     (policy / COMMIT_MARKER).unlink()
-    (policy / COMMIT_MARKER).write_text(marker_text(policy))
+    (policy / COMMIT_MARKER).write_text(build_marker_text(policy))
     with caplog.at_level("INFO", logger="cosmos"):
         train(config, "--train.max_num_steps=3", resume=(run, step))
     assert [m for m in caplog.messages if m.startswith("not compared") and "base model" in m]
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_an_older_version_resumes_and_says_what_was_not_compared
 
 def test_the_digest_of_captions_differs_by_name_and_text() -> None:
     def digest(*pairs: tuple[str, str]) -> str:
-        return pairs_digest([Pair(name, Path(f"{name}.png"), prompt) for name, prompt in pairs])
+        return digest_pairs([Pair(name, Path(f"{name}.png"), prompt) for name, prompt in pairs])
 
     assert digest(("a", "x"), ("b", "y")) == digest(("a", "x"), ("b", "y"))
     several = [digest(("a", "x"), ("b", "y")), digest(("a", "y"), ("b", "x")), digest(("ax", ""), ("b", "y"))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_rl.data.prompts import as_prompt_record, prompts_digest
+from cosmos_rl.data.prompts import digest_prompts, to_prompt_record
 from cosmos_rl.errors import UserError
 from tests.support.nft_runs import nft_toml, nft_train
 from tests.support.pairs import other_captions, other_names
@@ -112,7 +112,7 @@ def test_the_same_data_in_other_places_resumes_and_what_may_change_is_one_line(
 
 def test_the_digest_of_prompts_differs_by_text_metadata_and_order() -> None:
     def digest(*rows: dict[str, Any]) -> str:
-        return prompts_digest([as_prompt_record(row, place) for place, row in enumerate(rows)])
+        return digest_prompts([to_prompt_record(row, place) for place, row in enumerate(rows)])
 
     one, two = ROWS[:2]
     assert digest(one, two) == digest(dict(reversed(one.items())), two)

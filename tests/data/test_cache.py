@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_rl.data.cache import TensorCache, files_digest
+from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
@@ -63,7 +63,7 @@ def test_other_sizes_lengths_and_weights_are_other_entries(
     train(write_toml(), *CACHED, folder, "--train.max_num_steps=1", "--policy.diffusers.max_prompt_length=12")
     assert len(list((tmp_path / "shared" / "latents").iterdir())) == 2
     assert len(list((tmp_path / "shared" / "text").iterdir())) == 2
-    assert files_digest(tiny_sd3 / "vae") != files_digest(tiny_sd3 / "transformer")
+    assert digest_files(tiny_sd3 / "vae") != digest_files(tiny_sd3 / "transformer")
 
 
 def test_what_was_not_used_for_longest_is_evicted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cosmos_rl.data.images import load_image, to_uint8
-from cosmos_rl.data.items import BadSample, Item, Part, as_item
+from cosmos_rl.data.items import BadSample, Item, Part, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptFile
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
@@ -129,7 +129,7 @@ def test_uint8_conversion_rounds_and_clips() -> None:
 
 
 def test_elements_of_users_data_sets_are_checked() -> None:
-    assert as_item({"visual": torch.zeros(3, 4, 4), "prompt": "x"}, 5).name == "5"
+    assert to_item({"visual": torch.zeros(3, 4, 4), "prompt": "x"}, 5).name == "5"
     for raw, message in [
         ({"image": 1}, r"element 5: need a mapping with 'visual' and 'prompt', found \['image'\]"),
         ({"visual": torch.zeros(4, 4), "prompt": "x"}, "must be a float tensor"),
@@ -137,7 +137,7 @@ def test_elements_of_users_data_sets_are_checked() -> None:
         (3, "found int"),
     ]:
         with pytest.raises(UserError, match=message):
-            as_item(raw, 5)
+            to_item(raw, 5)
 
 
 def test_prompt_files_are_checked(tmp_path: Path) -> None:

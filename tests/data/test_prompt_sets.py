@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.data import prompt_sets
-from cosmos_rl.data.prompt_sets import KNOWN, prompts_of
-from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, read_prompts
+from cosmos_rl.data.prompt_sets import KNOWN, load_prompts
+from cosmos_rl.data.prompts import PromptRecord, read_prompts, to_prompt_record
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
@@ -38,7 +38,7 @@ def put(path: Path, text: str) -> Path:
 
 
 def texts(usual: str = "train", /, **table: object) -> list[str]:
-    return [record.prompt for record in prompts_of(DatasetConfig.model_validate(table), KEY, split=usual)]
+    return [record.prompt for record in load_prompts(DatasetConfig.model_validate(table), KEY, split=usual)]
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -89,17 +89,17 @@ def test_a_file_of_bytes_is_one_message(tmp_path: Path) -> None:
 
 def test_elements_of_own_data_sets() -> None:
     record = PromptRecord("a", {"x": 1})
-    assert as_prompt_record(record, 0) is record
-    assert as_prompt_record("a", 0) == PromptRecord("a")
-    assert as_prompt_record({"prompt": "a", "metadata": {"x": 1}}, 0) == record
-    assert as_prompt_record({"prompt": "a", "x": 1}, 0) == record
-    assert as_prompt_record({"prompt": "a", "metadata": 3}, 0).metadata == {"metadata": 3}
+    assert to_prompt_record(record, 0) is record
+    assert to_prompt_record("a", 0) == PromptRecord("a")
+    assert to_prompt_record({"prompt": "a", "metadata": {"x": 1}}, 0) == record
+    assert to_prompt_record({"prompt": "a", "x": 1}, 0) == record
+    assert to_prompt_record({"prompt": "a", "metadata": 3}, 0).metadata == {"metadata": 3}
     for half in ("\ud83d x", PromptRecord("\ud83d x"), {"prompt": "a", "tag": "\ud83d x"}):
         with pytest.raises(UserError, match=r"element 5: .* has half of a character \(.ud83d\)"):
-            as_prompt_record(half, 5)
+            to_prompt_record(half, 5)
     for raw, found in [({"text": "a"}, r"found \['text'\]"), (3, "found int"), ({"prompt": 3}, "found")]:
         with pytest.raises(UserError, match=rf"element 5: need a text or a mapping .*{found}"):
-            as_prompt_record(raw, 5)
+            to_prompt_record(raw, 5)
 
 
 def test_a_folder_of_ones_own_has_a_file_for_each_split(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_stuck_process_does_not_hold_up_the_others_for_ever(
 ) -> None:
     monkeypatch.setattr(prompt_sets, "_WAIT_S", 0.3)
     with (
-        prompt_sets._alone(cache / "ocr" / "train.txt"),
+        prompt_sets._lock_download(cache / "ocr" / "train.txt"),
         pytest.raises(UserError, match=r"another process has been fetching it for 0.3 s"),
     ):
         texts(name="ocr")

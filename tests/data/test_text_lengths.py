@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cosmos_rl.data.text_lengths import encoders_in, too_long
+from cosmos_rl.data.text_lengths import describe_truncation, load_encoders
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
-from cosmos_rl.policy.model.quiet import text_encoders_of
+from cosmos_rl.policy.model.quiet import build_text_encoders
 from tests.support.trainer_runs import train
 
 LONG = " ".join(["a photo of the digit three"] * 67)  # 402 words
@@ -49,9 +49,9 @@ def test_files_and_loaded_tokenizers_count_alike(tiny_sd3: Path) -> None:
     from transformers import AutoTokenizer
 
     folders = sorted(tiny_sd3.glob("tokenizer*"))
-    loaded = text_encoders_of([AutoTokenizer.from_pretrained(folder) for folder in folders], 12)
+    loaded = build_text_encoders([AutoTokenizer.from_pretrained(folder) for folder in folders], 12)
     texts = [LONG, "a cat", "", "M\u00fcller \U0001f600 \u4e09\u500b", "x" * 300]
-    found = encoders_in(tiny_sd3, 12)
+    found = load_encoders(tiny_sd3, 12)
     kinds = [("CLIP", 16), ("CLIP", 16), ("T5", 12)]  # the tiny CLIP takes 16 tokens in place of 77
     assert [(e.name, e.limit) for e in found] == kinds
     assert [(e.name, e.limit) for e in loaded] == kinds
@@ -70,7 +70,7 @@ def test_long_captions_are_counted_once(
     tiny_sd3: Path,
 ) -> None:
     captions = {f"{i}": LONG if i != 5 else f"{LONG} and a cat" for i in range(7)} | {"7": "short"}
-    tokens = encoders_in(tiny_sd3, 64)
+    tokens = load_encoders(tiny_sd3, 64)
     longest = max(encoder.lengths([captions["5"]])[0] for encoder in tokens)
     expected = (
         "7 of 8 captions are longer than 64 tokens (T5), 7 than 16 (CLIP); what is beyond is cut off; "
@@ -93,10 +93,12 @@ def test_long_captions_are_counted_once(
 
 
 def test_short_captions_get_no_line(tiny_sd3: Path) -> None:
-    encoders = encoders_in(tiny_sd3, 20)
-    assert too_long([("a.json", "a cat"), ("b.json", "\u4e09")], encoders) == ""
+    encoders = load_encoders(tiny_sd3, 20)
+    assert describe_truncation([("a.json", "a cat"), ("b.json", "\u4e09")], encoders) == ""
     text = "a photo of the digit three on a white background with one cat and two dogs and a red car in the rain"
-    line = too_long([("a.json", "a cat"), ("b.json", text), ("c.json", "a photo of the digit " * 3)], encoders)
+    line = describe_truncation(
+        [("a.json", "a cat"), ("b.json", text), ("c.json", "a photo of the digit " * 3)], encoders
+    )
     assert re.fullmatch(
         r"1 of 3 captions are longer than 20 tokens \(T5\), 2 than 16 \(CLIP\); what is beyond is cut off; "
         r"longest: b\.json, \d+ tokens",
@@ -106,10 +108,12 @@ def test_short_captions_get_no_line(tiny_sd3: Path) -> None:
 
 def test_of_very_many_long_captions_the_first_are_counted(tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cosmos_rl.data.text_lengths._MOST_COUNTED", 3)
-    encoders = [encoder for encoder in encoders_in(tiny_sd3, 20) if encoder.name == "T5"]
+    encoders = [encoder for encoder in load_encoders(tiny_sd3, 20) if encoder.name == "T5"]
     texts = [(f"{i}.json", LONG) for i in range(3)]
-    assert too_long(texts, encoders).startswith("3 of 3 captions are longer than 20 tokens (T5); ")
-    assert too_long([*texts, ("x", LONG)], encoders).startswith("at least 3 of 4 captions are longer than 20 tokens")
+    assert describe_truncation(texts, encoders).startswith("3 of 3 captions are longer than 20 tokens (T5); ")
+    assert describe_truncation([*texts, ("x", LONG)], encoders).startswith(
+        "at least 3 of 4 captions are longer than 20 tokens"
+    )
 
 
 def test_a_data_set_that_hides_its_captions_is_warned_of_when_they_come(

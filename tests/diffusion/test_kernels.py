@@ -15,14 +15,14 @@ from cosmos_rl.diffusion.kernels import (
     Transition,
     apply_transition,
     build_kernel,
-    clean_prediction,
     dance,
     ddim,
     dpm2,
     euler,
     flow,
     log_ratio,
-    sigmas_of,
+    predict_clean,
+    read_sigmas,
     stock_step,
     transition_kl,
     transition_log_prob,
@@ -136,7 +136,7 @@ def test_noise_level_0_is_the_euler_step_exactly(solver: str) -> None:
 
 def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    levels = sigmas_of(scheduler, 6).double().tolist()
+    levels = read_sigmas(scheduler, 6).double().tolist()
     x, v = seeded(2, 3, dtype=torch.bfloat16), seeded(2, 3, seed=1, dtype=torch.bfloat16)
     for index, timestep in enumerate(scheduler.timesteps):
         stock = scheduler.step(v, timestep, x, return_dict=False)[0]
@@ -344,7 +344,7 @@ def test_history_is_the_clean_prediction_of_the_step_before() -> None:
     sampled, velocities = sample(kernel, levels)
     states, levels = sampled.trajectory, torch.tensor(levels).double().tolist()
     for index in range(1, 4):
-        before = clean_prediction(states[index - 1], velocities[index - 1], levels[index - 1])
+        before = predict_clean(states[index - 1], velocities[index - 1], levels[index - 1])
         expected = kernel(index, levels).mean(states[index], velocities[index], before)
         assert torch.equal(states[index + 1], expected)
     with pytest.raises(ValueError, match=r"needs the previous step's clean prediction"):
@@ -427,7 +427,7 @@ def test_every_solver_has_its_kernel(solver: str, deterministic: bool, kernel: K
 
 def test_stock_is_the_schedulers_own_step() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
-    sigmas = sigmas_of(scheduler, 4)
+    sigmas = read_sigmas(scheduler, 4)
     runs = [
         run_sampling(lambda x, s: x - s[:, None], seeded(2, 3).float(), sigmas, step_fn=step_fn)
         for step_fn in (stock_step(scheduler), None)

@@ -107,17 +107,17 @@ def test_killed_on_four_then_on_two_ranks_one_rank_ends_like_the_undisturbed_run
     def past_a_save(saved: int) -> bool:
         """Step ``saved`` or a later one is on the disk whole, and training has gone on, not just to the next save."""
         run = newest_run(output)
-        whole = layout.whole_steps(run / "checkpoints") if run else []
+        whole = layout.list_whole_steps(run / "checkpoints") if run else []
         return bool(whole) and saved <= whole[-1] < steps_done(output) and steps_done(output) % every != 0
 
     killed = start(4, output)
     killed.kill_group_when(lambda: past_a_save(every))
     (first,) = (newest_run(output),)
     assert first is not None
-    saved = layout.whole_steps(first / "checkpoints")[-1]
+    saved = layout.list_whole_steps(first / "checkpoints")[-1]
     killed = start(2, output)
     killed.kill_group_when(lambda: past_a_save(saved + every))
-    assert layout.whole_steps(first / "checkpoints")[-1] > saved
+    assert layout.list_whole_steps(first / "checkpoints")[-1] > saved
     for folder, moved in ((output, True), (tmp_path / "calm", False)):
         assert start(1, folder).finish() == 0, log.read_text()[-3000:]
         assert (newest_run(folder) == first) == moved

@@ -20,7 +20,7 @@ from cosmos_rl.launcher.arguments import parse_launch, script_for, worker_comman
 from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
-from cosmos_rl.storage.run_folder import newest
+from cosmos_rl.storage.run_folder import find_newest_run
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
 from tests.support.documents import blocks
@@ -188,7 +188,7 @@ def run_example(
         config = str(write_toml())
         monkeypatch.setattr(sys, "argv", [name, "--config", config, "--train.max_num_steps=2", *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        run_folder = newest(tmp_path / "out")
+        run_folder = find_newest_run(tmp_path / "out")
         assert run_folder is not None
         return read_metrics(run_folder.metrics)
 
@@ -247,7 +247,7 @@ def test_the_command_gives_a_script_its_own_options_and_keeps_the_overrides(
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", *argv]
     done = patience.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    run = newest(tmp_path / "out")
+    run = find_newest_run(tmp_path / "out")
     assert run is not None
     assert load_config(run.root).train.seed == 7
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2]

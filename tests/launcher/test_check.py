@@ -70,7 +70,7 @@ def test_the_number_of_trained_weights_is_the_trainers(write_toml: Toml, lora: b
 
     config, _, selection = sizes(write_toml(lora=lora), *options)
     model = ModelRegistry.build_diffusers_model(config)
-    assert selection.trained == sum(p.numel() for p in model.trainable().values())
+    assert selection.trained == sum(p.numel() for p in model.trainable_parameters().values())
     adapters = sum(p.numel() for name, p in model.transformer.named_parameters() if ".lora_" in name)
     assert selection.spare_adapters == (adapters - selection.trained if lora else 0)
 

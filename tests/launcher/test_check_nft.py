@@ -80,7 +80,7 @@ def test_a_decay_type_that_begins_with_copies_says_what_it_saves(
 def test_dropout_of_the_network_is_planned_as_the_trainer_finds_it(write_nft_toml: Toml, dropout: float) -> None:
     from diffusers import SanaTransformer2DModel
 
-    from cosmos_rl.policy.model.diffusers.velocity_model import drops
+    from cosmos_rl.policy.model.diffusers.velocity_model import has_active_dropout
 
     network = SanaTransformer2DModel(
         num_attention_heads=1,
@@ -93,7 +93,7 @@ def test_dropout_of_the_network_is_planned_as_the_trainer_finds_it(write_nft_tom
     )
     config = load_config(write_nft_toml(), ["--policy.diffusers.weight_copy_decay_type=0"])
     plan = rl_plan(config, network.config)
-    assert plan.dropout == any(map(drops, network.modules())) == (dropout > 0)
+    assert plan.dropout == any(map(has_active_dropout, network.modules())) == (dropout > 0)
     assert plan.old_forwards == (plan.backwards if dropout else 0)
     assert rl_plan(config).dropout is None
 

@@ -125,8 +125,8 @@ def test_a_rollout_that_calls_the_model_otherwise_than_training_is_found(
             factor = 1.05 if self._differs("input") else 1.0
             return super().nft_prepare_transformer_input(factor * latents, *args, **keywords)
 
-        def sampling_levels(self, *args: Any) -> torch.Tensor:
-            return super().sampling_levels(*args) ** (1.2 if self._differs("levels") else 1.0)
+        def sampling_sigmas(self, *args: Any) -> torch.Tensor:
+            return super().sampling_sigmas(*args) ** (1.2 if self._differs("levels") else 1.0)
 
     code, found, out = marks(capsys, "--config", write_nft_toml())
     assert (code, found["rollout = training"]) == (1, "FAIL"), out

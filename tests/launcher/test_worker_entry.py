@@ -14,7 +14,7 @@ from cosmos_rl.launcher import worker_entry
 from cosmos_rl.launcher.signals import SAME_MOMENT_S, StopRequest
 from cosmos_rl.launcher.supervised import supervised
 from cosmos_rl.policy.config import Config
-from cosmos_rl.storage.run_folder import newest
+from cosmos_rl.storage.run_folder import find_newest_run
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(
     printed = capsys.readouterr()
     assert "unknown arguments are ignored: unheard_of" in printed.out
     assert printed.err.startswith("error: dataset: is empty")  # the trainer's word on the empty data set
-    assert newest(tmp_path / "out") is None
+    assert find_newest_run(tmp_path / "out") is None
     assert not list((tmp_path / "out").iterdir())  # nothing began, so nothing is left
 
 

@@ -52,7 +52,7 @@ def test_states_velocities_and_media_are_those_of_the_stock_call(pair: Pair, mod
     ):
         assert torch.equal(driven, state)
         assert float(level.t) == float(t)
-        assert torch.equal(pair.driver.signed(velocity), model_output)
+        assert torch.equal(pair.driver.convert_sign(velocity), model_output)
         # a velocity at a recorded step repeats the rollout's, whatever the scheduler rounds or remembers
         with torch.no_grad():
             assert torch.equal(pair.driver.velocity(driven, level, cond, guidance), velocity)

@@ -42,10 +42,10 @@ def test_a_fresh_adapter_changes_no_bit(tiny_sd3: Path) -> None:
 
 def test_only_the_adapter_is_trained_and_in_float32(tiny_sd3: Path) -> None:
     model = build(tiny_sd3, param_dtype="bfloat16")
-    names = list(model.trainable())
+    names = list(model.trainable_parameters())
     assert len(names) == 2 * 2 * len(ATTENTION)
     assert all(".lora_A.default." in n or ".lora_B.default." in n for n in names)
-    assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+    assert {p.dtype for p in model.trainable_parameters().values()} == {torch.float32}
     assert model.transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16
     assert model.vae.dtype == torch.float32
 
@@ -61,7 +61,7 @@ def test_bf16_compute_is_close_to_float32(tiny_sd3: Path) -> None:
 def test_all_linear_adapts_every_linear_layer(tiny_sd3: Path) -> None:
     base = SD3Model(DiffusersConfig(max_prompt_length=16), model_str=str(tiny_sd3))
     model = build(tiny_sd3, target_modules="all-linear")
-    assert len(model.trainable()) == 2 * len(lora.linear_names(base.transformer))
+    assert len(model.trainable_parameters()) == 2 * len(lora.list_linear_names(base.transformer))
 
 
 def test_the_scale_is_alpha_over_r_and_with_rslora_over_its_root(tiny_sd3: Path) -> None:
@@ -84,14 +84,14 @@ def test_the_adapter_learns_with_and_without_checkpointing(tiny_sd3: Path, check
     model = build(tiny_sd3, checkpointing=checkpointing, init_lora_weights="gaussian")
     model.transformer.train()
     velocity(model).square().mean().backward()
-    grads = {name: p.grad for name, p in model.trainable().items()}
+    grads = {name: p.grad for name, p in model.trainable_parameters().items()}
     ups = [g for name, g in grads.items() if "lora_B" in name]
     assert all(g is not None for g in grads.values())
     assert all(float(g.abs().max()) > 0 for g in ups if g is not None)
     reference = build(tiny_sd3, init_lora_weights="gaussian")
     reference.transformer.train()
     velocity(reference).square().mean().backward()
-    for name, p in reference.trainable().items():
+    for name, p in reference.trainable_parameters().items():
         torch.testing.assert_close(grads[name], p.grad)
 
 
@@ -107,7 +107,7 @@ def export_by_hand(model: SD3Model, path: Path, prefix: str = "transformer.") ->
 def test_a_warm_start_reads_diffusers_and_peft_keys(tiny_sd3: Path, tmp_path: Path, prefix: str) -> None:
     file = export_by_hand(build(tiny_sd3), tmp_path / "model.safetensors", prefix)
     model = build(tiny_sd3, lora_path=str(file))
-    assert all(float(p.min()) == float(p.max()) == 0.5 for p in model.trainable().values())
+    assert all(float(p.min()) == float(p.max()) == 0.5 for p in model.trainable_parameters().values())
     assert lora.adapter_file(str(tmp_path)) == file
 
 
@@ -159,7 +159,7 @@ def test_text_is_cast_to_the_compute_dtype_whatever_the_encoders_have(tiny_sd3: 
         config = DiffusersConfig(max_prompt_length=16, inference_size=(32, 32), dtype=dtype)
         model = SD3Model(config, model_str=str(tiny_sd3))
         assert model.text_encoder.dtype == torch.bfloat16 if dtype == "bfloat16" else torch.float16
-        assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+        assert {p.dtype for p in model.trainable_parameters().values()} == {torch.float32}
         assert torch.isfinite(velocity(model)).all()
 
 
@@ -188,10 +188,10 @@ def test_the_scale_of_a_peft_folder_is_checked_too(tiny_sd3: Path, tmp_path: Pat
 
 
 def test_the_count_of_fused_optimisers_lives_with_the_parameter() -> None:
-    from cosmos_rl.checkpoint.state import _empty_moments
+    from cosmos_rl.checkpoint.state import _create_empty_moments
 
     param = torch.nn.Parameter(torch.zeros(2, device="meta"))
     for fused, device in ((True, "meta"), (False, "cpu")):
         optimizer = torch.optim.AdamW([param])
         optimizer.param_groups[0]["fused"] = fused
-        assert _empty_moments(["step", "exp_avg"], param, optimizer)["step"].device.type == device
+        assert _create_empty_moments(["step", "exp_avg"], param, optimizer)["step"].device.type == device

@@ -15,7 +15,7 @@ from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.environment import check_environment
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.single_file import base_of
+from cosmos_rl.policy.model.single_file import find_base
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import train
 
@@ -74,11 +74,11 @@ def test_files_of_other_kinds_are_named(
 
 def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
     large = [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(38)]
-    assert base_of(large) == "stabilityai/stable-diffusion-3.5-large"
+    assert find_base(large) == "stabilityai/stable-diffusion-3.5-large"
     prefixed = [f"model.diffusion_model.{key}" for key in large[:24]]
-    assert base_of(prefixed) == "stabilityai/stable-diffusion-3-medium-diffusers"
+    assert find_base(prefixed) == "stabilityai/stable-diffusion-3-medium-diffusers"
     two = [*prefixed, "model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight"]
-    assert base_of(two) == "stabilityai/stable-diffusion-3.5-medium"
+    assert find_base(two) == "stabilityai/stable-diffusion-3.5-medium"
 
 
 def test_the_documented_merge_gives_the_adapters_image(

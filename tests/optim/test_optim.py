@@ -50,7 +50,7 @@ def test_ema_follows_the_weights_by_hand_and_gives_them_back() -> None:
     live = weight.detach().clone()
 
     def fail_while_swapped() -> None:
-        with ema.swapped_in():
+        with ema.average_parameters():
             assert torch.equal(weight.detach(), ema.shadow["w"])
             raise RuntimeError("in validation")
 

@@ -10,17 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.paired import PairedChange, normal_deviation, paired_change
+from cosmos_rl.algorithms.paired import PairedChange, compare_pairs, equivalent_normal_deviate
 from cosmos_rl.policy.config import RewardHackingGuardConfig
-from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement, UntrainedRewards, compare, norm_metrics
+from cosmos_rl.policy.trainer.rl.guard_rules import (
+    SIGMAS,
+    Measurement,
+    UntrainedRewards,
+    compare_measurements,
+    compute_norm_metrics,
+)
 
 Drawn = Callable[[np.random.Generator, int], np.ndarray]
 STEPS = 200
 CONFIG = RewardHackingGuardConfig()
 LOOKS = STEPS // CONFIG.freq
 WANDER = 0.1
-"""Standard deviation of the logarithms of loss and spread from look to look; of an adapter that learns from rewards of
-pure chance it was 0.0001 in runs of the tiny model."""
+"""Standard deviation of the logarithms of loss and diversity from look to look; of an adapter that learns from rewards
+of pure chance it was 0.0001 in runs of the tiny model."""
 
 
 def tensor(*values: float | None) -> Tensor:
@@ -31,7 +37,7 @@ def tensor(*values: float | None) -> Tensor:
 
 
 def change(first: Tensor, later: Tensor) -> PairedChange:
-    found = paired_change(first, later)
+    found = compare_pairs(first, later)
     assert found is not None
     return found
 
@@ -39,10 +45,10 @@ def change(first: Tensor, later: Tensor) -> PairedChange:
 def test_a_paired_change_by_hand() -> None:
     found = change(tensor(1, 2, 3, 4), tensor(0, 2, 2, 2))  # -1, 0, -1, -2
     assert found.mean == -1.0
-    assert found.spread == pytest.approx(math.sqrt(5 / 3))
+    assert found.std == pytest.approx(math.sqrt(5 / 3))
     assert found.drop == pytest.approx(1 / math.sqrt(5 / 3))
     error = np.std([-1, 0, -1, -2, 0], ddof=1) / math.sqrt(5)  # with one pair more that did not change
-    assert found.sigmas == pytest.approx(normal_deviation(-0.8 / error, 4))
+    assert found.sigmas == pytest.approx(equivalent_normal_deviate(-0.8 / error, 4))
 
 
 @pytest.mark.parametrize(
@@ -51,8 +57,8 @@ def test_a_paired_change_by_hand() -> None:
 )
 def test_the_tail_of_students_t(free: int, t: float, normal: float) -> None:
     """Tabulated quantiles of Student's t and of the normal distribution with the same tail."""
-    assert normal_deviation(t, free) == pytest.approx(normal, rel=0.02)
-    assert normal_deviation(-t, free) == -normal_deviation(t, free)
+    assert equivalent_normal_deviate(t, free) == pytest.approx(normal, rel=0.02)
+    assert equivalent_normal_deviate(-t, free) == -equivalent_normal_deviate(t, free)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -71,9 +77,9 @@ def test_another_zero_and_another_unit_change_nothing(seed: int) -> None:
 def test_missing_scores_are_left_out_and_too_few_say_nothing() -> None:
     found = change(tensor(1, 2, None, 4, 5), tensor(0, 1, 9, None, 4))
     assert found.mean == -1.0
-    assert paired_change(tensor(1, 2, 3, 4), tensor(None, 1, None, None)) is None
-    assert paired_change(tensor(1, 2, 3, 4, 5), tensor(1, 2, None, None, None)) is None
-    assert paired_change(tensor(), tensor()) is None
+    assert compare_pairs(tensor(1, 2, 3, 4), tensor(None, 1, None, None)) is None
+    assert compare_pairs(tensor(1, 2, 3, 4, 5), tensor(1, 2, None, None, None)) is None
+    assert compare_pairs(tensor(), tensor()) is None
 
 
 def test_rounding_is_no_change_and_a_fall_of_all_equal_scores_is_one() -> None:
@@ -127,26 +133,26 @@ def test_untrained_rewards_that_do_not_change_give_no_alarm(name: str, samples: 
     assert alarming_runs(KINDS[name], samples, runs=40, kept=0.0) <= 1
 
 
-def look(spread: float = 0.3, loss: float = 1.0, norm: float = 1.0) -> Measurement:
-    return Measurement(loss, torch.full((32, len(LEVELS)), norm, dtype=torch.float64), spread)
+def look(diversity: float = 0.3, loss: float = 1.0, norm: float = 1.0) -> Measurement:
+    return Measurement(loss, torch.full((32, len(SIGMAS)), norm, dtype=torch.float64), diversity)
 
 
 def test_an_unchanged_policy_never_alarms_and_a_moving_one_hardly() -> None:
-    """Same points, same noise: nothing is left to chance but what the policy does. Here loss and spread wander by a
+    """Same points, same noise: nothing is left to chance but what the policy does. Here loss and diversity wander by a
     tenth from look to look, and alarms stay below 1 % of the runs."""
     start = look()
-    assert compare(CONFIG, start, start)[1] == []
+    assert compare_measurements(CONFIG, start, start)[1] == []
     wander = np.exp(0.1 * np.random.default_rng(0).normal(size=(2, 300, LOOKS)))
     worst = zip(0.3 * wander[0].min(1), wander[1].max(1), strict=True)  # of each run
-    assert sum(bool(compare(CONFIG, start, look(*one))[1]) for one in worst) <= 3
+    assert sum(bool(compare_measurements(CONFIG, start, look(*one))[1]) for one in worst) <= 3
 
 
 @pytest.mark.slow
 def test_all_rules_together_alarm_in_less_than_one_of_a_hundred_unchanged_runs() -> None:
     """200 steps, a look at every fifth, of a policy that is on the average what it was.
 
-    It moves, so that loss and spread are other ones at each look, and half of each sample's scores is drawn again while
-    the noise is the same: two rewards that are not trained on, one like ImageReward and one of 0 and 1.
+    It moves, so that loss and diversity are other ones at each look, and half of each sample's scores is drawn again
+    while the noise is the same: two rewards that are not trained on, one like ImageReward and one of 0 and 1.
     """
     rng, runs, samples, alarms = np.random.default_rng(0), 200, 32, 0
     side = [KINDS[name] for name in ("normal, mean 0.1", "binary, 0.67")]
@@ -156,8 +162,9 @@ def test_all_rules_together_alarm_in_less_than_one_of_a_hundred_unchanged_runs()
         return {str(number): torch.from_numpy(score) for number, score in enumerate(again)}
 
     for _ in range(runs):
-        loss, spread = np.exp(rng.normal(0.0, WANDER, (2, LOOKS)))
-        found = compare(CONFIG, look(), look(0.3 * spread.min(), loss.max()))[1]  # the worst of all looks
+        loss, diversity = np.exp(rng.normal(0.0, WANDER, (2, LOOKS)))
+        worst = look(0.3 * diversity.min(), loss.max())
+        found = compare_measurements(CONFIG, look(), worst)[1]
         prompts, rule = [drawn(rng, samples) for drawn in side], UntrainedRewards(CONFIG)
         for number in range(LOOKS + 1):
             rule.note(number * CONFIG.freq, scores(prompts), "the same")
@@ -172,7 +179,7 @@ def test_all_rules_together_alarm_in_less_than_one_of_a_hundred_unchanged_runs()
 @pytest.mark.parametrize(
     ("samples", "fall", "seen"), [(16, 1.0, True), (64, 0.5, True), (64, 0.2, False), (1024, 0.35, True)]
 )
-def test_a_fall_in_units_of_the_spread_is_found(samples: int, fall: float, seen: bool) -> None:
+def test_a_fall_in_units_of_the_diversity_is_found(samples: int, fall: float, seen: bool) -> None:
     rng = np.random.default_rng(1)
     first = rng.normal(0.0, 1.0, samples)
     first = 2.0 * (first - first.mean()) / first.std() - 3.0
@@ -187,7 +194,7 @@ def test_a_fall_in_units_of_the_spread_is_found(samples: int, fall: float, seen:
 
 
 def test_numbers_near_zero_are_no_alarm() -> None:
-    """0.02 -> 0.01, -0.01 -> -0.02, 0 -> -1e-9 where single scores are spread by 1: shares of the mean said nothing."""
+    """0.02 -> 0.01, -0.01 -> -0.02, 0 -> -1e-9 where scores differ by about 1: shares of the mean said nothing."""
     rng = np.random.default_rng(2)
     noise = rng.normal(0, 1, 64)
     noise -= noise.mean()
@@ -215,7 +222,7 @@ def test_a_reward_that_is_missing_is_neither_good_nor_an_alarm() -> None:
 def test_one_validation_sample_gives_no_warning() -> None:
     rule = UntrainedRewards(CONFIG)
     assert [rule.note(step, {"side": tensor(value)}, "one") for step, value in ((0, 1.0), (5, -9.0))] == [0, 5]
-    assert rule.check() == ({"guard/untrained_reward/side": -9.0}, [])  # without a spread the fall has no size
+    assert rule.check() == ({"guard/untrained_reward/side": -9.0}, [])  # with a std of 0 the drop has no size
 
 
 def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,14 +247,14 @@ def test_what_a_resumed_run_continues_from_and_another_validation(capsys: pytest
         (look(loss=3.1), "loss is 3.1 times that of the start (reward_hacking_guard.max_loss_ratio = 3)"),
         (look(loss=math.nan), "loss is nan times that of the start"),
         (
-            look(spread=0.14),
+            look(diversity=0.14),
             "differ only 0.467 times as much as at the start (reward_hacking_guard.min_diversity_ratio = 0.5)",
         ),
-        (look(spread=math.nan), "differ only nan times"),
+        (look(diversity=math.nan), "differ only nan times"),
     ],
 )
 def test_the_ratios_that_alarm(now: Measurement, text: str) -> None:
-    wrong = compare(CONFIG, look(), now)[1]
+    wrong = compare_measurements(CONFIG, look(), now)[1]
     assert len(wrong) == 1
     assert text in wrong[0]
 
@@ -257,7 +264,7 @@ def test_norms_by_quarter_of_the_levels() -> None:
     rng = np.random.default_rng(3)
     ratio, sigma = rng.lognormal(0, 0.2, 400), np.concatenate([rng.uniform(0, 0.5, 399), [1.0]])
     ratio[5] = math.nan
-    found = norm_metrics("train", torch.from_numpy(ratio), torch.from_numpy(sigma))
+    found = compute_norm_metrics("train", torch.from_numpy(ratio), torch.from_numpy(sigma))
     expected: dict[str, Any] = {}
     for low, level in ((0.0, "0.125"), (0.25, "0.375")):
         there = ratio[(sigma >= low) & (sigma < low + 0.25) & ~np.isnan(ratio)]
@@ -269,9 +276,9 @@ def test_norms_by_quarter_of_the_levels() -> None:
 
 
 def test_norms_are_compared_row_by_row() -> None:
-    start, rows = look(), torch.linspace(0.5, 2.0, 32, dtype=torch.float64)[:, None] * torch.ones(len(LEVELS))
-    start = Measurement(start.loss, rows, start.spread)
-    metrics, _ = compare(CONFIG, start, Measurement(start.loss, 1.1 * rows, start.spread))
+    start, rows = look(), torch.linspace(0.5, 2.0, 32, dtype=torch.float64)[:, None] * torch.ones(len(SIGMAS))
+    start = Measurement(start.loss, rows, start.diversity)
+    metrics, _ = compare_measurements(CONFIG, start, Measurement(start.loss, 1.1 * rows, start.diversity))
     norms = {key: value for key, value in metrics.items() if "norm" in key}
-    assert len(norms) == 2 * len(LEVELS)
+    assert len(norms) == 2 * len(SIGMAS)
     assert norms == pytest.approx(dict.fromkeys(norms, 1.1))

@@ -13,9 +13,9 @@ import torch
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, RemoteRewardConfig
 from cosmos_rl.reward import access
-from cosmos_rl.reward.access import missing_access, service_access
+from cosmos_rl.reward.access import find_missing_access, read_service_access
 from cosmos_rl.reward.build import make_rewards
-from cosmos_rl.reward.protocol import Asked, asked_scores, read_scores, request_body, requested
+from cosmos_rl.reward.protocol import Asked, build_reward_fn, list_requested_scores, read_scores, request_body
 from cosmos_rl.reward.remote import RemoteScorer
 from cosmos_rl.reward.table import RewardTable, ScoringRequest
 from tests.support.reward_server import DROP, NOT_READY, RewardServer, result
@@ -120,8 +120,8 @@ def test_geneval_requirements_travel_with_the_request() -> None:
 def test_penalties_are_asked_for_with_weight_1_and_weight_0_not_at_all() -> None:
     fns = [{"name": "a", "weight": 0.5}, {"name": "b", "weight": -2.0}, {"name": "c", "weight": 0.0}]
     several = RemoteRewardConfig.model_validate({"reward_fns": fns})
-    assert requested(several) == {"a": 0.5, "b": 1.0}
-    assert [one and one.name for one in asked_scores(several)] == ["a", "b", None]
+    assert build_reward_fn(several) == {"a": 0.5, "b": 1.0}
+    assert [one and one.name for one in list_requested_scores(several)] == ["a", "b", None]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_penalties_are_asked_for_with_weight_1_and_weight_0_not_at_all() -> None
     ],
 )
 def test_the_usual_score_of_a_reward_needs_no_key(name: str, key: str) -> None:
-    assert asked_scores(table(name)) == [Asked(name, name, key)]
+    assert list_requested_scores(table(name)) == [Asked(name, name, key)]
 
 
 def test_two_scores_of_one_reward_are_one_request(start: Callable[..., RemoteScorer], server: RewardServer) -> None:
@@ -342,8 +342,8 @@ def test_a_failed_request_is_missing_with_the_workers_words(
         (422, {"detail": [{"loc": "prompts"}]}, r'\(REMOTE_REWARD_ENQUEUE_URL\) refuses the request: 422 \[{"loc"'),
         (400, {"error": "unknown reward 'a'; enabled: ocr"}, "refuses the request: 400 unknown reward 'a'; enabled: o"),
         (413, {}, "batch_size: a request is too large"),
-        (404, {"detail": "Not Found"}, "REMOTE_REWARD_ENQUEUE_URL: there is no such place .* 404 Not Found"),
-        (307, b"", "REMOTE_REWARD_ENQUEUE_URL: there is no such place"),
+        (404, {"detail": "Not Found"}, "REMOTE_REWARD_ENQUEUE_URL: there is no such address .* 404 Not Found"),
+        (307, b"", "REMOTE_REWARD_ENQUEUE_URL: there is no such address"),
     ],
 )
 def test_what_no_further_try_would_change_stops_at_once(
@@ -453,7 +453,7 @@ def test_three_generations_of_names_are_read(
         monkeypatch.delenv(f"REMOTE_REWARD_{name}")
         monkeypatch.setenv(f"{generation}_{name}", value)
     for _ in range(2):
-        found = service_access()
+        found = read_service_access()
     assert (found.enqueue_url, found.fetch_url, found.token) == tuple(values.values())
     assert capsys.readouterr().out.count("is the name of an older version") == expected
     assert found.names["TOKEN"] == f"{generation}_TOKEN"
@@ -462,9 +462,9 @@ def test_three_generations_of_names_are_read(
 def test_the_newest_name_wins(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSION_REWARD_TOKEN", "oldest")
     monkeypatch.setenv("WFM_REWARD_TOKEN", "older")
-    assert service_access().token == "s3cret"
+    assert read_service_access().token == "s3cret"
     monkeypatch.delenv("REMOTE_REWARD_TOKEN")
-    assert service_access().token == "older"
+    assert read_service_access().token == "older"
 
 
 def test_secrets_are_in_no_text(
@@ -475,13 +475,13 @@ def test_secrets_are_in_no_text(
 ) -> None:
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "ftp://user:pa55word@host/x")
     with pytest.raises(UserError) as caught:
-        service_access()
+        read_service_access()
     assert "REMOTE_REWARD_ENQUEUE_URL: is not an address" in str(caught.value)
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", server.url.replace("//", "//user:pa55word@") + "/enqueue")
     server.take = lambda number, headers: (401, {"detail": "no"})
     with pytest.raises(UserError) as refused:
         start().submit(request()).result(WAIT)
-    text = f"{caught.value} {refused.value} {service_access()} {capsys.readouterr().out}"
+    text = f"{caught.value} {refused.value} {read_service_access()} {capsys.readouterr().out}"
     assert "pa55word" not in text
     assert "s3cret" not in text
 
@@ -489,13 +489,13 @@ def test_secrets_are_in_no_text(
 def test_the_time_for_an_upload_grows_with_its_size_within_bounds(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [service_access().upload_s(mib * 2**20) for mib in (0, 10, 50, 1000)] == [60.0, 60.0, 180.0, 600.0]
+    assert [read_service_access().upload_s(mib * 2**20) for mib in (0, 10, 50, 1000)] == [60.0, 60.0, 180.0, 600.0]
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_TIMEOUT_MAX_S", "100")
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_TIMEOUT_PER_MB_S", "fast")
-    assert service_access().upload_s(50 * 2**20) == 100.0
+    assert read_service_access().upload_s(50 * 2**20) == 100.0
     assert 'REMOTE_REWARD_ENQUEUE_TIMEOUT_PER_MB_S: found "fast"' in capsys.readouterr().out
     monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_TIMEOUT_S", "7")
-    assert service_access().upload_s(50 * 2**20) == 7.0
+    assert read_service_access().upload_s(50 * 2**20) == 7.0
 
 
 RL = {"type": "grpo", "use_remote_reward": True}
@@ -505,17 +505,17 @@ def test_a_missing_address_is_named_before_anything_starts(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.from_dict({"train": {"train_policy": RL}})
-    assert missing_access(config) == []
+    assert find_missing_access(config) == []
     monkeypatch.delenv("REMOTE_REWARD_FETCH_URL")
-    [line] = missing_access(config)
+    [line] = find_missing_access(config)
     assert line.startswith("REMOTE_REWARD_FETCH_URL: missing in the environment")
     with pytest.raises(UserError, match="REMOTE_REWARD_FETCH_URL: missing"):
         make_rewards(config, None, validation=False)
     for without in ({**RL, "bypass_reward": True}, {"type": "grpo"}, {"type": "sft"}):
-        assert missing_access(Config.from_dict({"train": {"train_policy": without}})) == []
+        assert find_missing_access(Config.from_dict({"train": {"train_policy": without}})) == []
     only_validation = {"enable": True, "remote_reward": {"batch_size": 2}}
     config = Config.from_dict({"train": {"train_policy": {"type": "grpo"}}, "validation": only_validation})
-    assert len(missing_access(config)) == 1
+    assert len(find_missing_access(config)) == 1
 
 
 # ---- together with the other rewards -------------------------------------------------------------------------------

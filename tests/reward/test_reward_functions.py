@@ -13,7 +13,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.reward import batch_reward, examples
-from cosmos_rl.reward.functions import given_rewards
+from cosmos_rl.reward.functions import build_given_rewards
 from cosmos_rl.reward.table import ScoringRequest
 from tests.support.paths import ROOT
 from tests.support.scored import WAIT, request, score
@@ -60,7 +60,7 @@ def test_functions_come_with_weights_and_names(rewards_of: Callable[..., Any]) -
     rewards = rewards_of({"x": one, "y": (one, -0.5), "z": (functools.partial(one), 0.0)}, {"scale": 2.0})
     assert rewards.names == ("x", "y", "z")
     assert score(rewards).total_N.tolist() == [1.0] * 3
-    assert [(r.name, r.weight) for r in given_rewards([(one, 2.0)])] == [("one", 2.0)]
+    assert [(r.name, r.weight) for r in build_given_rewards([(one, 2.0)])] == [("one", 2.0)]
 
 
 def test_a_batch_function_is_called_with_at_most_so_many_samples(rewards_of: Callable[..., Any]) -> None:

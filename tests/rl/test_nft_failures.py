@@ -113,7 +113,7 @@ def test_infinite_losses_in_a_row_end_the_run_with_the_last_good_weights(
     with pytest.raises(FloatingPointError, match="not finite in 2 steps in a row .* so the weights are finite"):
         nft_train(nft_toml(tmp_path, tiny_sd3), "--train.max_nonfinite_steps=2", "--train.max_num_steps=9")
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
-    assert layout.whole_steps(run / "checkpoints") == [1, 2]
+    assert layout.list_whole_steps(run / "checkpoints") == [1, 2]
     assert_same_state(saved_state(run, 2), saved_state(run, 1))
 
 
@@ -179,7 +179,7 @@ def test_sigterm_within_a_step_saves_it_and_ends_with_75(tmp_path: Path, tiny_sd
     command.process.send_signal(signal.SIGTERM)
     assert command.end() == 75, command.log.read_text()[-3000:]
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
-    (step,) = layout.whole_steps(run / "checkpoints")
+    (step,) = layout.list_whole_steps(run / "checkpoints")
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, step + 1))
     policy = layout.policy_dir(run / "checkpoints", step)

@@ -73,7 +73,7 @@ def test_stop_saves_what_there_is_and_says_what_was_measured(tmp_path: Path, tin
         nft_train_task(config, *ON, FEW, "--train.max_num_steps=5", prepare=scripted(1.0, 1.0, 4.0))
     assert stopped.value.exit_code == 1
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
-    assert layout.whole_steps(run / "checkpoints") == [1, 2, 3]
+    assert layout.list_whole_steps(run / "checkpoints") == [1, 2, 3]
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 1]
     assert all(value.isfinite().all() for value in saved_state(run, 3).values())
 
@@ -123,7 +123,7 @@ def test_rewind_goes_back_and_takes_another_way(tmp_path: Path, tiny_sd3: Path) 
     assert noise[:2] == [list(step.noise.values()) for step in calm_steps[:2]]
     third = [noise[2], noise[6], noise[10]]  # the third step, three times
     assert all(set(one).isdisjoint(other) for one, other in zip(third, [*third[1:], third[0]], strict=True))
-    assert layout.whole_steps(run / "checkpoints") == [2, 4, 6, 7]
+    assert layout.list_whole_steps(run / "checkpoints") == [2, 4, 6, 7]
     assert_same_state(saved_state(run, 2), saved_state(calm, 2))
     assert not torch.equal(
         torch.cat([v.flatten() for v in saved_state(run, 4).values()]),
@@ -151,9 +151,9 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
     still = (*ON, FEW, "--train.optm_lr=1e-9", acting("warn"))
     folder = f"--train.train_policy.reward_hacking_guard.local_dir={image_folder}"
     fewer = "--train.train_policy.reward_hacking_guard.samples=8"
-    held_out, spread = "the held-out samples", "the samples whose diversity is measured"
+    held_out, diverse = "the held-out samples", "the samples whose diversity is measured"
     for step, options, new in (
-        (1, still, f"{held_out} and {spread}"),
+        (1, still, f"{held_out} and {diverse}"),
         (2, (*still, folder), held_out),
         (3, (*still, folder), ""),
         (4, (*still, folder, fewer), held_out),
@@ -213,7 +213,7 @@ def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(tmp_path: Path
     assert len(best) == 4 + 2 + 2
     assert all(best)  # never a link that leads nowhere
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
-    assert layout.whole_steps(run / "checkpoints") == [1, 2, 3, 4]
+    assert layout.list_whole_steps(run / "checkpoints") == [1, 2, 3, 4]
 
 
 def test_an_alarm_before_any_good_checkpoint_stops(tmp_path: Path, tiny_sd3: Path) -> None:

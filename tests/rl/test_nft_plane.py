@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cosmos_rl.checkpoint.layout import step_dir, whole_steps
+from cosmos_rl.checkpoint.layout import list_whole_steps, step_dir
 from cosmos_rl.errors import UserError
 from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.storage import run_folder
@@ -72,9 +72,9 @@ def stopped_run(tables: dict[str, Any], folder: Path, error: type[Exception], ma
     with pytest.raises(error, match=match):
         run_loop(config, trainer, folder)
     assert all(bool(param.isfinite().all()) for param in model.transformer.parameters())
-    run = run_folder.newest(folder)
+    run = run_folder.find_newest_run(folder)
     assert run is not None
-    saved = whole_steps(run.checkpoints)
+    saved = list_whole_steps(run.checkpoints)
     assert saved
     weights = load_file(step_dir(run.safetensors, saved[-1]) / "model.safetensors")
     assert all(bool(value.isfinite().all()) for value in weights.values())
@@ -90,7 +90,7 @@ def test_the_guard_stops_an_unbounded_reward(tmp_path: Path) -> None:
     rows = metrics_of(tmp_path)
     assert rows[-1]["guard/alarms"] >= 1
     assert [row["guard/alarms"] for row in rows if "guard/alarms" in row][:-1] == [0.0] * (len(rows) // 5 - 1)
-    assert whole_steps(run.checkpoints)[-1] == rows[-1]["step"] <= 30  # what there is, is saved
+    assert list_whole_steps(run.checkpoints)[-1] == rows[-1]["step"] <= 30  # what there is, is saved
 
 
 def test_without_the_guard_non_finite_steps_end_the_run(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_any_number_of_ranks_ends_with_the_same_weights(
     folder = runs[name, 1].parents[1]
     config = settings(jobs_of(folder, tiny_sd3, image_folder, 1)[name], 1)
     model = ModelRegistry.build_diffusers_model(config, param_dtype="float32", seed=config.train.seed)
-    start = {key: value.detach() for key, value in model.trainable().items()}
+    start = {key: value.detach() for key, value in model.trainable_parameters().items()}
     kinds = [which for which in ("model", "old", "ema") if kind(one, which)]
     assert len(kinds) == 3
     for which in kinds:

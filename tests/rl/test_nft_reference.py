@@ -37,12 +37,12 @@ def test_the_distance_is_exactly_zero_at_the_start(tmp_path: Path, tiny_sd3: Pat
 
     @torch.no_grad()
     def velocity(name: str) -> torch.Tensor:
-        with policies.using(name), model.evaluating():  # type: ignore[arg-type]
+        with policies.using(name), model.eval_mode():  # type: ignore[arg-type]
             return model.velocity(noise, sigma, cond)
 
     first = velocity("default")
     model.transformer.disable_adapters()
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.eval_mode():
         base = model.velocity(noise, sigma, cond)
     model.transformer.enable_adapters()
     assert not torch.allclose(base, first)

@@ -110,14 +110,14 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
     run_forked([calm], ranks, tmp_path)
     chance = random.Random(len(name))
     for wanted in (2, 4):  # off the cadence, and one before the first save
-        newest = max(layout.whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
+        newest = max(layout.list_whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
         processes = forked([Job(config, killed, options, newest)], ranks, tmp_path)
         _wait_for_step(killed, wanted, processes)
         time.sleep(chance.uniform(0.0, 0.3))
         for process in processes:
             process.kill()
             process.join()
-    newest = max(layout.whole_steps(killed / "checkpoints"), default=0)
+    newest = max(layout.list_whole_steps(killed / "checkpoints"), default=0)
     assert 0 < newest < total
     run_forked([Job(config, killed, options, newest)], ranks, tmp_path)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.checkpoint.layout import whole_steps
+from cosmos_rl.checkpoint.layout import list_whole_steps
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.errors import UserError
 from cosmos_rl.storage import run_folder
@@ -64,6 +64,6 @@ def test_the_guard_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) ->
     right = trainer.validate(last["step"], lambda *_: None).metrics["val/reward/count_mean"]
     # 960 samples each: the difference of two shares of 0.67 has a standard deviation of 0.02
     assert right >= rows[0]["val/reward/count_mean"] - 0.02
-    run = run_folder.newest(tmp_path)
+    run = run_folder.find_newest_run(tmp_path)
     assert run is not None
-    assert whole_steps(run.checkpoints)[-1] == last["step"]
+    assert list_whole_steps(run.checkpoints)[-1] == last["step"]

@@ -187,7 +187,7 @@ def test_the_evaluations_of_the_guard_are_counted_too() -> None:
     }
     run = Recorder(tables)
     run.trainer.start(0)
-    look = 6 * 4 + 4 * 10  # held-out samples at 4 levels, and 4 samples whose spread is measured
+    look = 6 * 4 + 4 * 10  # held-out samples at 4 levels, and 4 samples whose diversity is measured
     start, step = 6 * 20 + look, 8 * 10 + 8 * 10 * 3
     nfe = [run.trainer.train_step(i).metrics["train/nfe"] for i in range(2)]
     assert nfe == [start + step, start + 2 * step + look]

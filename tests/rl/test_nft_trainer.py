@@ -140,7 +140,7 @@ def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path,
     assert metrics["optim/steps"] == 4
     assert [len(rows.prompts) for rows in seen] == [8 * 9] * 4
     levels = {float(level) for rows in seen for level in rows.sigma}
-    assert levels == {float(level) for level in trainer.model.sampling_levels(10)[:-1]}
+    assert levels == {float(level) for level in trainer.model.sampling_sigmas(10)[:-1]}
     for first in (0, 2):  # a pass
         pairs = [n for rows in seen[first : first + 2] for n in rows.noise_ids]
         assert len(set(pairs)) == 16 * 9
@@ -191,7 +191,7 @@ def test_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, 
         cond = model.encode_prompts(["a hat"])
         noise = torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
         sigma = torch.tensor([0.5])
-        with torch.no_grad(), policies.using("reference"), model.evaluating():
+        with torch.no_grad(), policies.using("reference"), model.eval_mode():
             ours = model.velocity(noise, sigma, cond)
             assert {n for n, p in model.transformer.named_parameters() if p.requires_grad} == names
         with torch.no_grad():
@@ -323,7 +323,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
     after = media(2)
     assert torch.equal(media(7), after)
     assert not torch.equal(after, start)
-    with trainer.ema.swapped_in():
+    with trainer.ema.average_parameters():
         live = {name: param.detach().clone() for name, param in trainer.params.items()}
     with torch.no_grad():
         for name, param in trainer.params.items():

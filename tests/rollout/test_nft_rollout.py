@@ -26,7 +26,7 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, tiny_sd3: Path, solver
     negative = "" if guidance > 1.0 else None
     sampler = RolloutSampler(model, spec, seed=3)
     samples = [Sample(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
-    with trainer.policies.using("old"), model.evaluating():
+    with trainer.policies.using("old"), model.eval_mode():
         ours = sampler.sample(samples, lambda texts: model.encode_prompts(texts, negative, each=True), "rollout", 2)
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)

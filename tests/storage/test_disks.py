@@ -18,14 +18,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import cosmos_rl.storage.run_folder as run_folder
-from cosmos_rl.checkpoint.layout import COMMIT_MARKER, marker_text, policy_dir, whole_steps
+from cosmos_rl.checkpoint.layout import COMMIT_MARKER, build_marker_text, list_whole_steps, policy_dir
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.prepare import prepared_run
 from cosmos_rl.launcher.resume import plan_resume
 from cosmos_rl.policy.config import Config, load_config
-from cosmos_rl.storage.disk import DiskFullError, missing_abilities, why_full, writing_into
-from cosmos_rl.storage.run_folder import RunFolder, begin, check_links, create, newest
+from cosmos_rl.storage.disk import DiskFullError, explain_full_disk, find_missing_abilities, report_full_disk
+from cosmos_rl.storage.run_folder import RunFolder, begin_run, check_links, create_run, find_newest_run
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.trainer_runs import train
 
@@ -67,13 +67,13 @@ def test_a_run_on_a_bare_disk_trains_saves_and_resumes(write_toml: Toml, lora: b
     config = write_toml("[validation]\nenable = true\nfreq = 2\n", lora=lora)
     options = ["--train.ckpt.save_freq=2", "--train.ckpt.max_keep=1", "--train.train_policy.dataset.test_size=4"]
     run = train(config, *options, "--train.max_num_steps=4")
-    assert newest(run.parent) == RunFolder(run)
+    assert find_newest_run(run.parent) == RunFolder(run)
     again = train(config, *options, "--train.max_num_steps=6", resume=(run, 4))
     assert again == run
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     validated = [line for line in read_metrics(run / "metrics.jsonl") if "val/loss_mean" in line]
     best = min(validated, key=lambda line: line["val/loss_mean"])["step"]
-    assert whole_steps(run / "checkpoints") == sorted({best, 6})  # known without a link
+    assert list_whole_steps(run / "checkpoints") == sorted({best, 6})  # known without a link
     assert not [path for path in run.rglob("*") if path.is_symlink()]
 
 
@@ -81,7 +81,7 @@ def test_a_run_on_a_bare_disk_trains_saves_and_resumes(write_toml: Toml, lora: b
 def test_what_a_disk_lacks_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "out")}})
     with caplog.at_level("WARNING", logger="cosmos"), prepared_run(config, ["cosmos-rl"]) as run:
-        begin(run)
+        begin_run(run)
     (warning,) = caplog.messages
     for text in ("no symbolic links", "no hard links", "no locks", "no fsync of folders"):
         assert text in warning
@@ -89,7 +89,7 @@ def test_what_a_disk_lacks_is_one_warning(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_usual_disk_lacks_nothing(tmp_path: Path) -> None:
-    assert missing_abilities(tmp_path) == []
+    assert find_missing_abilities(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,7 +129,10 @@ def small_files() -> Iterator[Callable[[int], None]]:
 
 def test_a_checkpoint_that_does_not_fit_says_so(tmp_path: Path, small_files: Callable[[int], None]) -> None:
     small_files(20_000)
-    with pytest.raises(DiskFullError, match="File too large|No space left on device") as caught, writing_into(tmp_path):
+    with (
+        pytest.raises(DiskFullError, match="File too large|No space left on device") as caught,
+        report_full_disk(tmp_path),
+    ):
         dcp.save({"a": torch.zeros(100_000)}, checkpoint_id=tmp_path / "step", no_dist=True)
     assert str(tmp_path) in str(caught.value)
     assert "--train.resume=true" in str(caught.value)
@@ -151,7 +154,7 @@ def test_a_run_on_a_full_disk_names_the_folder_and_keeps_what_was_whole(
         train(config, *options, custom_logger_fns=[fill])
     (run,) = (tmp_path / "out").glob("2*")
     assert str(run / "checkpoints" / "step_") in str(caught.value)
-    assert whole_steps(run / "checkpoints") == [1] or mode == "async"  # step 1 may still be written then
+    assert list_whole_steps(run / "checkpoints") == [1] or mode == "async"  # step 1 may still be written then
 
 
 @pytest.mark.parametrize(
@@ -169,20 +172,20 @@ def test_a_run_on_a_full_disk_names_the_folder_and_keeps_what_was_whole(
     ],
 )
 def test_the_many_words_for_a_full_disk(error: Exception, reason: str | None) -> None:
-    assert why_full(error) == reason
+    assert explain_full_disk(error) == reason
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = error
-    assert why_full(wrapped) == reason
+    assert explain_full_disk(wrapped) == reason
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------
 
 
 def saved_run(output: Path) -> RunFolder:
-    run = create(output, "20250101000000")
+    run = create_run(output, "20250101000000")
     policy = policy_dir(run.checkpoints, 3)
     policy.mkdir(parents=True)
-    (policy / COMMIT_MARKER).write_text(marker_text(policy))
+    (policy / COMMIT_MARKER).write_text(build_marker_text(policy))
     os.symlink("checkpoints/step_3", run.root / "best")
     return run
 
@@ -207,7 +210,7 @@ def test_a_run_in_a_moved_output_folder_continues(tmp_path: Path) -> None:
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "elsewhere"), "resume": True}})
     with prepared_run(config, ["cosmos-rl"]) as run:
-        begin(run)
+        begin_run(run)
         check_links(tmp_path / "elsewhere", run)
     assert (tmp_path / "elsewhere" / "checkpoints" / "step_3" / "policy").is_dir()
 
@@ -231,7 +234,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def started(output: Path) -> RunFolder:
     config = Config.from_dict({"train": {"output_dir": str(output)}})
     with prepared_run(config, ["cosmos-rl"]) as run:
-        begin(run)
+        begin_run(run)
     return run
 
 
@@ -250,7 +253,7 @@ def test_the_run_that_was_started_last_is_the_newest(
     old = started(tmp_path)
     clock(second)
     new = started(tmp_path)
-    assert newest(tmp_path) == new
+    assert find_newest_run(tmp_path) == new
     assert (tmp_path / "checkpoints").resolve() == new.checkpoints.resolve()
     assert old.name < new.name
     plan = plan_resume(Config.from_dict({"train": {"output_dir": str(tmp_path), "resume": True}}))
@@ -263,17 +266,17 @@ def test_runs_are_named_in_utc(tmp_path: Path, clock: Callable[[str], None]) -> 
 
 
 def test_a_run_that_was_named_in_local_time_is_ordered_by_its_record(tmp_path: Path) -> None:
-    tokyo, later = create(tmp_path, "20261128203046"), create(tmp_path, "20261128113047")
+    tokyo, later = create_run(tmp_path, "20261128203046"), create_run(tmp_path, "20261128113047")
     for run, moment in ((tokyo, "2026-11-28T20:30:46+09:00"), (later, "2026-11-28T11:30:47+00:00")):
         run.run_json.write_text(json.dumps({"started": moment}))
-    assert newest(tmp_path) == later
+    assert find_newest_run(tmp_path) == later
 
 
 def test_an_older_run_that_is_resumed_is_the_newest_by_its_links(tmp_path: Path) -> None:
-    old, new = create(tmp_path, "20250101000000"), create(tmp_path, "20250102000000")
-    assert newest(tmp_path) == new
+    old, new = create_run(tmp_path, "20250101000000"), create_run(tmp_path, "20250102000000")
+    assert find_newest_run(tmp_path) == new
     given = {"train": {"output_dir": str(tmp_path), "resume": True, "timestamp": old.name}}
     with prepared_run(Config.from_dict(given), ["cosmos-rl"]) as run:
-        begin(run)
-    assert newest(tmp_path) == run == old
+        begin_run(run)
+    assert find_newest_run(tmp_path) == run == old
     assert (tmp_path / "checkpoints").resolve() == old.checkpoints.resolve()

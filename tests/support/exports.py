@@ -35,5 +35,5 @@ def policy_image(trainer: SFTTrainer | OnlineTask, noise: torch.Tensor) -> torch
     ema = trainer.ema
     if ema is None:
         return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)
-    with ema.swapped_in():
+    with ema.average_parameters():
         return trainer.model.sample([PROMPT], noise, num_steps=4, guidance=4.5)

@@ -30,7 +30,7 @@ def assert_same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
 def drop_steps_after(run: Path, step: int) -> None:
     """Make the run folder look as if the process had died right after the save of ``step``."""
     for folder in (run / "checkpoints", run / "safetensors"):
-        for n in layout.committed_steps(folder):
+        for n in layout.list_committed_steps(folder):
             if n > step:
                 shutil.rmtree(layout.step_dir(folder, n))
 

@@ -69,7 +69,7 @@ class ToyModel(VelocityModel):
     def sampling_scheduler(self) -> None:
         return None
 
-    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Tensor:
+    def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
         return torch.linspace(1.0, 0.0, num_steps + 1)
 
 

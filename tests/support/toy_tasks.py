@@ -192,13 +192,13 @@ def run_loop(config: Config, trainer: OnlineTask, folder: Path) -> list[TABLE]:
 
     Raises whatever ends the loop.
     """
-    run = run_folder.create(folder)
+    run = run_folder.create_run(folder)
     TrainLoop(config, run, Context(torch.device("cpu")), trainer, (), {}, Never()).run(None)
     return metrics_of(folder)
 
 
 def metrics_of(folder: Path) -> list[TABLE]:
     """What the newest run in ``folder`` logged, a table per step."""
-    run = run_folder.newest(folder)
+    run = run_folder.find_newest_run(folder)
     assert run is not None
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]

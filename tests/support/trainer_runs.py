@@ -61,6 +61,6 @@ def _prepare(
     """Configuration, run folder, and the checkpoint to resume."""
     config = load_config(config_path, list(overrides))
     if resume is None:
-        return config, run_folder.create(Path(config.train.output_dir)), None
+        return config, run_folder.create_run(Path(config.train.output_dir)), None
     folder = run_folder.RunFolder(resume[0])
     return config, folder, policy_dir(folder.checkpoints, resume[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cosmos_rl.data.images import are_finite, to_uint8
-from cosmos_rl.tracking.media import Shown, caption, of_one_colour, pick_best_and_worst, save_gallery, slug
+from cosmos_rl.tracking.media import Shown, build_caption, find_blank_images, pick_best_and_worst, save_gallery, slugify
 
 NAN = math.nan
 
@@ -22,9 +22,9 @@ def image(value: int) -> torch.Tensor:
 
 
 def test_names_of_images_are_safe(tmp_path: Path) -> None:
-    assert slug("../etc/passwd \0 Ünïcode") == "etc-passwd-n-code"
-    assert slug("???") == "empty"
-    assert len(slug("x" * 500)) == 40
+    assert slugify("../etc/passwd \0 Ünïcode") == "etc-passwd-n-code"
+    assert slugify("???") == "empty"
+    assert len(slugify("x" * 500)) == 40
     files = save_gallery(tmp_path / "p", [Shown(image(0), "same", 0), Shown(image(1), "same", 1)])
     assert [file.name for file in files] == ["000_same.png", "001_same.png"]
 
@@ -66,10 +66,10 @@ def test_a_gallery_replaces_an_older_one_whole_or_leaves_it(tmp_path: Path) -> N
 
 
 def test_a_caption_is_the_prompts_beginning_and_the_total() -> None:
-    assert caption(Shown(image(0), "a cat", 0, scores={"ink": 3.0, "total": 0.8125})) == "a cat | avg: 0.8125"
-    assert caption(Shown(image(0), "x" * 300, 0, scores={"total": 1.0})) == f"{'x' * 100} | avg: 1"
-    assert caption(Shown(image(0), "a cat", 0, scores={"total": None})) == "a cat"
-    assert caption(Shown(image(0), "a cat", 0)) == "a cat"
+    assert build_caption(Shown(image(0), "a cat", 0, scores={"ink": 3.0, "total": 0.8125})) == "a cat | avg: 0.8125"
+    assert build_caption(Shown(image(0), "x" * 300, 0, scores={"total": 1.0})) == f"{'x' * 100} | avg: 1"
+    assert build_caption(Shown(image(0), "a cat", 0, scores={"total": None})) == "a cat"
+    assert build_caption(Shown(image(0), "a cat", 0)) == "a cat"
 
 
 def test_every_prompt_shows_its_best_before_one_shows_its_second_best() -> None:
@@ -108,4 +108,4 @@ def test_images_of_one_colour_are_found() -> None:
     dotted = black.clone()
     dotted[3, 4, 1] = 1
     shown = [Shown(image, name, 0) for name, image in (("a", black), ("b", dotted), ("c", white), ("d", lost))]
-    assert [one.prompt for one in of_one_colour(shown)] == ["a", "c", "d"]
+    assert [one.prompt for one in find_blank_images(shown)] == ["a", "c", "d"]

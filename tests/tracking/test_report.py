@@ -28,9 +28,9 @@ from cosmos_rl.storage import atomic
 from cosmos_rl.tracking.media import Shown, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
 from cosmos_rl.tracking.report import write_report
-from cosmos_rl.tracking.report.inlined import escaped
-from cosmos_rl.tracking.report.svg import number
-from cosmos_rl.tracking.report.words import masked
+from cosmos_rl.tracking.report.inlined import escape
+from cosmos_rl.tracking.report.svg import format_number
+from cosmos_rl.tracking.report.words import mask_secrets
 from tests.support import patience
 from tests.support.made_up_run import PROMPTS, digit, write_nft_run, write_sft_run
 from tests.support.pages import Element, parse
@@ -83,10 +83,10 @@ def test_the_key_numbers_are_the_first_and_the_last_of_the_metrics(nft_run: Path
         known = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
         first, last, change = row.all("td")
         unit = " s" if key.startswith("time/") else ""
-        assert first.text == f"{number(known[0][1])}{unit} step {known[0][0]}"
-        assert last.text == f"{number(known[-1][1])}{unit} step {known[-1][0]}"
+        assert first.text == f"{format_number(known[0][1])}{unit} step {known[0][0]}"
+        assert last.text == f"{format_number(known[-1][1])}{unit} step {known[-1][0]}"
         difference = known[-1][1] - known[0][1]
-        assert change.text == f"{'+' if difference >= 0 else ''}{number(difference)}"
+        assert change.text == f"{'+' if difference >= 0 else ''}{format_number(difference)}"
     assert table["val/reward/mean"].all("td")[2].attributes["class"] == "good"
     assert table["train/loss_mean"].all("td")[2].attributes["class"] == ""
 
@@ -105,7 +105,7 @@ def test_before_and_after_are_the_first_and_the_last_validation_pixel_by_pixel(n
     for step in (0, 300):
         index = json.loads((nft_run / f"media/validation/step_{step}/index.json").read_text())
         totals.append(sum(row["scores"]["total"] for row in index) / len(index))
-    assert [b.text for b in section.all("p")[0].of_class("score")] == [number(total, 3) for total in totals]
+    assert [b.text for b in section.all("p")[0].of_class("score")] == [format_number(total, 3) for total in totals]
 
 
 def test_rows_over_time_have_the_same_sample_in_every_column(nft_run: Path, page: Element) -> None:
@@ -131,7 +131,7 @@ def test_best_and_worst_are_of_the_newest_rollouts_with_every_score(nft_run: Pat
             assert np.array_equal(
                 decoded(card.all("img")[0]), np.asarray(Image.open(nft_run / "media/rollout/step_300" / row["file"]))
             )
-            scores = {name: "missing" if s is None else number(s, 3) for name, s in row["scores"].items()}
+            scores = {name: "missing" if s is None else format_number(s, 3) for name, s in row["scores"].items()}
             assert card.of_class("score")[0].text == scores.pop("total")
             assert {r.all("td")[0].text: r.all("td")[1].text for r in card.all("tr")} == scores
     assert "missing" in page.by_id("worst").text
@@ -334,7 +334,7 @@ def test_no_prompt_reaches_the_page_as_anything_but_text(tmp_path: Path) -> None
 @given(st.text(st.characters(codec=None), max_size=40))
 @settings(derandomize=True, max_examples=200)
 def test_escaped_text_reads_back_without_what_no_page_may_hold(text: str) -> None:
-    safe = escaped(text)
+    safe = escape(text)
     assert not set(safe) & set("<>\"'")
     back = html.unescape(safe)
     back.encode()
@@ -420,7 +420,7 @@ def test_secrets_stay_out_of_the_page(nft_run: Path, page: Element) -> None:
     ],
 )
 def test_values_of_secret_keys_are_masked(text: str, shown: str) -> None:
-    assert masked(text) == shown
+    assert mask_secrets(text) == shown
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -467,4 +467,4 @@ def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text

@@ -124,11 +124,11 @@ def test_the_scale_is_halved_by_an_overflow_and_doubled_after_a_long_time() -> N
     assert scale.value == 2.0**16
     assert scale.lower()
     for _ in range(2):
-        scale.note_good()
+        scale.record_success()
     assert scale.value == 2.0**15
     again = LossScale(growth_interval=3)
     again.restore(json.loads(json.dumps(scale.state())))
-    again.note_good()
+    again.record_success()
     assert again.value == 2.0**16
     steps = 0
     while scale.lower():

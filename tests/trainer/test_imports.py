@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cosmos_rl.policy.model.imports import uncollected
+from cosmos_rl.policy.model.imports import disable_gc
 from tests.support import patience
 
 LEFT_OUT = """
@@ -41,13 +41,13 @@ def test_what_is_left_out_of_the_libraries_is_imported_when_it_is_used() -> None
 
 def test_objects_are_looked_for_again_after_the_imports() -> None:
     assert gc.isenabled()
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), disable_gc():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected():
+        with disable_gc():
             pass
         assert not gc.isenabled()
     finally:

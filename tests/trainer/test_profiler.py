@@ -77,13 +77,13 @@ def test_a_run_that_ends_before_the_window_says_so(
 
 
 def test_only_the_ranks_of_the_filter_record(tmp_path: Path) -> None:
-    from cosmos_rl.policy.trainer.profiling import profiled
+    from cosmos_rl.policy.trainer.profiling import record_profile
 
     for ranks, recording in (((), {0}), ((1, 2), {1, 2})):
         config = ProfilerConfig.model_validate({"sub_profiler_config": {"rank_filter": ranks}})
         folder = tmp_path / str(len(ranks))
         for rank in range(4):
-            with profiled(config, folder, Context(torch.device("cpu"), rank, 4), 0) as end_of_step:
+            with record_profile(config, folder, Context(torch.device("cpu"), rank, 4), 0) as end_of_step:
                 for _ in range(3):
                     end_of_step()
         assert {int(p.stem.rpartition("_")[2]) for p in folder.glob("*.json")} == recording

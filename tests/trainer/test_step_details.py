@@ -135,9 +135,9 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
     def silent(name: str, data: dict[str, Any]) -> None:
         pass
 
-    with torch.no_grad(), trainer.model.evaluating():
+    with torch.no_grad(), trainer.model.eval_mode():
         live = trainer.held_out_loss(silent)
-        with trainer.ema.swapped_in():
+        with trainer.ema.average_parameters():
             averaged = trainer.held_out_loss(silent)
     assert trainer.validate(3, silent).metrics["val/loss_mean"] == averaged != live
 
@@ -185,7 +185,7 @@ def test_dropout_acts_in_the_trained_policy_alone_and_is_seeded() -> None:
         assert all(training for training, _, _ in trained)
         assert len(frozen) >= len(trained)
         assert not any(training for training, _, _ in frozen)
-        with torch.no_grad(), model.evaluating():
+        with torch.no_grad(), model.eval_mode():
             for _, inputs, output in trained:
                 assert (model.transformer(*inputs) - output).abs().mean() > 1e-3
     assert torch.equal(*grads)  # whatever was drawn before

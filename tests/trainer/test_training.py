@@ -19,7 +19,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.loop import HOOKS
-from cosmos_rl.tracking.console import duration
+from cosmos_rl.tracking.console import format_duration
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
 from tests.support.states import saved_state, trace
 from tests.support.trainer_runs import train
@@ -98,7 +98,7 @@ def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
     with pytest.raises(FloatingPointError, match="in 3 steps in a row .* the weights are finite"):
         train(write_toml(name="other.toml"), "--train.max_nonfinite_steps=3", "--train.ckpt.save_freq=3")
     newest = max(p for p in run.parent.iterdir() if p.name.isdigit())
-    assert layout.whole_steps(newest / "checkpoints") == [3]
+    assert layout.list_whole_steps(newest / "checkpoints") == [3]
 
 
 def test_caption_dropout_replaces_the_prompt(
@@ -234,7 +234,7 @@ def test_metrics_are_rewound_to_a_step(tmp_path: Path) -> None:
 
 
 def test_durations_read_well() -> None:
-    assert [duration(s) for s in (0.04, 119.94, 125, 3720)] == ["0.0s", "119.9s", "2m05s", "1h02m"]
+    assert [format_duration(s) for s in (0.04, 119.94, 125, 3720)] == ["0.0s", "119.9s", "2m05s", "1h02m"]
 
 
 def test_validation_images_that_are_partly_not_finite_are_counted_and_named(

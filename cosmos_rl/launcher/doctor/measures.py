@@ -11,7 +11,7 @@ from cosmos_rl.policy.model.diffusers import DiffuserModel
 
 def check_gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
     """Whether the trained weights have gradients, of which norm; these are of a sum of losses of ``weight``."""
-    grads = {name: p.grad for name, p in model.trainable().items()}
+    grads = {name: p.grad for name, p in model.trainable_parameters().items()}
     without = [name for name, grad in grads.items() if grad is None]
     norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
     sound = math.isfinite(norm) and norm > 0

@@ -46,7 +46,7 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     except (OSError, ValueError, RuntimeError) as error:  # what the libraries raise for files that are not whole
         yield Finding(FAIL, "model and data", f"{type(error).__name__}: {error}")
         return
-    count = sum(p.numel() for p in model.trainable().values())
+    count = sum(p.numel() for p in model.trainable_parameters().values())
     yield Finding(OK, "model loads", f"{type(model.pipeline).__name__} on {device}, {count:,} trained weights")
     yield from _targets(model)
     finite = _finite_weights(model)
@@ -103,7 +103,7 @@ def _targets(model: DiffuserModel) -> Iterator[Finding]:
     if model.lora_config is None:
         return
     marked = f".lora_A.{model.primary_adapter}.weight"
-    names = [name.removesuffix(marked) for name in model.trainable() if name.endswith(marked)]
+    names = [name.removesuffix(marked) for name in model.trainable_parameters() if name.endswith(marked)]
     if model.lora_config.target_modules == "all-linear":
         yield Finding(OK, "adapter targets", f"all-linear: {len(names)} layers")
         return
@@ -135,7 +135,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
         yield Finding(INFO, "fresh adapter", "starts with an effect, as asked for")
         return
     sigma = torch.full((len(latents),), 0.5, device=latents.device)
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.eval_mode():
         adapted = model.velocity(latents, sigma, cond)
         model.transformer.disable_adapters()
         try:
@@ -190,7 +190,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
     cond = model.encode_prompts([prompt], "" if guidance > 1.0 else None, each=True)
 
     def sampled() -> Tensor:
-        with torch.no_grad(), model.evaluating():
+        with torch.no_grad(), model.eval_mode():
             return model.sample_latents(cond, noise, num_steps=_STEPS, guidance=guidance, solver="stock").cpu()
 
     before = sampled()
@@ -212,7 +212,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
 def _follow_gradients(model: DiffuserModel) -> None:
     """Move the trained weights a little: a fresh adapter would prove nothing."""
     with torch.no_grad():
-        for param in model.trainable().values():
+        for param in model.trainable_parameters().values():
             if param.grad is not None:
                 largest = param.grad.abs().max().clamp_min(1e-12)
                 param.sub_(param.grad * (0.01 / largest))

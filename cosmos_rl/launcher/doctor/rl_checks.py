@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import all_equal
-from cosmos_rl.data.prompt_sets import prompts_of
-from cosmos_rl.diffusion.kernels import build_kernel, clean_prediction
+from cosmos_rl.data.prompt_sets import load_prompts
+from cosmos_rl.diffusion.kernels import build_kernel, predict_clean
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
@@ -22,9 +22,9 @@ from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
 from cosmos_rl.policy.trainer.rl.build import build_algorithm
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
-from cosmos_rl.reward.combine import counted_scores
+from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Sample, diversity, group_samples
+from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Sample, group_samples, measure_diversity
 
 _PROMPTS, _GROUP = 2, 3
 _PURPOSE = "doctor/rollout"
@@ -43,7 +43,7 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     job = config.train.train_policy
     assert isinstance(job, GrpoPolicyConfig)
     try:
-        prompts = prompts_of(job.dataset, "train.train_policy.dataset", split="train")[:_PROMPTS]
+        prompts = load_prompts(job.dataset, "train.train_policy.dataset", split="train")[:_PROMPTS]
     except UserError as error:
         yield Finding(FAIL, "prompts", str(error))
         return
@@ -53,7 +53,7 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     conditions = StepConditions(lambda texts: model.encode_prompts(texts, negative))
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies = model.policies(keep_old=False, keep_reference=False)
-    with policies.using("old"), model.evaluating():
+    with policies.using("old"), model.eval_mode():
         made = RolloutSampler(model, spec, seed).sample(samples, conditions, _PURPOSE, 0)
     yield (rollout := _rollout(made))
     if rollout.mark == FAIL:
@@ -70,9 +70,9 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
 def _rollout(made: Rollouts) -> Finding:
     if not bool(made.latents.isfinite().all()):
         return Finding(FAIL, "rollout", "samples hold NaN or infinity", "a lower noise_level, or another solver")
-    spread = diversity(made.media, [sample.group for sample in made.samples])
-    text = f"{len(made.samples)} samples; those of one prompt differ by {spread:.2g} of the range of a pixel"
-    if spread > 0:
+    diversity = measure_diversity(made.media, [sample.group for sample in made.samples])
+    text = f"{len(made.samples)} samples; those of one prompt differ by {diversity:.2g} of the range of a pixel"
+    if diversity > 0:
         return Finding(OK, "rollout", text)
     return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can tell them apart")
 
@@ -83,8 +83,8 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
     conditions = StepConditions(model.encode_prompts)
     few = [samples[0], samples[-1]]
-    levels = model.sampling_levels(spec.num_steps)
-    with model.evaluating(), torch.no_grad():
+    levels = model.sampling_sigmas(spec.num_steps)
+    with model.eval_mode(), torch.no_grad():
         states = RolloutSampler(model, quiet, config.train.seed).trajectory(few, conditions, _PURPOSE, 0)
         if len(states) != len(levels):
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
@@ -111,7 +111,7 @@ def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) ->
         step = kernel(index, sigmas)
         rest = following - step.a * state - (0.0 if history is None else step.h * history)
         found.append(rest / step.g)
-        history = clean_prediction(state, found[-1], sigmas[index])
+        history = predict_clean(state, found[-1], sigmas[index])
     return found
 
 
@@ -121,7 +121,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
     latents = made.latents.to(model.device)
     sigma, cond = torch.full((len(latents),), 0.5, device=model.device), conditions([s.prompt for s in made.samples])
     found = {}
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.eval_mode():
         for name in ("default", "old"):
             with policies.using(name):
                 found[name] = model.velocity(latents, sigma, cond)
@@ -164,7 +164,7 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
     for name in rewards.names:
         yield _reward(name, table, probed.scores[name])
     total = table.total_N[~table.missing_N]
-    counted = [total] if job.normalise_rewards == "sum" else list(counted_scores(rewards, table.scores).values())
+    counted = [total] if job.normalise_rewards == "sum" else list(clip_scores(rewards, table.scores).values())
     if len(total) == count and any(map(_varied, table.scores.values())) and not any(map(_varied, counted)):
         text = f"{float(total[0]):.4g} for every sample: weights or clips take away all difference"
         yield Finding(FAIL, "reward in all", text, "look at clip_min, clip_max, reward_clip_min and reward_clip_max")
@@ -226,7 +226,7 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
         algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
     )
-    sigmas = model.sampling_levels(config.policy.diffusers.sample.num_steps)[:-1]
+    sigmas = model.sampling_sigmas(config.policy.diffusers.sample.num_steps)[:-1]
     rows = algorithm.rows(share, sigmas=sigmas, draws=Draws(config.train.seed, 0), number=0)
     model.transformer.train()
     terms = accumulate_gradient(

@@ -88,7 +88,7 @@ class SampleConfig(Table):
     noise_level: ForRl[NonNegativeFloat] = 1.0
     """Strength of the noise between the steps."""
     global_std: ForRl[StrictBool] = True
-    """Divide advantages by the deviation of all rewards of a step; false: by that of the prompt's own."""
+    """Divide advantages by the standard deviation of all rewards of a step; false: by that of the prompt's own."""
 
 
 class TokenizerConfig(Table):
@@ -97,7 +97,7 @@ class TokenizerConfig(Table):
     chunk_duration: PositiveInt = 81
     """Frames encoded at once."""
     load_mean_std: StrictBool = False
-    """Normalise by the stored mean and deviation."""
+    """Normalise by the stored mean and standard deviation."""
     compile_encode: StrictBool = False
     """Compile the encoder."""
     temporal_window: PositiveInt = 16

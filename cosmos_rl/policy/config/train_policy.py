@@ -216,7 +216,7 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     unbiased_loss_max_tokens: NoEffect[StrictInt | None] = None
     """Fixed number of tokens in that mean."""
     unbiased_advantage: NoEffect[StrictBool] = False
-    """Advantages are not divided by the deviation."""
+    """Advantages are not divided by the standard deviation."""
     algo: NoEffect[str] = "grpo"
     """Name of upstream's algorithm."""
     overlong_reward: NoEffect[AnyTable] = Field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.model.single_file import single_file_problem
+from cosmos_rl.policy.model.single_file import find_single_file_problem
 
 ModelT = TypeVar("ModelT", bound=type)
 
@@ -71,7 +71,7 @@ class ModelRegistry:
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         name, revision = config.policy.model_name_or_path, config.policy.model_revision
-        one_file = single_file_problem(name)
+        one_file = find_single_file_problem(name)
         if one_file is not None:
             raise UserError(one_file)
         if Path(name).expanduser().is_dir():

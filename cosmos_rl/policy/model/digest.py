@@ -16,17 +16,17 @@ def pipeline_digest(name: str, revision: str | None) -> str | None:
     Settings and tokenizers count as a whole; of weights, which may take an hour to read, the size and the first and
     last megabyte. What is no part of the pipeline, such as a README or another variant of the weights, does not.
     """
-    folder = _folder_of(name, revision)
+    folder = _find_folder(name, revision)
     if folder is None or not (folder / "model_index.json").is_file():
         return None
-    digest = hashlib.sha256(_settings(folder / "model_index.json"))
+    digest = hashlib.sha256(_read_settings(folder / "model_index.json"))
     for file in _files(folder):
         digest.update(f"\n{file.relative_to(folder).as_posix()}\n".encode())
-        digest.update(_settings(file) if file.suffix == ".json" else _sampled(file))
+        digest.update(_read_settings(file) if file.suffix == ".json" else _read_ends(file))
     return digest.hexdigest()[:16]
 
 
-def _folder_of(name: str, revision: str | None) -> Path | None:
+def _find_folder(name: str, revision: str | None) -> Path | None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -47,8 +47,8 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield file
 
 
-def _settings(file: Path) -> bytes:
-    """The content of a JSON file without what saving it again would change: versions and places."""
+def _read_settings(file: Path) -> bytes:
+    """The content of a JSON file without what saving it again would change: versions and paths."""
     text = file.read_bytes()
     try:
         content = json.loads(text)
@@ -59,7 +59,7 @@ def _settings(file: Path) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
-def _sampled(file: Path) -> bytes:
+def _read_ends(file: Path) -> bytes:
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(_SAMPLED_BYTES)

@@ -24,24 +24,24 @@ class _Late(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
-            return functools.partial(_called, self.__name__, name)
+            return functools.partial(_call, self.__name__, name)
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def _called(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
+def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def without_extras() -> Iterator[None]:
+def hide_extras() -> Iterator[None]:
     """Libraries that are imported within the block find none of `_NEVER_USED`, and get `_RARELY_USED` when they use it.
 
     After it others may import both.
     """
     hidden: dict[str, Any] = dict.fromkeys(name for name in _NEVER_USED if name not in sys.modules)  # None: not there
     if "scipy" not in sys.modules:
-        hidden |= _late_modules()
+        hidden |= _build_late_modules()
     sys.modules.update(hidden)
     try:
         yield
@@ -50,7 +50,7 @@ def without_extras() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _late_modules() -> dict[str, types.ModuleType]:
+def _build_late_modules() -> dict[str, types.ModuleType]:
     """Those of `_RARELY_USED` that are installed, by name."""
     found: dict[str, types.ModuleType] = {}
     spec = importlib.util.find_spec("scipy")
@@ -66,7 +66,7 @@ def _late_modules() -> dict[str, types.ModuleType]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """No search for unused objects within the block: an import makes many and leaves none, so that it takes long and
     finds nothing."""
     was_on = gc.isenabled()

@@ -26,12 +26,12 @@ METADATA_KEY = "lora_adapter_metadata"
 _UP = ".lora_B.weight"
 
 
-def linear_names(transformer: torch.nn.Module) -> list[str]:
+def list_linear_names(transformer: torch.nn.Module) -> list[str]:
     """Names of all linear layers, in order."""
     return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def layer_names(transformer: torch.nn.Module) -> list[str]:
+def list_layer_names(transformer: torch.nn.Module) -> list[str]:
     """Names of all layers that can have an adapter, in order."""
     return [name for name, module in transformer.named_modules() if isinstance(module, _ADAPTABLE)]
 
@@ -58,8 +58,8 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     transformer.requires_grad_(False)
     names = [name for name, _ in transformer.named_modules()]
     _check_config(config, names)
-    targets = linear_names(transformer) if config.target_modules == "all-linear" else list(config.target_modules)
-    check_targets(targets, layer_names(transformer))
+    targets = list_linear_names(transformer) if config.target_modules == "all-linear" else list(config.target_modules)
+    check_targets(targets, list_layer_names(transformer))
     peft_config = {
         "r": config.r,
         "lora_alpha": config.lora_alpha,
@@ -138,7 +138,7 @@ def scales(transformer: Any, adapter: str) -> dict[str, float]:
     }
 
 
-def folded_weights(transformer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+def fold_weights(transformer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
     """`adapter_state` with each layer's factor multiplied into its up matrix, so that the factor left is 1.
 
     Loaders disagree about where a file says its alpha, and take 1 where they find none.
@@ -148,7 +148,7 @@ def folded_weights(transformer: Any, adapter: str) -> Iterator[tuple[str, torch.
         yield key, value.detach() * factors[key.removesuffix(_UP)] if key.endswith(_UP) else value
 
 
-def folded_config(peft_config: Any) -> dict[str, Any]:
+def fold_config(peft_config: Any) -> dict[str, Any]:
     """The table of an adapter whose factors are in its up matrices: alpha is the rank of every layer."""
     table = peft_config.to_dict()
     same = {"lora_alpha": table["r"], "alpha_pattern": dict(table["rank_pattern"]), "use_rslora": False}
@@ -161,12 +161,12 @@ def adapter_file(path: str) -> Path:
     Raises:
         UserError: nothing there.
     """
-    place = Path(path).expanduser()
+    location = Path(path).expanduser()
     tries = (
-        [place]
-        if place.suffix == ".safetensors"
+        [location]
+        if location.suffix == ".safetensors"
         else [
-            place / name
+            location / name
             for name in ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
         ]
     )
@@ -186,7 +186,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
     with safe_open(file, framework="pt") as opened:
         weights = {_plain_key(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    folded = _is_folded(transformer, adapter, _stored_scales(file, metadata), file)
+    folded = _is_folded(transformer, adapter, _read_scales(file, metadata), file)
     own = adapter_state(transformer, adapter)
     problems = [f"  {key}: not in the adapter" for key in sorted(weights.keys() - own.keys())]
     problems += [f"  {key}: not in the file" for key in sorted(own.keys() - weights.keys())]
@@ -212,7 +212,7 @@ def _plain_key(key: str) -> str:
     return key.removeprefix("base_model.model.").removeprefix(TRANSFORMER_PREFIX)
 
 
-def _stored_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
+def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     """Rank, alpha and patterns from the file's header or the ``adapter_config.json`` next to it."""
     if METADATA_KEY in metadata:
         return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.data.text_lengths import TextEncoder, encoder_of, refusal
+from cosmos_rl.data.text_lengths import TextEncoder, build_encoder, find_refusal
 
 
 @contextlib.contextmanager
@@ -30,30 +30,34 @@ def quiet_warnings() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    places = (diffusers_logging, transformers_logging)
-    before = [place.get_verbosity() for place in places]
-    for place in places:
-        place.set_verbosity_error()
+    modules = (diffusers_logging, transformers_logging)
+    before = [module.get_verbosity() for module in modules]
+    for module in modules:
+        module.set_verbosity_error()
     try:
         yield
     finally:
-        for place, verbosity in zip(places, before, strict=True):
-            place.set_verbosity(verbosity)
+        for module, verbosity in zip(modules, before, strict=True):
+            module.set_verbosity(verbosity)
 
 
-def text_encoders_of(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:
+def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:
     """What counts tokens as the loaded tokenizers do; ``limit`` is the configured length."""
 
     def counting(tokenizer: Any) -> TextEncoder:
         def lengths(texts: Sequence[str]) -> list[int]:
             return [len(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
 
-        return encoder_of(type(tokenizer).__name__, int(getattr(tokenizer, "model_max_length", limit)), limit, lengths)
+        return build_encoder(
+            type(tokenizer).__name__, int(getattr(tokenizer, "model_max_length", limit)), limit, lengths
+        )
 
     # data workers are forked, in which the parallel mode of tokenizers does not work; it warns of that each time
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found = [counting(tokenizer) for tokenizer in tokenizers]
-    return [encoder for encoder in found if refusal("a", [encoder]) is None]  # a user's class may hold something else
+    return [
+        encoder for encoder in found if find_refusal("a", [encoder]) is None
+    ]  # a user's class may hold something else
 
 
 def load_adapter(pipe: Any, folder: Path) -> None:

@@ -15,7 +15,7 @@ _TO_FOLDER = (
 )
 
 
-def single_file_problem(name: str) -> str | None:
+def find_single_file_problem(name: str) -> str | None:
     """Why the model ``name`` cannot be trained when it is a file, and what to do; None: it is no file."""
     path = Path(name).expanduser()
     if not path.is_file():
@@ -30,7 +30,7 @@ def single_file_problem(name: str) -> str | None:
         return f"{what}; it is not a complete .safetensors file either ({error})"
     if any(".lora_" in key or ".lora." in key for key in keys):
         return f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path"
-    base = base_of(keys)
+    base = find_base(keys)
     if base is None:
         return f"{what}; it does not hold the transformer of Stable Diffusion 3 or 3.5"
     folder = str(path.with_suffix(""))
@@ -41,7 +41,7 @@ def single_file_problem(name: str) -> str | None:
     )
 
 
-def base_of(keys: Sequence[str]) -> str | None:
+def find_base(keys: Sequence[str]) -> str | None:
     """The published pipeline whose transformer has these names of tensors; None: another family."""
     blocks = {part.split(".")[0] for key in keys for part in key.split("joint_blocks.")[1:]}
     if not blocks:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-from cosmos_rl.policy.model.imports import uncollected
+from cosmos_rl.policy.model.imports import disable_gc
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
 
@@ -43,7 +43,7 @@ def run(
     Returns:
         Exit code: 0 done, 75 saved and stopped by SIGTERM, SIGUSR1 or SIGHUP, 130 saved and stopped by Ctrl-C.
     """
-    with uncollected():
+    with disable_gc():
         from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
         from cosmos_rl.distributed.memory import memory_phase
         from cosmos_rl.policy.trainer.loop import TrainLoop

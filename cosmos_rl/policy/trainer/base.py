@@ -84,12 +84,12 @@ class TaskBase(abc.ABC):
         return StepResult(0.0, self.optimizer.learning_rate(step), Refusal.NOT_WANTED)
 
     @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def use_averaged_weights(self) -> Iterator[None]:
         """The model has the averaged weights inside the block, if an average is kept."""
         if self.ema is None:
             yield
             return
-        with self.ema.swapped_in():
+        with self.ema.average_parameters():
             yield
 
     def epoch(self, step: int) -> int:
@@ -100,7 +100,7 @@ class TaskBase(abc.ABC):
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
         if self._export is None:
             return lambda folder: None
-        with self.averaged_weights():
+        with self.use_averaged_weights():
             return self._export()
 
     def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -120,7 +120,7 @@ class TaskBase(abc.ABC):
         """Nothing depends on it."""
 
 
-def limited_steps(steps_per_epoch: int, config: Config) -> int:
+def count_steps(steps_per_epoch: int, config: Config) -> int:
     """Steps of the whole run: all epochs, or fewer where ``train.max_num_steps`` ends it."""
     steps = steps_per_epoch * config.train.epoch
     return steps if config.train.max_num_steps is None else min(steps, config.train.max_num_steps)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_rl.checkpoint import hub
 from cosmos_rl.checkpoint.card import write_card
-from cosmos_rl.checkpoint.layout import policy_dir, step_dir, whole_steps
+from cosmos_rl.checkpoint.layout import list_whole_steps, policy_dir, step_dir
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
@@ -20,10 +20,10 @@ from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import same_run
 from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, Task
-from cosmos_rl.storage.run_folder import RunFolder, begin
+from cosmos_rl.storage.run_folder import RunFolder, begin_run
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
-from cosmos_rl.tracking.media import Shown, caption, of_one_colour, save_gallery
+from cosmos_rl.tracking.media import Shown, build_caption, find_blank_images, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
 from cosmos_rl.utils.logging import logger
@@ -73,8 +73,8 @@ class TrainLoop:
             max_keep=ckpt.max_keep,
             is_main=context.is_main,
         )
-        self._same = same_run.must_equal(config, context, task.fingerprint())
-        self._settings = same_run.settings(config, task.total_steps)
+        self._same = same_run.collect_fixed_settings(config, context, task.fingerprint())
+        self._settings = same_run.collect_settings(config, task.total_steps)
         self._saved_step: int | None = None
         self._judged: tuple[int, float] | None = None  # step and objective of the last validation that reported one
         self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
@@ -92,11 +92,11 @@ class TrainLoop:
             stack.callback(self._manager.close)
             start = self._restore(resume_from)
             if self._context.is_main:
-                begin(self._run)
+                begin_run(self._run)
                 self._trackers = start_loggers(self._config, self._run, start, self._custom_loggers)
             for tracker in self._trackers:
                 stack.callback(tracker.finish)
-            return self._train(start, stack.enter_context(self._profiled(start)))
+            return self._train(start, stack.enter_context(self._record_profile(start)))
 
     def _train(self, start: int, end_of_step: Callable[[], None]) -> int:
         task, total = self._task, self._task.total_steps
@@ -141,7 +141,7 @@ class TrainLoop:
         """
         self._manager.wait()
         # only the main rank has waited until the last one was whole
-        saved = whole_steps(self._run.checkpoints) if self._context.is_main else []
+        saved = list_whole_steps(self._run.checkpoints) if self._context.is_main else []
         newest = max((step for step in saved if step <= alarm.good_step), default=0)
         good = int(self._context.max_over_ranks([float(newest)])[0])
         if alarm.action == "stop" or good == 0:
@@ -158,7 +158,7 @@ class TrainLoop:
                 '"rewind" tries that by itself, "warn" continues'
             )
         logger.warning(f"{alarm.text}\n  Rewinding to step {good}")
-        self._manager.discard_after(good)
+        self._manager.remove_steps_after(good)
         if self._best is not None and self._best[0] > good:
             self._best = None
         step = self._restore(policy_dir(self._run.checkpoints, good).absolute())
@@ -216,7 +216,7 @@ class TrainLoop:
         ckpt = self._config.train.ckpt
         last = done == self._task.total_steps
         self._manager.wait()  # first, so that the copies of two exports are never there at once
-        export = self._export_of(done) if ckpt.export_safetensors or last else None
+        export = self._prepare_export_of(done) if ckpt.export_safetensors or last else None
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
@@ -237,7 +237,7 @@ class TrainLoop:
         self._best = self._judged
         return True
 
-    def _export_of(self, done: int) -> WriteExport:
+    def _prepare_export_of(self, done: int) -> WriteExport:
         """Copies the weights now; writes them when called."""
         write, folder = self._task.prepare_export(), step_dir(self._run.safetensors, done)
         return lambda: write(folder) if self._context.is_main else None
@@ -260,7 +260,7 @@ class TrainLoop:
             logger.info(f"Nothing left to train: step {total} of {total} is done already")
         (missing,) = self._context.max_over_ranks([float(self._context.is_main and not folder.exists())])
         if missing:
-            self._manager.save(SaveJob(total, None, {}, self._export_of(total), best=self._is_best(total)))
+            self._manager.save(SaveJob(total, None, {}, self._prepare_export_of(total), best=self._is_best(total)))
         self._manager.wait()
         train = self._config.train
         limit = "max_num_steps" if train.max_num_steps == total else "epoch"
@@ -289,7 +289,7 @@ class TrainLoop:
 
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based next step. All ranks take rank 0's: a shared disk may lag behind."""
-        agreed = self._context.as_on_main(str(resume_from or ""))
+        agreed = self._context.broadcast_from_main(str(resume_from or ""))
         resume_from = Path(agreed) if agreed else None
         if resume_from is None:
             self._truncate_metrics(-1)
@@ -303,7 +303,7 @@ class TrainLoop:
             )
         same_run.compare(resume_from, state["run"], self._same)
         if self._context.is_main:
-            same_run.say_changes(state.get("settings", {}), self._settings)
+            same_run.log_changes(state.get("settings", {}), self._settings)
         restore(resume_from, self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
         try:
             self._task.load_state_dict(state["task"])
@@ -314,7 +314,7 @@ class TrainLoop:
             ) from None
         self._skipped_in_a_row = int(state["loop"]["skipped_in_a_row"])
         best = state["loop"].get("best")
-        if best is not None and self._manager.point_best(int(best[0])):  # a step of another run is nobody's best here
+        if best is not None and self._manager.link_best(int(best[0])):  # a step of another run is nobody's best here
             self._best = (int(best[0]), float(best[1]))
         self._truncate_metrics(step)
         self._saved_step = step if resume_from == policy_dir(self._run.checkpoints, step).absolute() else None
@@ -348,19 +348,19 @@ class TrainLoop:
             folder = self._run.media / "validation" / f"step_{done}"
             files = save_gallery(folder, report.images)
             for tracker in self._trackers:
-                tracker.log_images(done, "val/images", files, list(map(caption, report.images)))
-        metrics = {**report.metrics, **self._wrong_images(done, report.images)}
+                tracker.log_images(done, "val/images", files, list(map(build_caption, report.images)))
+        metrics = {**report.metrics, **self._report_broken_images(done, report.images)}
         if report.objective is not None:
             self._judged = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/loss_mean")})
         return {**metrics, "time/validation": time.perf_counter() - began}
 
-    def _wrong_images(self, done: int, images: Sequence[Shown]) -> dict[str, float]:
+    def _report_broken_images(self, done: int, images: Sequence[Shown]) -> dict[str, float]:
         """How many validation images show nothing or are not finite; they are named once, on the main rank."""
         if not images:
             return {}
         broken = [one for one in images if not one.finite]
-        empty = [one for one in of_one_colour(images) if one.finite]
+        empty = [one for one in find_blank_images(images) if one.finite]
         for wrong, what in ((broken, "have pixels that are not finite"), (empty, "have one colour only")):
             if wrong and self._context.is_main:
                 first = ", ".join(repr(one.prompt[:40]) for one in wrong[:3])
@@ -373,7 +373,7 @@ class TrainLoop:
             return
         files = save_gallery(self._run.media / "rollout" / f"step_{done}", gallery)
         for tracker in self._trackers:
-            tracker.log_images(done, "rollout_images", files, list(map(caption, gallery)))
+            tracker.log_images(done, "rollout_images", files, list(map(build_caption, gallery)))
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         if self._metrics is not None:
@@ -387,13 +387,13 @@ class TrainLoop:
         due = done % table.log_interval == 0 or done in (start + 1, self._task.total_steps)
         return due and self._context.is_main and "console" in table.logger
 
-    def _profiled(self, start: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def _record_profile(self, start: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """Around the steps; what it yields is called after each."""
         if not self._config.profiler.enable_profiler:
             return contextlib.nullcontext(lambda: None)
-        from cosmos_rl.policy.trainer.profiling import profiled
+        from cosmos_rl.policy.trainer.profiling import record_profile
 
-        return profiled(self._config.profiler, self._run.root / "profile", self._context, start)
+        return record_profile(self._config.profiler, self._run.root / "profile", self._context, start)
 
     def _notify(self, name: str, data: dict[str, Any], owner: Any = None) -> None:
         """Call the user's hook: ``fn(loop or checkpoint manager, data)``."""

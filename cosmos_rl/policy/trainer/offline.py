@@ -27,9 +27,9 @@ def export_checkpoint(policy: Path, out: Path) -> Path:
         raise UserError(f"{config_file} is missing: a checkpoint is exported with the configuration of its run")
     config = load_config(config_file)
     model: DiffuserModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
-    params = model.trainable()
+    params = model.trainable_parameters()
     ema = build_ema(params, config.train)
     restore(policy, params, None, {} if ema is None else {"ema": ema.shadow})
-    with ema.swapped_in() if ema is not None else nullcontext():
+    with ema.average_parameters() if ema is not None else nullcontext():
         prepare_export(model)(out)
     return out

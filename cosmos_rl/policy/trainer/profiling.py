@@ -16,7 +16,7 @@ _MAX_DEPTH = 100_000
 
 
 @contextlib.contextmanager
-def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int) -> Iterator[Callable[[], None]]:
+def record_profile(config: ProfilerConfig, folder: Path, context: Context, start: int) -> Iterator[Callable[[], None]]:
     """Record the steps of ``sub_profiler_config`` on the chosen ranks; yields what is to be called after each step.
 
     Written are ``step_<first>-<last>_rank_<r>.json``, a trace for chrome://tracing or ui.perfetto.dev, and a ``.txt``
@@ -24,7 +24,7 @@ def profiled(config: ProfilerConfig, folder: Path, context: Context, start: int)
     """
     window, rank, on_gpu = config.sub_profiler_config, context.rank, context.device.type == "cuda"
     if rank not in (window.rank_filter or (0,)):
-        yield _nothing
+        yield _record_nothing
         return
     first = start + window.wait_steps + window.warmup_steps + 1
     name = f"step_{first}-{first + window.active_steps - 1}_rank_{rank}"
@@ -67,5 +67,5 @@ def _deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def _nothing() -> None:
+def _record_nothing() -> None:
     """Ranks that record nothing."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.data.pair_files import pairs_digest, scan_pairs
+from cosmos_rl.data.pair_files import digest_pairs, scan_pairs
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
@@ -54,29 +54,29 @@ _ELSEWHERE_TABLES = (
 """Keys that change no draw and no weight, or are compared by what they lead to: digests of data and model."""
 
 
-def must_equal(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
+def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a resumed run must have in common with its checkpoint: the task's own, base model and adapter."""
     model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision) if context.is_main else None
-    found = {**task, "base model (digest of its files)": context.as_on_main(model or "") or None}
+    found = {**task, "base model (digest of its files)": context.broadcast_from_main(model or "") or None}
     lora, job = config.policy.lora, config.train.train_policy
     if lora is not None:
         found |= {f"policy.lora.{name}": getattr(lora, name) for name in _ADAPTER}
         if lora.target_modules != "all-linear":
             found["policy.lora.target_modules"] = sorted(set(lora.target_modules))  # their order means nothing
     if isinstance(job, GrpoPolicyConfig) and job.data_term.beta > 0:
-        pairs = pairs_digest(scan_pairs(Path(job.data_term.local_dir).expanduser())[0]) if context.is_main else ""
-        found["train.train_policy.data_term (digest of names and captions)"] = context.as_on_main(pairs)
-    return _as_json(found)
+        pairs = digest_pairs(scan_pairs(Path(job.data_term.local_dir).expanduser())[0]) if context.is_main else ""
+        found["train.train_policy.data_term (digest of names and captions)"] = context.broadcast_from_main(pairs)
+    return _to_json_values(found)
 
 
-def settings(config: Config, total_steps: int) -> dict[str, Any]:
+def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:
     """Values of the configuration that a run may change on its way and that change what is learnt."""
     kept = {key.path: key.value for key in keys_of(config) if key.kind is not Kind.NO_EFFECT}
     found = {path: value for path, value in kept.items() if _counts(path)}
     train = config.train
     if train.optm_decay_type not in (None, "none") or isinstance(train.optm_warmup_steps, float):
         found["steps of the learning rate's schedule"] = total_steps
-    return _as_json(found)
+    return _to_json_values(found)
 
 
 def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         logger.info(f"not compared, since an older version has saved {checkpoint}: {', '.join(unknown)}")
 
 
-def say_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def log_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """One line with all values that are not those of the checkpoint."""
     changed = [
         f"{name} {shown(saved[name])} -> {shown(value)}"
@@ -110,6 +110,6 @@ def _counts(path: str) -> bool:
     return path.removeprefix("policy.lora.") not in _ADAPTER
 
 
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """As they come back from a file: tuples are lists there, tables are dictionaries."""
     return json.loads(json.dumps(values, default=lambda value: value.model_dump(mode="json")))

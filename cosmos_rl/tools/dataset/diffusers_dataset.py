@@ -23,9 +23,9 @@ def training_pairs(config: Config) -> "LocalPairs":
 
 def validation_data(config: Config) -> "LocalPairs | PromptFile | None":
     """The pairs or the prompts in `validation.dataset.local_dir`; None without validation or where none is named."""
-    from cosmos_rl.data.local_pairs import held_out_data
+    from cosmos_rl.data.local_pairs import load_held_out_data
 
-    return held_out_data(config)
+    return load_held_out_data(config)
 
 
 if __name__ == "__main__":

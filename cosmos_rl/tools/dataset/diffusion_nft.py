@@ -4,7 +4,7 @@ Copy and edit it for other prompts (any sequence of texts or of mappings with "p
 (`worker_entry.main(..., reward_fns=[(my_function, 1.0)])`).
 """
 
-from cosmos_rl.data.prompt_sets import prompts_of
+from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.launcher import worker_entry
 from cosmos_rl.policy.config import Config
@@ -12,14 +12,14 @@ from cosmos_rl.policy.config import Config
 
 def training_prompts(config: Config) -> list[PromptRecord]:
     """The prompts of `[train.train_policy.dataset]`."""
-    return prompts_of(config.train.train_policy.dataset, "train.train_policy.dataset", split="train")
+    return load_prompts(config.train.train_policy.dataset, "train.train_policy.dataset", split="train")
 
 
 def validation_prompts(config: Config) -> list[PromptRecord] | None:
     """The prompts of `[validation.dataset]`; None without validation."""
     if not config.validation.enable:
         return None
-    return prompts_of(config.validation.dataset, "validation.dataset", split="test")
+    return load_prompts(config.validation.dataset, "validation.dataset", split="test")
 
 
 if __name__ == "__main__":

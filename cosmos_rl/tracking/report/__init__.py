@@ -9,13 +9,13 @@ from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.report import words
 from cosmos_rl.tracking.report.curves import Charts
 from cosmos_rl.tracking.report.images import (
-    chosen_images,
-    extremes_section,
-    only_section,
-    pairs_section,
-    strip_section,
+    choose_images,
+    render_extremes,
+    render_only_gallery,
+    render_pairs,
+    render_strip,
 )
-from cosmos_rl.tracking.report.inlined import Inliner, escaped
+from cosmos_rl.tracking.report.inlined import Inliner, escape
 from cosmos_rl.tracking.report.measures import warnings
 from cosmos_rl.tracking.report.record import Record, read_record
 
@@ -37,22 +37,22 @@ def write_report(run_root: Path) -> Path:
 def page(record: Record) -> str:
     """The whole document."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    images = chosen_images(record)
+    images = choose_images(record)
     inliner = Inliner(images.placed())
-    name = escaped(words.title(record))
+    name = escape(words.find_title(record))
     parts = [
-        f"<header><h1>{name}</h1><p>{words.what(record)}</p>"
-        f'<p class="state">{words.how_it_ended(record, now)}</p>{words.tiles(record, images.pairs)}</header>',
+        f"<header><h1>{name}</h1><p>{words.describe_training(record)}</p>"
+        f'<p class="state">{words.describe_end(record, now)}</p>{words.render_tiles(record, images.pairs)}</header>',
         _warnings(record),
-        pairs_section(images.pairs, inliner, finished=record.finished) if images.pairs else "",
-        only_section(*images.only, inliner) if images.only else "",
-        words.key_numbers(record),
+        render_pairs(images.pairs, inliner, finished=record.finished) if images.pairs else "",
+        render_only_gallery(*images.only, inliner) if images.only else "",
+        words.render_key_numbers(record),
         Charts(record).sections(),
-        strip_section(images, inliner),
-        extremes_section(images, inliner),
-        words.how_to_use(record),
-        words.provenance(record),
-        f"<footer>Made by cosmos-rl on {escaped(now)} from {escaped(record.root.name)}.</footer>",
+        render_strip(images, inliner),
+        render_extremes(images, inliner),
+        words.render_usage(record),
+        words.render_provenance(record),
+        f"<footer>Made by cosmos-rl on {escape(now)} from {escape(record.root.name)}.</footer>",
     ]
     style = importlib.resources.files("cosmos_rl.tracking.report").joinpath("style.css").read_text(encoding="utf-8")
     head = (
@@ -65,5 +65,5 @@ def page(record: Record) -> str:
 
 
 def _warnings(record: Record) -> str:
-    found = "".join(f"<li>{escaped(text)}</li>" for text in warnings(record))
+    found = "".join(f"<li>{escape(text)}</li>" for text in warnings(record))
     return f'<section id="warnings" role="alert"><h2>Warnings</h2><ul>{found}</ul></section>' if found else ""

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from cosmos_rl.tracking.report.inlined import escaped
-from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_guarded, limit_of, measure, reward_names
+from cosmos_rl.tracking.report.inlined import escape
+from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_guarded, list_reward_names, measure, read_limit
 from cosmos_rl.tracking.report.record import Record
-from cosmos_rl.tracking.report.svg import Curve, Limit, chart
+from cosmos_rl.tracking.report.svg import Curve, Limit, draw_chart
 
 MAX_OTHERS = 60
 _MEASURED_RARELY = ("val/", "guard/", "time/validation")
@@ -20,7 +20,7 @@ class Charts:
 
     def sections(self) -> str:
         """All curves: rewards, the guard's measures, losses, times, and the rest folded away."""
-        names = reward_names(self._record)
+        names = list_reward_names(self._record)
         rewards = [self._reward()]
         rewards += [
             self._figure(f"Reward “{name}”", [f"reward/{name}_mean", f"val/reward/{name}_mean"]) for name in names
@@ -63,13 +63,13 @@ class Charts:
         return self._figure(
             "Reward",
             ["reward/mean", "val/reward/mean"],
-            spreads={"reward/mean": "reward/std"},
+            stds={"reward/mean": "reward/std"},
             also=["reward/max", "reward/min", "val/reward/std", "val/reward/max", "val/reward/min"],
         )
 
     def _guarded(self, key: str) -> str:
 
-        limit = limit_of(self._record, key)
+        limit = read_limit(self._record, key)
         if limit is not None:
             return self._figure(measure(key).title, [key], [Limit("limit", limit)])
         return self._figure(
@@ -81,37 +81,37 @@ class Charts:
         title: str,
         keys: Sequence[str],
         limits: Sequence[Limit] = (),
-        spreads: dict[str, str] | None = None,
+        stds: dict[str, str] | None = None,
         also: Sequence[str] = (),
     ) -> str:
         """One chart of ``keys``; empty when the run has none of them. ``also`` are shown by it as well."""
         keys = [key for key in keys if key in self._record.keys]
         if not keys:
             return ""
-        self._shown |= {*keys, *also, *(spreads or {}).values()}
-        curves = [curve for key in keys for curve in self._curves(key, (spreads or {}).get(key))]
+        self._shown |= {*keys, *also, *(stds or {}).values()}
+        curves = [curve for key in keys for curve in self._curves(key, (stds or {}).get(key))]
         legend = "".join(
-            f'<span class="key c{place % 4}">{escaped(curve.label)}</span>'
-            for place, curve in enumerate(curves)
+            f'<span class="key c{index % 4}">{escape(curve.label)}</span>'
+            for index, curve in enumerate(curves)
             if curve.label != title
         )
         gaps = sum(self._record.series(key).values.count(None) for key in keys)
         note = f'<span class="gaps">{gaps} value{"s" if gaps > 1 else ""} missing</span>' if gaps else ""
-        drawing = chart(curves, limits, title, from_zero=all(_from_zero(key) for key in keys))
-        caption = f"<figcaption>{escaped(title)}<small>{legend}{note}</small></figcaption>"
+        drawing = draw_chart(curves, limits, title, from_zero=all(_starts_at_zero(key) for key in keys))
+        caption = f"<figcaption>{escape(title)}<small>{legend}{note}</small></figcaption>"
         return f'<figure class="chart">{caption}{drawing}</figure>'
 
-    def _curves(self, key: str, spread_key: str | None) -> list[Curve]:
+    def _curves(self, key: str, std_key: str | None) -> list[Curve]:
         series = self._record.series(key)
-        spread = None
-        if spread_key in self._record.keys:
-            by_step = dict(self._record.series(spread_key).known)
-            spread = [by_step.get(step) for step in series.steps]
+        std = None
+        if std_key in self._record.keys:
+            by_step = dict(self._record.series(std_key).known)
+            std = [by_step.get(step) for step in series.steps]
         rarely = key.startswith(_MEASURED_RARELY)
-        return [Curve(key, series.steps, series.values, spread, dots=rarely)]
+        return [Curve(key, series.steps, series.values, std, dots=rarely)]
 
 
-def _from_zero(key: str) -> bool:
+def _starts_at_zero(key: str) -> bool:
     """Sizes that are read against nothing: without the zero, noise looks like a trend."""
     return measure(key).unit == "s" or key.endswith(("grad_norm", "learning_rate", "kl_loss_mean", "old_kl_mean"))
 

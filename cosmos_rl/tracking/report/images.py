@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.tracking.media import TOTAL
-from cosmos_rl.tracking.report.inlined import Inliner, Placed, escaped
-from cosmos_rl.tracking.report.record import Entry, Gallery, Record, first_of_each_prompt, same_images
-from cosmos_rl.tracking.report.svg import number
+from cosmos_rl.tracking.report.inlined import Inliner, Placed, escape
+from cosmos_rl.tracking.report.record import Entry, Gallery, Record, find_same_images, pick_first_of_each_prompt
+from cosmos_rl.tracking.report.svg import format_number
 
 _PAIRS, _PAIR_SIDE = 6, 320
 _ROWS, _COLUMNS, _STRIP_SIDE = 6, 8, 160
@@ -29,15 +29,15 @@ class Pairs:
     """Their mean total before and after."""
 
 
-def before_and_after(record: Record) -> Pairs | None:
+def pair_galleries(record: Record) -> Pairs | None:
     """The first against the last gallery of the same prompts and noise; None with fewer than two galleries."""
-    galleries = same_images(record)
+    galleries = find_same_images(record)
     if len(galleries) < 2:
         return None
     first, last = min(galleries), max(galleries)
     later = {one.key: one for one in galleries[last]}
     both = [(one, later[one.key]) for one in galleries[first] if one.key in later]
-    shown = first_of_each_prompt(galleries[first], lambda one: one.key in later, _PAIRS)
+    shown = pick_first_of_each_prompt(galleries[first], lambda one: one.key in later, _PAIRS)
     scored = [(a.total, b.total) for a, b in both if a.total is not None and b.total is not None]
     means = (_mean([a for a, _ in scored]), _mean([b for _, b in scored])) if scored else None
     return Pairs(first, last, [(one, later[one.key]) for one in shown], len(both), len(scored), means)
@@ -64,17 +64,17 @@ class Images:
         return found + [_extreme(one) for gallery in groups.values() for one in gallery]
 
 
-def chosen_images(record: Record) -> Images:
+def choose_images(record: Record) -> Images:
     """What is shown of the galleries of a run."""
-    galleries, pairs = same_images(record), before_and_after(record)
+    galleries, pairs = find_same_images(record), pair_galleries(record)
     only = None
     if len(galleries) == 1:
         ((step, gallery),) = galleries.items()
-        only = step, first_of_each_prompt(gallery, lambda one: True, _PAIRS)
+        only = step, pick_first_of_each_prompt(gallery, lambda one: True, _PAIRS)
     return Images(pairs, only, _strip(galleries), _extremes(record))
 
 
-def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
+def render_pairs(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
     """Before and after, side by side; a run that is not finished has no after."""
     from_start = pairs.first_step == 0
     began, ended = ("before", "after") if from_start else ("first", "last")
@@ -95,14 +95,14 @@ def pairs_section(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
         f"{pairs.first_step} and step {pairs.last_step} differs. Not hand-picked: {which}."
     )
     if pairs.means:
-        a, b = (number(mean, 3) for mean in pairs.means)
+        a, b = (format_number(mean, 3) for mean in pairs.means)
         about += f' Mean score of {pairs.scored} images: <b class="score">{a}</b> → <b class="score">{b}</b>.'
     if not from_start:
         about += " No images were made before training: validation.val_before_train = true asks for them."
     return f'<section id="before-after">{heading}<p>{about}</p><div class="pairs">{"".join(cards)}</div></section>'
 
 
-def only_section(step: int, gallery: Gallery, inliner: Inliner) -> str:
+def render_only_gallery(step: int, gallery: Gallery, inliner: Inliner) -> str:
     """The only gallery that there is."""
     cards = "".join(_card(inliner, _pair(one), one) for one in gallery)
     return (
@@ -111,7 +111,7 @@ def only_section(step: int, gallery: Gallery, inliner: Inliner) -> str:
     )
 
 
-def strip_section(images: Images, inliner: Inliner) -> str:
+def render_strip(images: Images, inliner: Inliner) -> str:
     """The same prompts and noise over the steps."""
     if not images.strip:
         return ""
@@ -125,7 +125,7 @@ def strip_section(images: Images, inliner: Inliner) -> str:
     )
 
 
-def extremes_section(images: Images, inliner: Inliner) -> str:
+def render_extremes(images: Images, inliner: Inliner) -> str:
     """Best and worst of the newest rollouts with their scores."""
     if images.extremes is None:
         return ""
@@ -153,7 +153,7 @@ def _strip(galleries: Mapping[int, Gallery]) -> list[tuple[Entry, list[tuple[int
     columns = min(_COLUMNS, len(steps))
     picked = list(dict.fromkeys(steps[round(i * last / (columns - 1))] for i in range(columns)))
     by_step = {step: {one.key: one for one in galleries[step]} for step in picked}
-    rows = first_of_each_prompt(galleries[picked[0]], lambda one: one.key in by_step[picked[-1]], _ROWS)
+    rows = pick_first_of_each_prompt(galleries[picked[0]], lambda one: one.key in by_step[picked[-1]], _ROWS)
     return [(row, [(s, by_step[s][row.key]) for s in picked if row.key in by_step[s]]) for row in rows]
 
 
@@ -169,7 +169,7 @@ def _extremes(record: Record) -> tuple[int, dict[str, Gallery]] | None:
 def _card(inliner: Inliner, placed: Placed, one: Entry) -> str:
     names = [name for name in one.scores if name != TOTAL]
     single = names == [] or (len(names) == 1 and one.scores[names[0]] == one.total)
-    rows = "".join(f"<tr><td>{escaped(name)}</td><td>{_score(one.scores[name])}</td></tr>" for name in names)
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{_score(one.scores[name])}</td></tr>" for name in names)
     table = "" if single else f"<table>{rows}</table>"
     words = f"<figcaption>{_prompt(one)}{table}</figcaption>"
     return f'<figure class="card">{_image(inliner, placed, one, "")}{words}</figure>'
@@ -182,11 +182,11 @@ def _image(inliner: Inliner, placed: Placed, one: Entry, label: str) -> str:
 
 
 def _prompt(one: Entry) -> str:
-    return f'<bdi class="prompt" dir="auto">{escaped(one.prompt, _PROMPT_CHARS) or "(empty prompt)"}</bdi>'
+    return f'<bdi class="prompt" dir="auto">{escape(one.prompt, _PROMPT_CHARS) or "(empty prompt)"}</bdi>'
 
 
 def _score(score: float | None) -> str:
-    return "missing" if score is None else number(score, 3)
+    return "missing" if score is None else format_number(score, 3)
 
 
 def _pair(one: Entry) -> Placed:

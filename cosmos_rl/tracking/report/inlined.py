@@ -33,7 +33,7 @@ class Inliner:
         """Encode ``wanted``; sides are halved as often as it takes, one step for all."""
         shrink = 1
         while True:
-            self._found = {one: encoded(one.file, max(one.side // shrink, 16)) for one in dict.fromkeys(wanted)}
+            self._found = {one: encode_image(one.file, max(one.side // shrink, 16)) for one in dict.fromkeys(wanted)}
             if sum(len(self._found[one] or "") for one in wanted) <= MAX_BYTES or shrink >= 16:
                 return
             shrink *= 2
@@ -44,10 +44,10 @@ class Inliner:
         if uri is None:
             return '<span class="missing">image missing</span>'
         sharp = ' class="sharp"' if uri.startswith("data:image/png") else ""
-        return f'<img{sharp} src="{uri}" alt="{escaped(alt, 120)}">'
+        return f'<img{sharp} src="{uri}" alt="{escape(alt, 120)}">'
 
 
-def encoded(file: Path, side: int) -> str | None:
+def encode_image(file: Path, side: int) -> str | None:
     """The image as a data URI: small ones as PNG without loss, others as JPEG with a longest side of ``side``."""
     try:
         with Image.open(file) as opened:
@@ -60,7 +60,7 @@ def encoded(file: Path, side: int) -> str | None:
     return _uri(image, "jpeg", quality=_JPEG_QUALITY)
 
 
-def escaped(text: object, limit: int | None = None) -> str:
+def escape(text: object, limit: int | None = None) -> str:
     """Safe in HTML, also in attributes; cut after ``limit`` characters; without what no document may hold.
 
     Control characters and lone surrogates become a replacement mark; the direction marks of other scripts stay, the

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.tracking.report.record import Record
-from cosmos_rl.tracking.report.svg import number
+from cosmos_rl.tracking.report.svg import format_number
 
 LIMIT = "_limit"
 """``guard/<name>_limit`` is the value that ``guard/<name>`` should not cross."""
@@ -65,7 +65,7 @@ def measure(key: str) -> Measure:
     return Measure(key)
 
 
-def reward_names(record: Record) -> list[str]:
+def list_reward_names(record: Record) -> list[str]:
     """Names of the single rewards that the metrics have, else those of the configuration."""
     found: dict[str, None] = {}
     for key in record.keys:
@@ -77,9 +77,9 @@ def reward_names(record: Record) -> list[str]:
     return list(found) or ([fn["name"] for fn in listed] if remote else [])
 
 
-def main_keys(record: Record) -> list[str]:
+def list_main_keys(record: Record) -> list[str]:
     """Metrics of the table of key numbers, the most important first."""
-    names = reward_names(record)
+    names = list_reward_names(record)
     keys = ["val/reward/mean", *(f"val/reward/{name}_mean" for name in names), "reward/mean"]
     keys += [*(f"reward/{name}_mean" for name in names), "val/loss_mean", "train/loss_mean"]
     keys += [key for key in record.keys if is_guarded(key)]
@@ -94,7 +94,7 @@ def is_guarded(key: str) -> bool:
     return key.startswith("guard/") and alone and not key.endswith(LIMIT) and "alarm" not in key
 
 
-def limit_of(record: Record, key: str) -> float | None:
+def read_limit(record: Record, key: str) -> float | None:
     """The value that ``key`` should not cross, as it was recorded last."""
     ends = record.series(key + LIMIT).ends
     return ends[1][1] if ends else None
@@ -106,30 +106,30 @@ def warnings(record: Record) -> list[str]:
     for key in (key for key in record.keys if key.startswith("guard/") and "alarm" in key):
         steps = [step for step, value in record.series(key).known if value]
         if steps:
-            found.append(f"Alarm {key} at {_listed(steps)}.")
-    found += [text for key in record.keys if is_guarded(key) for text in _crossing(record, key)]
-    loss, spread = record.series("train/loss_mean"), record.series("adv/zero_std_ratio")
+            found.append(f"Alarm {key} at {_list_steps(steps)}.")
+    found += [text for key in record.keys if is_guarded(key) for text in _describe_crossing(record, key)]
+    loss, equal_share = record.series("train/loss_mean"), record.series("adv/zero_std_ratio")
     lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
     if lost:
-        found.append(f"The loss was not finite at {_listed(lost)}: left out, the weights stayed as they were.")
+        found.append(f"The loss was not finite at {_list_steps(lost)}: left out, the weights stayed as they were.")
     images = {"val/empty_images": "one colour only", "val/nonfinite_images": "pixels that are not finite"}
     for key, what in images.items():
         steps = [step for step, value in record.series(key).known if value]
         if steps:
-            found.append(f"Validation images had {what} at {_listed(steps)}.")
-    equal = [step for step, value in zip(spread.steps, spread.values, strict=True) if value == 1.0]
+            found.append(f"Validation images had {what} at {_list_steps(steps)}.")
+    equal = [step for step, value in zip(equal_share.steps, equal_share.values, strict=True) if value == 1.0]
     if equal:
         found.append(
-            f"At {_listed(equal)} the samples of each prompt all had the same reward: nothing was learnt from them. "
-            "Does the reward distinguish good from bad?"
+            f"At {_list_steps(equal)} the samples of each prompt all had the same reward: nothing was learnt from "
+            "them. Does the reward distinguish good from bad?"
         )
     return found
 
 
-def _crossing(record: Record, key: str) -> list[str]:
+def _describe_crossing(record: Record, key: str) -> list[str]:
     """A sentence when a value of the guard left the side of its limit on which it began."""
 
-    limit, known = limit_of(record, key), record.series(key).known
+    limit, known = read_limit(record, key), record.series(key).known
     if limit is None or not known:
         return []
     began_below = known[0][1] <= limit
@@ -137,17 +137,18 @@ def _crossing(record: Record, key: str) -> list[str]:
     if not beyond:
         return []
     how = "above" if began_below else "below"
-    last = number(known[-1][1])
-    return [f"{measure(key).title}: {how} its limit {number(limit)} at {_listed(beyond)}; the last value is {last}."]
+    last = format_number(known[-1][1])
+    title, limit_text = measure(key).title, format_number(limit)
+    return [f"{title}: {how} its limit {limit_text} at {_list_steps(beyond)}; the last value is {last}."]
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     """``step 4``, ``steps 4, 6, 8``, ``20 steps from 4 to 90``."""
     if len(steps) > 6:
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def shown_change(first: float, last: float) -> str:
+def format_change(first: float, last: float) -> str:
     """The difference with its sign."""
-    return f"{'+' if last >= first else ''}{number(last - first)}"
+    return f"{'+' if last >= first else ''}{format_number(last - first)}"

@@ -62,9 +62,9 @@ class Series:
     @property
     def ends(self) -> tuple[tuple[int, float], tuple[int, float]] | None:
         """The first and the last of the known values; None: there is none."""
-        places = range(len(self.steps))
-        first = next((i for i in places if self.values[i] is not None), None)
-        last = next((i for i in reversed(places) if self.values[i] is not None), None)
+        indices = range(len(self.steps))
+        first = next((i for i in indices if self.values[i] is not None), None)
+        last = next((i for i in reversed(indices) if self.values[i] is not None), None)
         if first is None or last is None:
             return None
         return (self.steps[first], self.values[first] or 0.0), (self.steps[last], self.values[last] or 0.0)
@@ -111,7 +111,7 @@ class Record:
         return export is not None and export[0] == self.steps and (export[1] / "README.md").is_file()
 
     @property
-    def going_on(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether the last line is so young that the run is likely to write another."""
         times = [t for _, t in self.series("time/iteration").known[-10:]]
         return not self.finished and self.age_s < max(_STILL_GOING_S, 5 * max(times, default=0.0))
@@ -180,7 +180,7 @@ def read_record(root: Path) -> Record:
     )
 
 
-def same_images(record: Record) -> dict[int, Gallery]:
+def find_same_images(record: Record) -> dict[int, Gallery]:
     """Step -> images from the same prompts and noise: of validations, else the fixed ones among the rollouts."""
     if record.validation:
         return dict(record.validation)
@@ -188,7 +188,7 @@ def same_images(record: Record) -> dict[int, Gallery]:
     return {step: gallery for step, gallery in fixed.items() if gallery}
 
 
-def first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], count: int) -> list[Entry]:
+def pick_first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], count: int) -> list[Entry]:
     """Up to ``count`` entries for which ``also`` holds, in their order, each prompt once before any comes twice."""
     candidates = [one for one in gallery if also(one)]
     first: dict[str, Entry] = {}
@@ -201,11 +201,11 @@ def first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], count:
 
 def _galleries(folder: Path) -> dict[int, Gallery]:
     found = {}
-    for step, place in sorted(_step_folders(folder).items()):
-        index = place / "index.json"
+    for step, path in sorted(_step_folders(folder).items()):
+        index = path / "index.json"
         if index.is_file():
             rows = json.loads(index.read_text(encoding="utf-8"))
-            found[step] = [Entry(place / r["file"], r["prompt"], r["sample_id"], r["group"], r["scores"]) for r in rows]
+            found[step] = [Entry(path / r["file"], r["prompt"], r["sample_id"], r["group"], r["scores"]) for r in rows]
     return found
 
 

@@ -22,7 +22,7 @@ class Curve:
     steps: Sequence[int]
     values: Sequence[float | None]
     """None is a gap."""
-    spread: Sequence[float | None] | None = None
+    std: Sequence[float | None] | None = None
     """Half the height of the band around the line."""
     dots: bool = False
     """Measured now and then: every value is marked."""
@@ -30,15 +30,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Limit:
-    """A level that is drawn across the chart."""
+    """A line that is drawn across the chart."""
 
     label: str
     value: float
     style: str = "limit"
-    """"limit", or "start" for a level that is no limit."""
+    """"limit", or "start" for a line that is not a limit."""
 
 
-def number(value: float, digits: int = 4) -> str:
+def format_number(value: float, digits: int = 4) -> str:
     """Up to so many significant digits, without an exponent where a reader can do without: ``0.0123``, ``57.6k``."""
     size = float(f"{abs(value):.{digits}g}")
     for factor, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -50,13 +50,15 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if value else "0"
 
 
-def chart(curves: Sequence[Curve], limits: Sequence[Limit] = (), name: str = "", *, from_zero: bool = False) -> str:
+def draw_chart(
+    curves: Sequence[Curve], limits: Sequence[Limit] = (), name: str = "", *, from_zero: bool = False
+) -> str:
     """Curves over steps with axes, ticks and the last value of each; empty when no curve has a value."""
     curves = [curve for curve in curves if any(v is not None for v in curve.values)]
     if not curves:
         return ""
     ends = [next(v for v in reversed(curve.values) if v is not None) for curve in curves]
-    curves = [shortened(curve) for curve in curves]
+    curves = [shorten_curve(curve) for curve in curves]
     x_low, x_high = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
     y_ticks = ticks(*_reach(curves, limits, from_zero))
     area = _Area(x_low, max(x_high, x_low + 1), y_ticks[0], y_ticks[-1])
@@ -69,7 +71,7 @@ def chart(curves: Sequence[Curve], limits: Sequence[Limit] = (), name: str = "",
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round levels, about ``count`` of them, from below ``low`` to above ``high``."""
+    """Round values, about ``count`` of them, from below ``low`` to above ``high``."""
     if not high > low:
         reach = abs(low) * 0.1 or 1.0
         low, high = low - reach, high + reach
@@ -80,7 +82,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
 
 
-def shortened(curve: Curve) -> Curve:
+def shorten_curve(curve: Curve) -> Curve:
     """At most ``MAX_POINTS`` points, each the mean of the values of neighbouring steps; all None stays a gap."""
     width = math.ceil(len(curve.steps) / MAX_POINTS)
     if width <= 1:
@@ -91,7 +93,7 @@ def shortened(curve: Curve) -> Curve:
         # the last step of a piece, so that the curve ends where the run does
         [curve.steps[min(i + width, len(curve.steps)) - 1] for i in starts],
         [_mean(curve.values[i : i + width]) for i in starts],
-        None if curve.spread is None else [_mean(curve.spread[i : i + width]) for i in starts],
+        None if curve.std is None else [_mean(curve.std[i : i + width]) for i in starts],
         curve.dots and len(curve.steps) <= MAX_POINTS,
     )
 
@@ -105,7 +107,7 @@ def is_noisy(values: Sequence[float | None]) -> bool:
     return way > 3 * (max(known) - min(known)) > 0
 
 
-def smoothed(values: Sequence[float | None], width: int) -> list[float | None]:
+def smooth_values(values: Sequence[float | None], width: int) -> list[float | None]:
     """The mean of the known values among ``width`` neighbours; None stays None."""
     half = width // 2
     near = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
@@ -114,7 +116,7 @@ def smoothed(values: Sequence[float | None], width: int) -> list[float | None]:
 
 @dataclass(frozen=True)
 class _Area:
-    """From steps and values to places in the image."""
+    """From steps and values to points in the image."""
 
     x_low: float
     x_high: float
@@ -136,10 +138,10 @@ def _reach(curves: Sequence[Curve], limits: Sequence[Limit], from_zero: bool) ->
     """The lowest and highest value that must be inside the chart."""
     values = [limit.value for limit in limits] + [0.0] * from_zero
     for curve in curves:
-        spreads = curve.spread or [0.0] * len(curve.values)
-        for value, spread in zip(curve.values, spreads, strict=True):
+        stds = curve.std or [0.0] * len(curve.values)
+        for value, std in zip(curve.values, stds, strict=True):
             if value is not None:
-                values += [value - (spread or 0.0), value + (spread or 0.0)]
+                values += [value - (std or 0.0), value + (std or 0.0)]
     return min(values), max(values)
 
 
@@ -154,7 +156,7 @@ def _grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:
     for value in y_ticks:
         y = f"{area.y(value):.1f}"
         parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{format_number(value)}</text>')
     for step in x_ticks:
         parts.append(f'<text x="{area.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{WIDTH - _RIGHT + 20}" y="{HEIGHT - 10}">step</text></g>')
@@ -164,27 +166,27 @@ def _grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:
 def _limit(area: _Area, limit: Limit) -> str:
     y = area.y(limit.value)
     line = f'<line class="{limit.style}" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    place = f'x="{WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
-    return line + f'<text class="{limit.style}" {place}>{html.escape(limit.label)}</text>'
+    index = f'x="{WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
+    return line + f'<text class="{limit.style}" {index}>{html.escape(limit.label)}</text>'
 
 
-def _band(area: _Area, curve: Curve, place: int) -> str:
-    if curve.spread is None:
+def _band(area: _Area, curve: Curve, index: int) -> str:
+    if curve.std is None:
         return ""
     parts = []
-    for piece in _pieces([v if s is not None else None for v, s in zip(curve.values, curve.spread, strict=True)]):
-        upper = [area.at(curve.steps[i], (curve.values[i] or 0.0) + (curve.spread[i] or 0.0)) for i in piece]
-        lower = [area.at(curve.steps[i], (curve.values[i] or 0.0) - (curve.spread[i] or 0.0)) for i in reversed(piece)]
-        parts.append(f'<polygon class="band c{place % 4}" points="{" ".join(upper + lower)}"/>')
+    for piece in _pieces([v if s is not None else None for v, s in zip(curve.values, curve.std, strict=True)]):
+        upper = [area.at(curve.steps[i], (curve.values[i] or 0.0) + (curve.std[i] or 0.0)) for i in piece]
+        lower = [area.at(curve.steps[i], (curve.values[i] or 0.0) - (curve.std[i] or 0.0)) for i in reversed(piece)]
+        parts.append(f'<polygon class="band c{index % 4}" points="{" ".join(upper + lower)}"/>')
     return "".join(parts)
 
 
-def _line(area: _Area, curve: Curve, place: int) -> str:
+def _line(area: _Area, curve: Curve, index: int) -> str:
     if curve.dots or not is_noisy(curve.values):
-        return _polylines(area, curve.steps, curve.values, f"curve c{place % 4}", dots=curve.dots)
-    smooth = smoothed(curve.values, len(curve.values) // 12)
-    faint = _polylines(area, curve.steps, curve.values, f"faint c{place % 4}")
-    return faint + _polylines(area, curve.steps, smooth, f"curve c{place % 4}")
+        return _polylines(area, curve.steps, curve.values, f"curve c{index % 4}", dots=curve.dots)
+    smooth = smooth_values(curve.values, len(curve.values) // 12)
+    faint = _polylines(area, curve.steps, curve.values, f"faint c{index % 4}")
+    return faint + _polylines(area, curve.steps, smooth, f"curve c{index % 4}")
 
 
 def _polylines(
@@ -204,10 +206,12 @@ def _polylines(
 def _last_values(area: _Area, ends: Sequence[float]) -> str:
     """The last value of each curve at its right end, moved apart where they would overlap."""
     parts, free_from = [], 0.0
-    for y, place, value in sorted((area.y(value), place, value) for place, value in enumerate(ends)):
+    for y, index, value in sorted((area.y(value), index, value) for index, value in enumerate(ends)):
         y = max(y, free_from)
         free_from = y + 13
-        text = f'<text class="last c{place % 4}" x="{WIDTH - _RIGHT + 6}" y="{y:.1f}" dy="4">{number(value)}</text>'
+        text = (
+            f'<text class="last c{index % 4}" x="{WIDTH - _RIGHT + 6}" y="{y:.1f}" dy="4">{format_number(value)}</text>'
+        )
         parts.append(text)
     return "".join(parts)
 

@@ -6,57 +6,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.tracking.console import duration
+from cosmos_rl.tracking.console import format_duration
 from cosmos_rl.tracking.report.images import Pairs
-from cosmos_rl.tracking.report.inlined import escaped
-from cosmos_rl.tracking.report.measures import limit_of, main_keys, measure, reward_names, shown_change
+from cosmos_rl.tracking.report.inlined import escape
+from cosmos_rl.tracking.report.measures import format_change, list_main_keys, list_reward_names, measure, read_limit
 from cosmos_rl.tracking.report.record import Record
-from cosmos_rl.tracking.report.svg import number
+from cosmos_rl.tracking.report.svg import format_number
 
 _ALGORITHMS = {"diffusion_nft": "DiffusionNFT", "grpo": "FlowGRPO", "flow_grpo": "FlowGRPO", "ddrl": "DDRL"}
 _DIRECTION = {1: " (more is better)", 0: "", -1: " (less is better)"}
 _SECRET = r"[\w.-]*(?:password|passwd|secret|token|api_?key|credential)[\w.-]*"
 
 
-def title(record: Record) -> str:
+def find_title(record: Record) -> str:
     """The name of the experiment, else of the folder that holds the runs."""
     named = record.setting("logging.experiment_name")
     return str(named or Path(record.setting("train.output_dir") or record.root.parent).name)
 
 
-def what(record: Record) -> str:
+def describe_training(record: Record) -> str:
     """One plain sentence: which algorithm trained what of which model on which data."""
     if not record.config:
         return "No configuration yet: this run has not begun."
-    model = _last(record.setting("policy.model_name_or_path")) or "a model"
+    model = _last_name(record.setting("policy.model_name_or_path")) or "a model"
     rank = record.setting("policy.lora.r")
     part = f"a LoRA adapter (rank {rank}) for" if rank else "all weights of"
     data = _data(record)
     kind = record.setting("train.train_policy.type")
     if kind == "sft":
-        on = f" on the captioned images of <b>{escaped(data)}</b>" if data else ""
-        return f"Fine-tuning of {part} <b>{escaped(model)}</b>{on}."
+        on = f" on the captioned images of <b>{escape(data)}</b>" if data else ""
+        return f"Fine-tuning of {part} <b>{escape(model)}</b>{on}."
     trainer = str(record.setting("train.train_policy.trainer_type") or kind or "")
     how = _ALGORITHMS.get(trainer, trainer)
-    on = f", with the prompts of <b>{escaped(data)}</b>" if data else ""
-    names = [f"<b>{escaped(name)}</b>" for name in reward_names(record)]
-    goal = f", rewarded by {_joined(names)}" if names else ""
-    return f"Reinforcement learning ({escaped(how)}) of {part} <b>{escaped(model)}</b>{on}{goal}."
+    on = f", with the prompts of <b>{escape(data)}</b>" if data else ""
+    names = [f"<b>{escape(name)}</b>" for name in list_reward_names(record)]
+    goal = f", rewarded by {_join_names(names)}" if names else ""
+    return f"Reinforcement learning ({escape(how)}) of {part} <b>{escape(model)}</b>{on}{goal}."
 
 
-def how_it_ended(record: Record, now: str) -> str:
+def describe_end(record: Record, now: str) -> str:
     """One plain sentence: steps done and time, and whether that is the end."""
-    wanted, time = record.wanted_steps, duration(record.seconds)
+    wanted, time = record.wanted_steps, format_duration(record.seconds)
     if record.steps == 0:
-        return f"No step is done yet (as of {escaped(now)})."
+        return f"No step is done yet (as of {escape(now)})."
     of = f" of {wanted}" if wanted is not None else ""
     if record.finished:
         return f"Finished: {record.steps} steps in {time}."
-    state = "Still going" if record.going_on else "Not finished, and nothing was written for a while"
-    return f"{state}: {record.steps}{of} steps in {time} (as of {escaped(now)})."
+    state = "Still going" if record.in_progress else "Not finished, and nothing was written for a while"
+    return f"{state}: {record.steps}{of} steps in {time} (as of {escape(now)})."
 
 
-def tiles(record: Record, pairs: Pairs | None) -> str:
+def render_tiles(record: Record, pairs: Pairs | None) -> str:
     """The two or three numbers that sum up the outcome, first → last."""
     rewards = [key for key in ("val/reward/mean", "reward/mean") if _several(record, key)]
     losses = [key for key in ("val/loss_mean", "train/loss_mean") if _several(record, key)]
@@ -68,23 +68,23 @@ def tiles(record: Record, pairs: Pairs | None) -> str:
     return f'<div class="tiles">{"".join(found)}</div>' if found else ""
 
 
-def key_numbers(record: Record) -> str:
+def render_key_numbers(record: Record) -> str:
     """Table: first and last value of everything that matters."""
     rows = []
-    for key in main_keys(record):
+    for key in list_main_keys(record):
         ends, about = record.series(key).ends, measure(key)
         if ends is None:
             continue
         (first_step, first), (last_step, last) = ends
         unit = f" {about.unit}" if about.unit else ""
-        limit = limit_of(record, key)
-        note = f" (limit {number(limit)})" if limit is not None else ""
-        change = "" if first_step == last_step else shown_change(first, last)
+        limit = read_limit(record, key)
+        note = f" (limit {format_number(limit)})" if limit is not None else ""
+        change = "" if first_step == last_step else format_change(first, last)
         rows.append(
-            f'<tr data-key="{escaped(key)}"><th>{escaped(about.title)}{note} <code>{escaped(key)}</code></th>'
-            f"<td>{number(first)}{unit} <small>step {first_step}</small></td>"
-            f"<td>{number(last)}{unit} <small>step {last_step}</small></td>"
-            f'<td class="{_verdict(last - first, about.better)}">{change}</td></tr>'
+            f'<tr data-key="{escape(key)}"><th>{escape(about.title)}{note} <code>{escape(key)}</code></th>'
+            f"<td>{format_number(first)}{unit} <small>step {first_step}</small></td>"
+            f"<td>{format_number(last)}{unit} <small>step {last_step}</small></td>"
+            f'<td class="{_change_class(last - first, about.better)}">{change}</td></tr>'
         )
     if not rows:
         return ""
@@ -95,26 +95,26 @@ def key_numbers(record: Record) -> str:
     )
 
 
-def how_to_use(record: Record) -> str:
+def render_usage(record: Record) -> str:
     """Where the exported model is and how it is loaded."""
     export = record.export
     if export is None:
         return "<section><h2>Use the result</h2><p>Nothing is exported yet.</p></section>"
     step, folder = export
-    place = str(folder.absolute())
+    location = str(folder.absolute())
     root = folder.parent if folder.name == "lora" else folder
     command = f'cosmos-rl sample "{root.absolute()}" "a prompt" --out samples'
-    code = _snippet_of_card(folder / "README.md")
-    code = code.replace("path/to/this/folder", place)
+    code = _read_card_snippet(folder / "README.md")
+    code = code.replace("path/to/this/folder", location)
     code = code.replace("path/to/the/base", record.setting("policy.model_name_or_path") or "path/to/the/base")
-    snippet = f"<p>In Python:</p><pre>{escaped(code)}</pre>" if code else ""
+    snippet = f"<p>In Python:</p><pre>{escape(code)}</pre>" if code else ""
     return (
-        f'<section id="use"><h2>Use the result</h2><p>The model after step {step}: <code>{escaped(place)}</code></p>'
-        f"<pre>{escaped(command)}</pre>{snippet}</section>"
+        f'<section id="use"><h2>Use the result</h2><p>The model after step {step}: <code>{escape(location)}</code></p>'
+        f"<pre>{escape(command)}</pre>{snippet}</section>"
     )
 
 
-def provenance(record: Record) -> str:
+def render_provenance(record: Record) -> str:
     """Seed, versions, command and configuration, folded."""
     about = record.started
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
@@ -122,21 +122,21 @@ def provenance(record: Record) -> str:
         "Run": record.root.name,
         "Started": about.get("started"),
         "Seed": about.get("seed", record.setting("train.seed")),
-        "Command": shlex.join(_masked_arguments(about["argv"])) if about.get("argv") else None,
+        "Command": shlex.join(_mask_arguments(about["argv"])) if about.get("argv") else None,
         "Resumed from": about.get("resumed_from"),
         "Earlier commands on this run": len(about.get("earlier", [])) or None,
         "Commit": about.get("git_commit"),
         "Versions": versions or None,
     }
-    body = "".join(f"<tr><th>{name}</th><td>{escaped(v)}</td></tr>" for name, v in rows.items() if v is not None)
-    toml = f"<details><summary>Configuration</summary><pre>{escaped(masked(record.config_text))}</pre></details>"
+    body = "".join(f"<tr><th>{name}</th><td>{escape(v)}</td></tr>" for name, v in rows.items() if v is not None)
+    toml = f"<details><summary>Configuration</summary><pre>{escape(mask_secrets(record.config_text))}</pre></details>"
     return (
         f'<section id="made"><h2>How it was made</h2><div class="wide"><table class="plain">{body}</table></div>'
         f"{toml if record.config_text else ''}</section>"
     )
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """TOML without the values of keys that sound secret and without the passwords of URLs."""
     text = re.sub(rf'(?i)({_SECRET}"?\s*=\s*)("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\')', r'\1"***"', text)
     return re.sub(r"://[^/\s\"'@]+@", "://***@", text)
@@ -145,11 +145,11 @@ def masked(text: str) -> str:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _masked_arguments(argv: Sequence[str]) -> list[str]:
+def _mask_arguments(argv: Sequence[str]) -> list[str]:
     """A command line without what follows options that sound secret: ``--key=value`` or ``--key value``."""
     shown, secret = [], False
     for argument in argv:
-        shown.append("***" if secret else re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", masked(argument)))
+        shown.append("***" if secret else re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", mask_secrets(argument)))
         secret = re.fullmatch(rf"(?i)--{_SECRET}", argument) is not None
     return shown
 
@@ -167,13 +167,14 @@ def _several(record: Record, key: str) -> bool:
 
 
 def _change_tile(label: str, first: float, last: float, better: int) -> str:
+    change = f'<em class="{_change_class(last - first, better)}">{format_number(last, 3)}</em>'
     return (
-        f'<div class="tile"><span>{escaped(label)}{_DIRECTION[better]}</span>'
-        f'<b>{number(first, 3)} → <em class="{_verdict(last - first, better)}">{number(last, 3)}</em></b></div>'
+        f'<div class="tile"><span>{escape(label)}{_DIRECTION[better]}</span>'
+        f"<b>{format_number(first, 3)} → {change}</b></div>"
     )
 
 
-def _verdict(change: float, better: int) -> str:
+def _change_class(change: float, better: int) -> str:
     gain = change * better
     if gain == 0 or gain != gain:
         return ""
@@ -182,20 +183,20 @@ def _verdict(change: float, better: int) -> str:
 
 def _data(record: Record) -> str:
     table = record.setting("train.train_policy.dataset") or {}
-    return _last(table.get("local_dir") or table.get("name"))
+    return _last_name(table.get("local_dir") or table.get("name"))
 
 
-def _last(path: Any) -> str:
+def _last_name(path: Any) -> str:
     """The last name of a local path; a hub name as it is."""
     text = str(path or "").rstrip("/")
     return Path(text).name if text.startswith(("/", ".", "~")) else text
 
 
-def _joined(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _snippet_of_card(card: Path) -> str:
+def _read_card_snippet(card: Path) -> str:
     """The Python of the card that the export was published with; empty without one."""
     found = re.search(r"```python\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL) if card.is_file() else None
     return found[1].strip() if found else ""

@@ -38,7 +38,7 @@ def pretrain(steps: int = STEPS) -> ShapesModel:
     model = ShapesModel(weights=None)
     schedule = LrSchedule.build(steps, 20, 0.3, "linear", 0.0, 0.0)
     optimizer = Optimizer(
-        model.trainable(),
+        model.trainable_parameters(),
         name="AdamW",
         lr=RATE,
         betas=(0.9, 0.99),

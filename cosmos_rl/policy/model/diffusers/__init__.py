@@ -1,8 +1,8 @@
 """Diffusers pipelines: one file per family. ``DiffuserModel`` is the class to derive from."""
 
-from cosmos_rl.policy.model.imports import without_extras
+from cosmos_rl.policy.model.imports import hide_extras
 
-with without_extras():
+with hide_extras():
     import diffusers.pipelines.pipeline_utils
     import diffusers.schedulers.scheduling_flow_match_euler_discrete  # noqa: F401 (with all that they import)
     from peft.import_utils import is_torchao_available

@@ -18,17 +18,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
-from cosmos_rl.data.text_lengths import Named, TextEncoder, refusal, too_long
+from cosmos_rl.data.text_lengths import Named, TextEncoder, describe_truncation, find_refusal
 from cosmos_rl.data.texts import printable
 from cosmos_rl.diffusion.schedule import loss_weight, mix
-from cosmos_rl.distributed.sharding import Sharding, check_names, load_shards, materialise, weight_files
+from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
 from cosmos_rl.policy.model.freezing import apply_patterns
-from cosmos_rl.policy.model.quiet import quiet_libraries, quiet_warnings, text_encoders_of
+from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries, quiet_warnings
 from cosmos_rl.utils.logging import logger
 
 DECODED_AT_ONCE = 2**20
@@ -45,7 +45,7 @@ class DiffuserModel(VelocityModel):
         transformer: the denoiser, the only part that is ever trained.
         train_sampling_steps: number of noise levels that training draws from.
         timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
-        sigma_map: the noise levels in [0, 1] that belong to ``timestep_map``.
+        sigma_map: the sigmas in [0, 1] of ``timestep_map``.
         text_encoders, tokenizers: lists that a family fills.
         warns_of_cuts: whether to say it once when a prompt is longer than the text encoders take.
     """
@@ -105,7 +105,7 @@ class DiffuserModel(VelocityModel):
         self.init_output_process()
         if sharding is None:  # diffusers leaves what is missing without values
             folder = self.base_folder / "transformer"
-            check_names(folder, set(weight_files(folder)), set(self.transformer.state_dict()))
+            check_names(folder, set(find_weight_files(folder)), set(self.transformer.state_dict()))
         self._resting = torch.device("cpu") if config.offload or rest_on_cpu else self.device
         self._freeze_and_place()
         self._prepare_transformer(sharding, seed, policy or PolicyConfig())
@@ -215,15 +215,15 @@ class DiffuserModel(VelocityModel):
         images = images.masked_fill_(images.isinf(), torch.nan)  # else its pixel would be a plain white or black
         return self.output_process.postprocess(images, output_type="pt").float()
 
-    def counted_encoders(self) -> list[TextEncoder]:
+    def build_token_counters(self) -> list[TextEncoder]:
         """What counts the tokens of prompts, for each tokenizer that the family names."""
         if self._encoders_counted is None:
-            self._encoders_counted = text_encoders_of(self.tokenizers, self.config.max_prompt_length)
+            self._encoders_counted = build_text_encoders(self.tokenizers, self.config.max_prompt_length)
         return self._encoders_counted
 
-    def warn_of_cuts(self, texts: Sequence[Named], noun: str) -> None:
+    def warn_about_truncation(self, texts: Sequence[Named], noun: str) -> None:
         """One line about the texts that are longer than the text encoders take; later ones are not named."""
-        line = too_long(texts, self.counted_encoders(), noun)
+        line = describe_truncation(texts, self.build_token_counters(), noun)
         if line:
             logger.warning(line)
             self.warns_of_cuts = False
@@ -252,7 +252,7 @@ class DiffuserModel(VelocityModel):
         ``at_once`` bounds how many are encoded in one pass.
         """
         size = at_once or len(visuals)
-        keywords = _accepted(self.visual_embedding, {"height": height, "width": width, "device": self.device})
+        keywords = _filter_keywords(self.visual_embedding, {"height": height, "width": width, "device": self.device})
         with torch.no_grad(), self.on_device(self.vae):
             chunks = [list(visuals[first : first + size]) for first in range(0, len(visuals), size)]
             return torch.cat([self.visual_embedding(chunk, **keywords) for chunk in chunks])
@@ -275,7 +275,7 @@ class DiffuserModel(VelocityModel):
             noise: like ``clean_latents``.
         """
         noised, noise, timesteps = self.add_noise(clean_latents, timestep=timestep, noise=noise)
-        self.evaluations += len(clean_latents)
+        self.num_evaluations += len(clean_latents)
         velocity = self.predict(noised, timesteps, cond)
         sigma = timesteps.float().to(clean_latents.device) / self.scheduler.config.num_train_timesteps
         weight = loss_weight(sigma, self.config.weighting_scheme)
@@ -315,7 +315,7 @@ class DiffuserModel(VelocityModel):
             raise UserError(f"{self.model_str}: the pipeline has no part named transformer to train")
         default = DTYPES[self.config.dtype]
         dtypes = {"default": default, "vae": torch.float32, "transformer": self._master_dtype}
-        given = {} if whole else {"transformer": self._empty_transformer()}
+        given = {} if whole else {"transformer": self._build_empty_transformer()}
         try:
             with quiet_libraries():
                 pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes, **given)
@@ -326,7 +326,7 @@ class DiffuserModel(VelocityModel):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def _empty_transformer(self) -> Any:
+    def _build_empty_transformer(self) -> Any:
         import diffusers
 
         folder = self.base_folder / "transformer"
@@ -402,13 +402,15 @@ class DiffuserModel(VelocityModel):
     def _encode(self, prompts: list[str], each: bool) -> dict[str, Tensor]:
         distinct = prompts if each else list(dict.fromkeys(prompts))
         if self.warns_of_cuts:
-            self.warn_of_cuts([(repr(printable(prompt[:40])), prompt) for prompt in distinct], "prompts (so far)")
+            self.warn_about_truncation(
+                [(repr(printable(prompt[:40])), prompt) for prompt in distinct], "prompts (so far)"
+            )
         keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
         try:
             with quiet_warnings():
-                encoded = self.text_embedding(distinct, **_accepted(self.text_embedding, keywords))
+                encoded = self.text_embedding(distinct, **_filter_keywords(self.text_embedding, keywords))
         except Exception:
-            self._refuse_unreadable(distinct)
+            self._check_readable(distinct)
             raise
         compute = self.param_dtype
         given = {k: v.to(compute) if v.is_floating_point() else v for k, v in encoded.items() if v is not None}
@@ -417,10 +419,10 @@ class DiffuserModel(VelocityModel):
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
         return {k: v[rows] for k, v in given.items()}
 
-    def _refuse_unreadable(self, prompts: Sequence[str]) -> None:
+    def _check_readable(self, prompts: Sequence[str]) -> None:
         """Raise `UserError` for the first prompt that a tokenizer does not take."""
         for prompt in prompts:
-            why = refusal(prompt, self.counted_encoders())
+            why = find_refusal(prompt, self.build_token_counters())
             if why is not None:
                 raise UserError(f"prompt {printable(prompt[:80])!r}: {why}")
 
@@ -430,7 +432,7 @@ class DiffuserModel(VelocityModel):
         return torch.autocast(self.device.type, dtype=self.param_dtype)
 
 
-def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+def _filter_keywords(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords that an override takes: families differ in what they need, and a user's class may need less."""
     parameters = inspect.signature(method).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):

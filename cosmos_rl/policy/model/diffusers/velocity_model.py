@@ -1,4 +1,4 @@
-"""What training and sampling ask of a model: a velocity, its noise levels, conditions, and the way to media.
+"""What training and sampling ask of a model: a velocity, its sigmas, conditions, and the way to media.
 
 Everything that samples is built here from these few. A diffusers pipeline is one such model; a closed-form mixture in a
 test is another.
@@ -21,7 +21,7 @@ from cosmos_rl.diffusion.kernels import (
     StepFn,
     build_kernel,
     euler,
-    sigmas_of,
+    read_sigmas,
     step_with_log_prob,
     stock_step,
 )
@@ -48,14 +48,14 @@ class VelocityModel(abc.ABC):
         transformer: the module whose parameters are trained.
         device: where it computes.
         lora_config: None when all weights are trained.
-        evaluations: samples that went through the transformer so far, on this rank.
+        num_evaluations: samples that went through the transformer so far, on this rank.
     """
 
     transformer: Any
     scheduler: Any
     device: torch.device
     lora_config: LoraConfig | None
-    evaluations: int = 0
+    num_evaluations: int = 0
 
     # ---- what a model gives ------------------------------------------------------------------------------------
 
@@ -76,16 +76,16 @@ class VelocityModel(abc.ABC):
         """Latents ``[N, C, ...]`` -> media float32 in [0, 1]."""
 
     def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
-        """Noise level in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
+        """Sigma in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
         return sigma.float() * self.scheduler.config.num_train_timesteps
 
     def sampling_scheduler(self) -> Any:
         """A scheduler of its own for each sampling: the one that training uses keeps its state."""
         return type(self.scheduler).from_config(self.scheduler.config)
 
-    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Tensor:
-        """Descending noise levels ``[num_steps + 1]`` float32, the last one 0, as the pipeline's scheduler has them."""
-        return sigmas_of(scheduler or self.sampling_scheduler(), num_steps)
+    def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
+        """Descending sigmas ``[num_steps + 1]`` float32, the last one 0, as the pipeline's scheduler has them."""
+        return read_sigmas(scheduler or self.sampling_scheduler(), num_steps)
 
     def to_media(self, visuals: Tensor) -> Tensor:
         """Media in [0, 1] as ``decode`` gives them -> what rewards and galleries get: uint8 ``[N, H, W, 3]``, CPU."""
@@ -94,7 +94,7 @@ class VelocityModel(abc.ABC):
     # ---- velocity ----------------------------------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
-        """Predicted ``dx/dsigma`` at the noise level ``sigma``; what rollouts, sampling and the losses of RL call.
+        """Predicted ``dx/dsigma`` at ``sigma``; what rollouts, sampling and the losses of RL call.
 
         Args:
             latents: ``[B, C, ...]``.
@@ -104,12 +104,12 @@ class VelocityModel(abc.ABC):
         """
         timestep = self.timestep_from_sigma(sigma)
         if guidance <= 1.0:
-            self.evaluations += len(latents)
+            self.num_evaluations += len(latents)
             return self.predict(latents, timestep, cond)
         if cond.negative is None:
             raise ValueError("guidance above 1 needs conditions of negative prompts")
         both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
-        self.evaluations += 2 * len(latents)
+        self.num_evaluations += 2 * len(latents)
         out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
         negative, positive = out.chunk(2)
         return negative + guidance * (positive - negative)
@@ -120,15 +120,15 @@ class VelocityModel(abc.ABC):
     def sample_latents(
         self, cond: Cond, noise: Tensor, *, num_steps: int, guidance: float, solver: str = "euler"
     ) -> Tensor:
-        """Noise ``[N, C, ...]`` -> clean latents with the checkpoint's own noise levels.
+        """Noise ``[N, C, ...]`` -> clean latents with the checkpoint's own sigmas.
 
         ``solver`` is one of the noise-free ones, or ``stock`` (the pipeline scheduler's own step).
         """
         scheduler = self.sampling_scheduler()
-        levels = self.sampling_levels(num_steps, scheduler)
+        sigmas = self.sampling_sigmas(num_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, 0.0, True, scheduler)
         cond, noise = cond.to(self.device), noise.to(self.device)
-        return self._integrate(cond, noise, levels, kernel, step, guidance).latents
+        return self._integrate(cond, noise, sigmas, kernel, step, guidance).latents
 
     def sample(
         self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
@@ -138,7 +138,7 @@ class VelocityModel(abc.ABC):
         ``negative`` is what guidance leads away from, one text for all or one each.
         """
         cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
-        with self.evaluating():
+        with self.eval_mode():
             return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
 
     @torch.no_grad()
@@ -193,10 +193,10 @@ class VelocityModel(abc.ABC):
             latents = torch.stack([torch.randn(shape, generator=g) for g in generator])
         noise = latents.to(self.device)
         scheduler = self.sampling_scheduler()
-        levels = self.sampling_levels(num_inference_steps, scheduler)
+        sigmas = self.sampling_sigmas(num_inference_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)
         sampled = self._integrate(
-            cond, noise, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
+            cond, noise, sigmas, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
         visuals = sampled.latents if output_type == "latent" else self.decode(sampled.latents)
         log_probs = [log_prob for log_prob in sampled.log_probs if log_prob is not None]
@@ -219,7 +219,7 @@ class VelocityModel(abc.ABC):
 
         Args:
             velocity, latents: ``[N, C, ...]`` at ``sigmas[index]``.
-            sigmas: all levels of the run, descending.
+            sigmas: of the whole run, descending.
             kernel: the configured one, ``(index, sigmas) -> Transition``.
             history: clean prediction of the step before, where ``kernel(index, sigmas).h`` is not 0.
             noise: standard normal like the latents, where ``kernel(index, sigmas).s`` is not 0.
@@ -239,7 +239,7 @@ class VelocityModel(abc.ABC):
         self,
         cond: Cond,
         noise: Tensor,
-        levels: Tensor,
+        sigmas: Tensor,
         kernel: Kernel,
         step_fn: StepFn,
         guidance: float,
@@ -247,7 +247,7 @@ class VelocityModel(abc.ABC):
         *,
         keep_trajectory: bool = False,
     ) -> Sampled:
-        """Noise at the first level -> latents at the last."""
+        """Noise at the first sigma -> latents at the last."""
 
         def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
             return self.velocity(latents, sigma, cond, guidance=guidance)
@@ -258,7 +258,7 @@ class VelocityModel(abc.ABC):
         return run_sampling(
             velocity,
             noise,
-            levels,
+            sigmas,
             kernel=kernel,
             step_fn=step_fn,
             noise_fn=step_noise,
@@ -266,7 +266,7 @@ class VelocityModel(abc.ABC):
         )
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def eval_mode(self) -> Iterator[None]:
         """The transformer in eval mode (no dropout) inside the block."""
         was_training = self.transformer.training
         self.transformer.eval()
@@ -280,7 +280,7 @@ class VelocityModel(abc.ABC):
 
     def has_dropout(self) -> bool:
         """Whether the transformer in train mode gives other velocities than in eval mode: dropout of any kind."""
-        return any(map(drops, self.transformer.modules()))
+        return any(map(has_active_dropout, self.transformer.modules()))
 
     @property
     def primary_adapter(self) -> str:
@@ -288,7 +288,7 @@ class VelocityModel(abc.ABC):
         assert self.lora_config is not None, "only with policy.lora"
         return self.lora_config.active_adapter
 
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by their full names in the transformer, in a fixed order."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
@@ -299,18 +299,20 @@ class VelocityModel(abc.ABC):
         something from the start.
         """
         if self.lora_config is None:
-            return CopyPolicies(self.transformer, self.trainable(), keep_old=keep_old, keep_reference=keep_reference)
+            return CopyPolicies(
+                self.transformer, self.trainable_parameters(), keep_old=keep_old, keep_reference=keep_reference
+            )
         old = "old" if "old" in self.lora_config.lora_names else None
         copied = keep_reference and not self.lora_config.starts_as_base
         return AdapterPolicies(self.transformer, self.primary_adapter, old, copy_reference=copied)
 
-    def synchronise_gradients(self, wanted: bool) -> None:
+    def set_gradient_sync(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
         if isinstance(self.transformer, FSDPModule):
             self.transformer.set_requires_gradient_sync(wanted)
 
 
-def drops(module: torch.nn.Module) -> bool:
+def has_active_dropout(module: torch.nn.Module) -> bool:
     """Whether it is dropout: a module with a probability ``p``, or a number that it hands to its attention and such."""
     if isinstance(module, torch.nn.modules.dropout._DropoutNd):
         return module.p > 0.0

@@ -152,7 +152,7 @@ def check_loop(probing: Probing) -> str:
             raise Failed(f"guidance {mode}: the stock call gives numbers that are not finite")
         pairs = [
             *zip(stock.states, loop.states[:-1], strict=True),
-            *zip(map(driver.signed, stock.velocities), loop.velocities, strict=True),
+            *zip(map(driver.convert_sign, stock.velocities), loop.velocities, strict=True),
             (stock.media, loop.media),
         ]
         if not all(torch.equal(a, b) for a, b in pairs):
@@ -373,7 +373,7 @@ def check_round_trip(probing: Probing) -> str:
     shape = (1, size.frames, 3, size.height, size.width) if driver.frames_name else (1, 3, size.height, size.width)
     images = 2 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1
     with torch.no_grad():
-        latents = media.latents_of(driver, images)
+        latents = media.encode_latents(driver, images)
         error = _relative(latents, driver.before_decoder(driver.encode_media(images), size))
     if error > (1e-5 if probing.exact else 0.1):
         raise Failed(f"relative error {error:.1e}")

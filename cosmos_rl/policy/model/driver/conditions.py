@@ -36,17 +36,17 @@ class DrivenCond:
 
     def to(self, device: torch.device | str) -> "DrivenCond":
         """The same on another device."""
-        return replace(self, values=[_moved(value, device) for value in self.values])
+        return replace(self, values=[_move_nested(value, device) for value in self.values])
 
 
-def shape_of(value: Any) -> Any:
+def describe_nesting(value: Any) -> Any:
     """What two results have in common whose prompts lie along the same axes: the nesting and numbers of dimensions."""
     if isinstance(value, Tensor):
         return value.ndim
     if isinstance(value, list) and value and all(isinstance(item, Tensor) for item in value):
         return RAGGED, value[0].ndim
     if isinstance(value, (list, tuple)):
-        return tuple(shape_of(item) for item in value)
+        return tuple(describe_nesting(item) for item in value)
     return type(value).__name__
 
 
@@ -96,9 +96,9 @@ def _pick(value: Any, axis: Any, index: Tensor, size: int) -> Any:
     return value
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _move_nested(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_move_nested(item, device) for item in value)
     return value

@@ -14,12 +14,12 @@ from torch.utils import _pytree as tree
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver import media as media_maps
-from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, locate, shape_of
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, describe_nesting, locate
 from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.facts import Facts
-from cosmos_rl.policy.model.driver.first_look import denoisers_of, require_seams, smallest_size
-from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, leaves_of, swap
-from cosmos_rl.policy.model.driver.rows import Row, row_of
+from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves, swap
+from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
 
 FEW_STEPS = 4
@@ -65,14 +65,14 @@ class Driver:
             UserError: a seam is missing.
         """
         self.pipeline = pipeline
-        self.row = row or row_of(type(pipeline).__name__)
+        self.row = row or find_row(type(pipeline).__name__)
         self.facts = Facts(pipeline=type(pipeline).__name__)
         require_seams(pipeline)
         self._accepted = inspect.signature(type(pipeline).__call__).parameters
         self.call = {name: value for name, value in {**self.row.call, **(call or {})}.items() if name in self._accepted}
-        self.guidance_name = self._first_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")
-        self.frames_name = self._first_accepted(self.row.frames, "num_frames", "frames")
-        self.denoisers: dict[str, nn.Module] = denoisers_of(pipeline)
+        self.guidance_name = self._find_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")
+        self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
+        self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
         self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
         self.size = size or smallest_size(pipeline, video=self.frames_name is not None)
         self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
@@ -98,12 +98,12 @@ class Driver:
     def state_dtype(self) -> torch.dtype:
         return getattr(torch, self.facts.state_dtype)
 
-    def _in_dtype(self, state: Tensor) -> Tensor:
+    def _to_loop_dtype(self, state: Tensor) -> Tensor:
         """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
         is_one = state.dtype in (self.state_dtype, getattr(torch, self.facts.first_dtype))
         return state if is_one else state.to(self.state_dtype)
 
-    def _first_accepted(self, *names: str | None) -> str | None:
+    def _find_accepted(self, *names: str | None) -> str | None:
         return next((name for name in names if name in self._accepted), None)
 
     # ---- conditions --------------------------------------------------------------------------------------------
@@ -115,25 +115,25 @@ class Driver:
         """Conditions of N prompts, see `FlowModel`. Conditions made with guidance also serve without it."""
         prompts, negatives = list(prompts), None if negatives is None else list(negatives)
         guidance = self.guidance_off if guidance is None else guidance
-        values = self._encoded(prompts, negatives, guidance)
-        form = repr([shape_of(value) for value in values])
+        values = self._run_encoder(prompts, negatives, guidance)
+        form = repr([describe_nesting(value) for value in values])
         if form not in self._axes:
-            again = self._encoded(2 * prompts, None if negatives is None else 2 * negatives, guidance)
+            again = self._run_encoder(2 * prompts, None if negatives is None else 2 * negatives, guidance)
             self._axes[form] = [locate(a, b, len(prompts)) for a, b in zip(values, again, strict=True)]
         axes = self._axes[form]
         if count_rows(values, axes) - {len(prompts)}:
             raise UserError(f"encode_prompt gives {count_rows(values, axes)} rows for {len(prompts)} prompts")
         cond = DrivenCond(values, axes, len(prompts), guidance != self.guidance_off)
         if self._blank is None:
-            self._blank = _own(cond.rows(torch.tensor([0])).to("cpu"))
+            self._blank = _copy_cond(cond.rows(torch.tensor([0])).to("cpu"))
         return cond
 
-    def _encoded(self, prompts: list[str], negatives: list[str] | None, guidance: float | None) -> list[Any]:
+    def _run_encoder(self, prompts: list[str], negatives: list[str] | None, guidance: float | None) -> list[Any]:
         run = Run(self.device, on_denoiser=_stop)
         self.go(run, len(prompts), guidance, self.size, prompts=prompts, negatives=negatives)
         return run.recorded
 
-    def _shared(self, n: int) -> DrivenCond:
+    def _blank_cond(self, n: int) -> DrivenCond:
         """Conditions for what does not depend on them."""
         if self._blank is None:
             self.encode([""])
@@ -148,39 +148,39 @@ class Driver:
         size = size or self.size
 
         def read(run: Run, *_: Any) -> Any:
-            run.stop(self._levels_of(run.scheduler))
+            run.stop(self._read_levels(run.scheduler))
 
         levels = self.go(
-            Run(self.device, text=self._shared(1).values, on_denoiser=read), 1, self.guidance_off, size, steps=steps
+            Run(self.device, text=self._blank_cond(1).values, on_denoiser=read), 1, self.guidance_off, size, steps=steps
         )
         if len(levels) != steps + 1:
             raise UserError(f"{steps} steps give {len(levels) - 1} levels: not one each")
         return levels
 
-    def _levels_of(self, scheduler: Any) -> list[Level]:
+    def _read_levels(self, scheduler: Any) -> list[Level]:
         """The grid that a scheduler has been set to, on the CPU, where reading a level waits for nothing."""
-        timesteps, sigmas = scheduler.timesteps.cpu().clone(), self._flipped(scheduler.sigmas.cpu().float())
+        timesteps, sigmas = scheduler.timesteps.cpu().clone(), self._convert_sigma(scheduler.sigmas.cpu().float())
         levels = [Level(t, sigma) for t, sigma in zip(timesteps, sigmas, strict=False)]
         return [*levels, Level(torch.zeros_like(timesteps[-1]), sigmas[-1].clone())]
 
     def training_level(self, sigma: Tensor, size: Size | None = None) -> Level:
         """The level at any sigma on the CPU, rounded where the scheduler rounds."""
         if self.facts.time_rule == "grid":
-            return Level(self._interpolated(sigma, size or self.size), sigma.float())
-        t = self._flipped(sigma.double()) * self.scheduler.config.num_train_timesteps
+            return Level(self._interpolate_time(sigma, size or self.size), sigma.float())
+        t = self._convert_sigma(sigma.double()) * self.scheduler.config.num_train_timesteps
         return Level(t.long() if self.facts.integer_time else t.float(), sigma.float())
 
-    def _interpolated(self, sigma: Tensor, size: Size) -> Tensor:
+    def _interpolate_time(self, sigma: Tensor, size: Size) -> Tensor:
         """t between those of a fine grid, for pipelines that shift sigma and not t."""
         grid = self._grids.get(size) or self._keep(self._grids, size, self.levels(FINE_STEPS, size))
         known = [np.array([float(part) for part in parts])[::-1] for parts in zip(*grid, strict=True)]
         return torch.as_tensor(np.interp(sigma.double().numpy(), known[1], known[0]), dtype=torch.float32)
 
-    def _flipped(self, sigma: Any) -> Any:
+    def _convert_sigma(self, sigma: Any) -> Any:
         """Between the scheduler's sigma and ours, where the scheduler counts from noise = 0 to data = 1."""
         return 1 - sigma if self.facts.inverted else sigma
 
-    def signed(self, model_output: Tensor) -> Tensor:
+    def convert_sign(self, model_output: Tensor) -> Tensor:
         """Between what the scheduler's step gets and d state / d sigma."""
         return -model_output if self.facts.inverted else model_output
 
@@ -199,7 +199,7 @@ class Driver:
             size: of the media; default: the driver's.
         """
         guidance = self.guidance_off if guidance is None else guidance
-        size, state = size or self.size, self._in_dtype(state)
+        size, state = size or self.size, self._to_loop_dtype(state)
         levels = _scalar_levels(level, len(state))
         if len(set(levels)) == 1:
             return self._velocity(state, levels[0], cond, guidance, size)
@@ -225,22 +225,22 @@ class Driver:
         """Rows of one level, or of several whose inputs are in the table."""
         run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
         run.on_denoiser = None if table is None else swap(table)
-        return self.signed(self._step(run, len(state), guidance, size))
+        return self.convert_sign(self._step(run, len(state), guidance, size))
 
     def _groups(
         self, state: Tensor, levels: list[ScalarLevel], cond: DrivenCond, guidance: float | None, size: Size
     ) -> list[tuple[Tensor, ScalarLevel, dict[str, Tensor] | None]]:
         """(rows, a level of them, inputs to swap) of each call that rows of several levels need."""
-        places: dict[Any, list[int]] = {}
+        members: dict[Any, list[int]] = {}
         inputs: dict[ScalarLevel, Inputs] = {}
         keys = self.facts.time_inputs.get("off" if guidance == self.guidance_off else "on", [])
         for row, level in enumerate(levels):
             if keys and level not in inputs:
                 at = torch.tensor([row])
                 inputs[level] = self.first_inputs(state[at].detach(), level, cond.rows(at), guidance, size)
-            places.setdefault(inputs[level].denoiser if keys else level, []).append(row)
+            members.setdefault(inputs[level].denoiser if keys else level, []).append(row)
         groups = []
-        for rows in places.values():
+        for rows in members.values():
             table = None
             if keys:
                 # a pipeline that computes both sides of guidance in one call has all rows of one side before the other
@@ -255,7 +255,7 @@ class Driver:
     ) -> Inputs:
         """What the first call of a denoiser would get; it is not made."""
         run = self._run_at(state, level, cond, guidance, size)
-        run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, leaves_of((args, kwargs))))
+        run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, collect_leaves((args, kwargs))))
         return self._step(run, len(state), guidance, size)
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ class Driver:
         seen: list[Inputs] = []
 
         def note(_: Run, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            seen.append(Inputs(name, leaves_of((args, kwargs))))
+            seen.append(Inputs(name, collect_leaves((args, kwargs))))
             return args, kwargs
 
         run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
@@ -297,8 +297,8 @@ class Driver:
 
         def on_step(run: Run, index: int, v: Tensor, _t: Tensor, x: Tensor, stock: Any) -> Any:
             if index == 0:
-                levels.extend(self._levels_of(run.scheduler))
-            v = self.signed(v)
+                levels.extend(self._read_levels(run.scheduler))
+            v = self.convert_sign(v)
             states.append(x.clone())  # some pipelines write into theirs
             if keep_velocities:
                 velocities.append(v.clone())
@@ -311,7 +311,7 @@ class Driver:
                 states.append(last.clone())
             return moved
 
-        self._require_guided(cond, guidance)
+        self._check_guided(cond, guidance)
         run = Run(self.device, text=cond.values, on_step=on_step)
         output = {"output_type": "pt" if decode else "latent", "generator": list(generators)}
         media_or_latents = self.go(run, cond.size, guidance, size or self.size, steps=steps, **output)
@@ -323,7 +323,7 @@ class Driver:
     def encode_media(self, media: Tensor, size: Size | None = None) -> Tensor:
         """Media ``[N, (T,) 3, H, W]`` in [-1, 1] -> clean states (the posterior's mean)."""
         size = size or self.size
-        return media_maps.state_of(self, media_maps.latents_of(self, media), self.decode_map(size), size)
+        return media_maps.pack_state(self, media_maps.encode_latents(self, media), self.decode_map(size), size)
 
     @torch.no_grad()
     def decode(self, state: Tensor, size: Size | None = None) -> Tensor:
@@ -345,7 +345,7 @@ class Driver:
                 return given.pop()
             return torch.zeros(shape)
 
-        run = Run(self.device, text=self._shared(len(noise)).values, noise=draw, on_denoiser=_stop)
+        run = Run(self.device, text=self._blank_cond(len(noise)).values, noise=draw, on_denoiser=_stop)
         self.go(run, len(noise), self.guidance_off, size)
         return run.prepared[self.facts.leaf] / self.facts.scale
 
@@ -359,7 +359,7 @@ class Driver:
             return torch.zeros(shape)
 
         self.go(
-            Run(self.device, text=self._shared(1).values, noise=draw, on_denoiser=_stop), 1, self.guidance_off, size
+            Run(self.device, text=self._blank_cond(1).values, noise=draw, on_denoiser=_stop), 1, self.guidance_off, size
         )
         if not seen:
             raise UserError("prepare_latents does not draw its noise by randn_tensor")
@@ -372,8 +372,8 @@ class Driver:
 
     def _tail(self, state: Tensor, size: Size, run: Run) -> Any:
         n = len(state)
-        state = self._in_dtype(state)
-        run.text = self._shared(n).values
+        state = self._to_loop_dtype(state)
+        run.text = self._blank_cond(n).values
         self._put_in(run, state, self.guidance_off, size)
         if self.facts.tail == "no step":
             run.grid = torch.empty(0), torch.zeros(1)
@@ -396,10 +396,10 @@ class Driver:
         """A run of one step at one level that starts from the state."""
         if cond.size != len(state):
             raise ValueError(f"{len(state)} states and {cond.size} conditions")
-        self._require_guided(cond, guidance)
+        self._check_guided(cond, guidance)
         run = Run(self.device, text=cond.values, on_step=on_step)
         t = torch.tensor([level[0]], dtype=torch.int64 if self.facts.integer_time else torch.float32)
-        run.grid = t, self._flipped(torch.tensor([level[1], 0.0]))
+        run.grid = t, self._convert_sigma(torch.tensor([level[1], 0.0]))
         self._put_in(run, state, guidance, size)
         return run
 
@@ -407,7 +407,7 @@ class Driver:
         """A run of `_run_at`: what the pipeline prepares is given, so its frames may not matter."""
         return self.go(run, n, guidance, size._replace(frames=1) if self.row.one_frame else size)
 
-    def _require_guided(self, cond: DrivenCond, guidance: float | None) -> None:
+    def _check_guided(self, cond: DrivenCond, guidance: float | None) -> None:
         if guidance != self.guidance_off and not cond.guided:
             raise ValueError(
                 f"guidance {guidance} and conditions made without guidance: encode(..., guidance={guidance})"
@@ -420,7 +420,7 @@ class Driver:
         if prepared is None:
             first = Run(self.device, text=run.text, on_denoiser=_stop)
             self.go(first, len(state), guidance, size)
-            values = [None if place == self.facts.leaf else value for place, value in enumerate(first.prepared)]
+            values = [None if index == self.facts.leaf else value for index, value in enumerate(first.prepared)]
             prepared = self._keep(self._prepared, key, (values, first.spec))
         run.prepare, run.state, run.leaf = prepared, state, self.facts.leaf
 
@@ -478,7 +478,7 @@ def _scalar_levels(level: Level, n: int) -> list[ScalarLevel]:
     return list(zip(t, sigma, strict=True))
 
 
-def _own(cond: DrivenCond) -> DrivenCond:
+def _copy_cond(cond: DrivenCond) -> DrivenCond:
     """Conditions that keep no bigger tensor alive."""
     return replace(cond, values=tree.tree_map_only(Tensor, torch.clone, cond.values))
 

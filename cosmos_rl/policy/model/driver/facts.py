@@ -27,7 +27,7 @@ class Facts:
     Attributes:
         pipeline, diffusers: class name and version that the facts hold for.
         size: of the media that were used.
-        leaf: place of the state in the flat results of `prepare_latents`.
+        leaf: index of the state in the flat results of `prepare_latents`.
         path, scale: see `FlowModel.path`; the factor between noise and the first state.
         guidance_name, guidance_off, guidance_style: the argument, the value that switches it off, how it is computed.
         denoisers: their names in the pipeline.
@@ -41,7 +41,7 @@ class Facts:
         state_dtype, state_shape, noise_shape, latent_shape: of one row; the last is what the decoder gets.
         affine: range of the factors and offsets between noise layout and decoder.
         timesteps, sigmas: the stock grid of the probe.
-        perturbed: the weights were degenerate and had noise added while they were examined.
+        perturbed: the weights were degenerate and had noise added while they were checked.
         checks: what was proved, in order.
     """
 
@@ -80,7 +80,7 @@ class Facts:
             guidance = f"{self.guidance_name}: {self.guidance_style}; off at {self.guidance_off:g}"
         return [
             ("pipeline", f"{self.pipeline}, diffusers {self.diffusers}"),
-            ("examined at", f"{self.size.height} x {self.size.width}{frames}"),
+            ("checked at", f"{self.size.height} x {self.size.width}{frames}"),
             ("state", f"{_shape(self.state_shape)} {self.state_dtype}, noise {_shape(self.noise_shape)}"),
             ("path", {"flow": "x = (1 - s) x0 + s e", "edm": f"x = x0 + s e, first s {self.scale:g}"}[self.path]),
             ("guidance", guidance),

@@ -19,7 +19,7 @@ def require_seams(pipeline: Any) -> None:
     scheduler, vae = getattr(pipeline, "scheduler", None), getattr(pipeline, "vae", None)
     needed |= {"scheduler.set_timesteps": scheduler, "scheduler.step": scheduler, "vae.decode": vae}
     missing = [name for name, owner in needed.items() if not callable(getattr(owner, name.split(".")[-1], None))]
-    if not missing and not denoisers_of(pipeline):
+    if not missing and not find_denoisers(pipeline):
         missing = ["a component named transformer…"]
     if not missing:
         parameters = inspect.signature(type(pipeline).__call__).parameters
@@ -33,7 +33,7 @@ def require_seams(pipeline: Any) -> None:
 
 
 def smallest_size(pipeline: Any, *, video: bool) -> Size:
-    """Media of a few latent places: 4 x 4, and two latent frames of a video."""
+    """Media of a few latent pixels: 4 x 4, and two latent frames of a video."""
     factors = {name: value for name, value in vars(pipeline).items() if name.startswith("vae_") and type(value) is int}
     space = max([value for name, value in factors.items() if "temporal" not in name], default=8)
     time = max([value for name, value in factors.items() if "temporal" in name], default=4)
@@ -41,6 +41,6 @@ def smallest_size(pipeline: Any, *, video: bool) -> Size:
     return Size(edge, edge, time + 1 if video else 1)
 
 
-def denoisers_of(pipeline: Any) -> dict[str, nn.Module]:
+def find_denoisers(pipeline: Any) -> dict[str, nn.Module]:
     parts = {name: part for name, part in pipeline.components.items() if name.startswith("transformer")}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}

@@ -1,4 +1,4 @@
-"""Arguments of a denoiser's call by their place."""
+"""Arguments of a denoiser's call by their path."""
 
 from typing import Any, NamedTuple
 
@@ -12,19 +12,19 @@ ScalarLevel = tuple[float, float]
 
 
 class Inputs(NamedTuple):
-    """One call of a denoiser: its name, and all its arguments by their place."""
+    """One call of a denoiser: its name, and all its arguments by their path."""
 
     denoiser: str
     leaves: dict[str, Any]
 
 
-def leaves_of(value: Any) -> dict[str, Any]:
-    """All leaves of a nesting by their place, as text."""
+def collect_leaves(value: Any) -> dict[str, Any]:
+    """All leaves of a nesting by their path, as text."""
     return {tree.keystr(path): leaf for path, leaf in tree.tree_flatten_with_path(value)[0]}
 
 
 def swap(table: dict[str, Tensor]) -> OnDenoiser:
-    """Has the denoiser called with other tensors at the places in the table."""
+    """Has the denoiser called with other tensors at the paths in the table."""
 
     def on_denoiser(_run: Run, _name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         found, spec = tree.tree_flatten_with_path((args, kwargs))

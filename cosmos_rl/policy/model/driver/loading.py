@@ -11,7 +11,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.model.driver.rows import row_of
+from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.policy.model.quiet import quiet_libraries
 
 
@@ -47,7 +47,7 @@ def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: st
             if not (folder / "model_index.json").is_file():
                 raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
             index: Any = DiffusionPipeline.load_config(str(folder))
-            absent = row_of(index["_class_name"]).absent
+            absent = find_row(index["_class_name"]).absent
             pipeline = _load_without(folder, index, absent, dtype) if absent else _load(folder, dtype)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error

@@ -35,22 +35,22 @@ def measure_map(driver: "Driver", size: Size) -> DecodeMap:
     noise_shape = driver.noise_shape(size)
     count = torch.Size(noise_shape).numel()
 
-    def sent(noise: Tensor) -> Tensor:
+    def send(noise: Tensor) -> Tensor:
         return driver.before_decoder(driver.pack(noise.reshape(1, *noise_shape), size), size)[0]
 
     def through(noise: Tensor) -> Tensor:
-        return sent(noise).double()
+        return send(noise).double()
 
-    plain = sent(torch.zeros(count))
+    plain = send(torch.zeros(count))
     first = plain.double()
     offset = first.flatten()
     factor = through(torch.ones(count)).flatten() - offset
-    place = torch.arange(count)
-    # places are sent digit by digit, small enough for the dtypes on the way
+    position = torch.arange(count)
+    # positions are sent digit by digit, small enough for the dtypes on the way
     base = 1024 if {driver.state_dtype, plain.dtype} == {torch.float32} else 16
     index, unit = torch.zeros(len(factor), dtype=torch.int64), 1
     while unit < count:
-        digit = ((through((place // unit % base).float()).flatten() - offset) / factor).round()
+        digit = ((through((position // unit % base).float()).flatten() - offset) / factor).round()
         index += digit.nan_to_num(nan=-1e9, posinf=-1e9, neginf=-1e9).long().cpu() * unit
         unit *= base
     found = DecodeMap(factor, offset, index.to(factor.device), noise_shape, tuple(first.shape))
@@ -72,7 +72,7 @@ def _verify(found: DecodeMap, through, tolerance: float) -> None:
         raise UserError(f"between noise and decoder is more than a factor and an offset per element: error {error:.1e}")
 
 
-def latents_of(driver: "Driver", media: Tensor) -> Tensor:
+def encode_latents(driver: "Driver", media: Tensor) -> Tensor:
     """Media ``[N, (T,) 3, H, W]`` in [-1, 1] -> what the VAE makes of them (the posterior's mean)."""
     vae = driver.pipeline.vae
     if media.ndim == 5:
@@ -85,7 +85,7 @@ def latents_of(driver: "Driver", media: Tensor) -> Tensor:
     return made.latent if hasattr(made, "latent") else made[0]
 
 
-def state_of(driver: "Driver", latents: Tensor, found: DecodeMap, size: Size) -> Tensor:
+def pack_state(driver: "Driver", latents: Tensor, found: DecodeMap, size: Size) -> Tensor:
     """Latents as the VAE makes them -> clean states, by the map backwards and the pipeline's own packing.
 
     Raises:

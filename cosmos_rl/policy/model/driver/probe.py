@@ -15,7 +15,7 @@ from cosmos_rl.policy.model.driver import facts as facts_file
 from cosmos_rl.policy.model.driver.checks import CHECKS, Failed, Probing, find_guidance
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import Check, Facts
-from cosmos_rl.policy.model.driver.untouched import evaluating, not_degenerate, random_states
+from cosmos_rl.policy.model.driver.untouched import collect_random_states, eval_mode, not_degenerate
 from cosmos_rl.policy.model.quiet import quiet_warnings
 
 PROMPTS = ("a photo of a cat", "two circles (très odd!)")
@@ -51,11 +51,11 @@ def prove(
         return known
     driver.facts.diffusers, driver.facts.size = diffusers.__version__, driver.size
     probing = Probing(driver, list(prompts), driver.facts)
-    before = random_states()
+    before = collect_random_states()
     with contextlib.ExitStack() as undo:
         undo.enter_context(quiet_warnings())
         for module in driver.denoisers.values():
-            undo.enter_context(evaluating(module))
+            undo.enter_context(eval_mode(module))
         for check in CHECKS:
             if check is find_guidance:  # the checks before it do not look at what the denoiser computes
                 undo.enter_context(not_degenerate(probing))
@@ -97,7 +97,7 @@ def _leaves_random_states(before: list[Any]) -> Callable[[Probing], str]:
 
         The pipeline draws random numbers outside of the generator it is given.
         """
-        if random_states() != before:
+        if collect_random_states() != before:
             raise Failed("torch, NumPy or Python's random module has drawn")
         return "torch, NumPy, random"
 

@@ -1,4 +1,4 @@
-"""The one table of what looking at a pipeline cannot tell. Most families need no row; docs/models.md says more."""
+"""The one table of what a pipeline itself does not show. Most families need no row; docs/models.md says more."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +40,6 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def row_of(pipeline_class: str) -> Row:
+def find_row(pipeline_class: str) -> Row:
     """The row of a pipeline class; one of defaults for a class without a row."""
     return ROWS.get(pipeline_class, Row())

@@ -50,7 +50,7 @@ class Run:
         recorded: filled with the results of the real `encode_prompt`.
         prepared: filled with the flat results of `prepare_latents`.
         prepare: flat results to give instead of calling `prepare_latents`, and how to build its result of them.
-        state: replaces the tensor at place `leaf` of the flat results of `prepare_latents`.
+        state: replaces the tensor at index `leaf` of the flat results of `prepare_latents`.
         noise: function of a shape, instead of random numbers while `prepare_latents` runs.
         grid: (timesteps, sigmas) in place of the scheduler's own.
         on_step, on_denoiser, on_decode: see the three types above.
@@ -93,7 +93,7 @@ class Run:
     def prepare_latents(self, real: Callable[[], Any]) -> Any:
         """The real or the given results with the state put in."""
         if self.prepare is not None:
-            values, self.spec = [_copied(value) for value in self.prepare[0]], self.prepare[1]
+            values, self.spec = [_copy_nested(value) for value in self.prepare[0]], self.prepare[1]
         else:
             values, self.spec = tree.tree_flatten(real())
             self.prepared[:] = values
@@ -102,7 +102,7 @@ class Run:
         return tree.tree_unflatten(values, self.spec)
 
 
-def _copied(value: Any) -> Any:
+def _copy_nested(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -151,7 +151,7 @@ def view_class(pipeline_class: type) -> type:
         return self._run.encode_prompt(lambda: pipeline_class.encode_prompt(self, *args, **kwargs))  # pyright: ignore
 
     def prepare_latents(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = plain if self._run.noise is None else _with_noise(plain, self._run.noise)
+        function = plain if self._run.noise is None else _replace_noise(plain, self._run.noise)
         return self._run.prepare_latents(lambda: function(self, *args, **kwargs))
 
     return type(
@@ -169,7 +169,7 @@ def view_class(pipeline_class: type) -> type:
     )
 
 
-def _with_noise(function: Any, noise: Callable[[tuple[int, ...]], Tensor]) -> Any:
+def _replace_noise(function: Any, noise: Callable[[tuple[int, ...]], Tensor]) -> Any:
     """A copy of `prepare_latents` that calls ``noise`` where it called `randn_tensor`."""
 
     def randn_tensor(shape: Any, *_: Any, device: Any = None, dtype: Any = None, **__: Any) -> Tensor:
@@ -190,7 +190,7 @@ def fresh_copy(scheduler: Any) -> Any:
     return made
 
 
-def held_scheduler(pristine: Any, run: Run) -> Any:
+def wrap_scheduler(pristine: Any, run: Run) -> Any:
     """A copy of a scheduler with grid and step in our hands. Patched as an object: some pipelines ask for the type."""
     scheduler = fresh_copy(pristine)
     stock_set, stock_step = scheduler.set_timesteps, scheduler.step
@@ -234,15 +234,15 @@ def call_pipeline(
 
     Every other exception passes through.
     """
-    run.scheduler = held = held_scheduler(scheduler, run)
+    run.scheduler = held = wrap_scheduler(scheduler, run)
     fronts: dict[str, Any] = {name: _DenoiserFront(getattr(pipeline, name), name, run) for name in denoisers}
     if run.on_decode is not None:
         fronts["vae"] = _DecoderFront(pipeline.vae, run)
-    place = object.__new__(view)
-    place.__dict__.update({**vars(pipeline), **fronts, "scheduler": held, "_run": run, "_whole": pipeline})
-    place.__dict__["_progress_bar_config"] = {"disable": True}
+    proxy = object.__new__(view)
+    proxy.__dict__.update({**vars(pipeline), **fronts, "scheduler": held, "_run": run, "_whole": pipeline})
+    proxy.__dict__["_progress_bar_config"] = {"disable": True}
     try:
-        return inspect.unwrap(view.__call__)(place, **arguments)
+        return inspect.unwrap(view.__call__)(proxy, **arguments)
     except Stop as stop:
         if stop.run is not run:
             raise
@@ -250,5 +250,5 @@ def call_pipeline(
         return stop.found
     finally:
         run.scheduler = None
-        place.__dict__.clear()
+        proxy.__dict__.clear()
         held.__dict__.clear()  # its two functions refer to it

@@ -22,9 +22,9 @@ def stock_run(driver: Driver, prompts: list[str], guidance: float | None, genera
         return stock_step(model_output, timestep, sample, *args, **kwargs)
 
     scheduler.__dict__["step"] = step
-    place = object.__new__(type(pipeline))
+    proxy = object.__new__(type(pipeline))
     quiet = {"disable": True}
-    place.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
+    proxy.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
     arguments = driver.arguments(len(prompts), guidance, driver.size, prompts)
-    result = place(**arguments, generator=generators, output_type="pt")[0]
+    result = proxy(**arguments, generator=generators, output_type="pt")[0]
     return Rollout(result, [x for x, _ in seen], [], [v for _, v in seen])

@@ -1,4 +1,4 @@
-"""Weights and random states as they are while a pipeline is examined, and as they were afterwards."""
+"""Weights and random states as they are while a pipeline is checked, and as they were afterwards."""
 
 import contextlib
 import random
@@ -54,7 +54,7 @@ def _degenerate(probing: Probing) -> bool:
 
 
 @contextlib.contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     was_training = module.training
     module.eval()
     try:
@@ -63,7 +63,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-def random_states() -> list[Any]:
+def collect_random_states() -> list[Any]:
     numpy_state = np.random.get_state()
     numbers = [item.tolist() if isinstance(item, np.ndarray) else item for item in numpy_state]
     return [torch.get_rng_state().tolist(), numbers, random.getstate()]

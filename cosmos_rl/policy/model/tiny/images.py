@@ -8,7 +8,7 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from cosmos_rl.policy.model.tiny import more_text as text
-from cosmos_rl.policy.model.tiny.parts import alive, deep_compression, random_kl, trained_kl
+from cosmos_rl.policy.model.tiny.parts import build_random_kl, deep_compression, load_trained_kl, randomise_zeros
 from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
 
 CLIP_WIDTH = 32
@@ -47,7 +47,9 @@ def sana() -> d.SanaPipeline:
         patch_size=1,
     )
     scheduler = d.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    return d.SanaPipeline(tokenizer, text.gemma_encoder(tokenizer), deep_compression(), alive(transformer), scheduler)
+    return d.SanaPipeline(
+        tokenizer, text.gemma_encoder(tokenizer), deep_compression(), randomise_zeros(transformer), scheduler
+    )
 
 
 def flux() -> d.FluxPipeline:
@@ -66,12 +68,12 @@ def flux() -> d.FluxPipeline:
     )
     return d.FluxPipeline(
         d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        trained_kl(),
+        load_trained_kl(),
         clip_encoder(clip),
         clip,
         text.t5_encoder(t5),
         t5,
-        alive(transformer),
+        randomise_zeros(transformer),
     )
 
 
@@ -104,7 +106,7 @@ def flux2_klein() -> d.Flux2KleinPipeline:
     vae.bn.register_buffer("running_var", 0.5 + torch.rand(16))
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
     return d.Flux2KleinPipeline(
-        scheduler, vae, text.deep_qwen3_encoder(tokenizer), tokenizer, alive(transformer), is_distilled=False
+        scheduler, vae, text.deep_qwen3_encoder(tokenizer), tokenizer, randomise_zeros(transformer), is_distilled=False
     )
 
 
@@ -131,7 +133,7 @@ def qwen_image() -> d.QwenImagePipeline:
         latents_std=[1.0, 1.5, 0.7, 2.0],
     ).eval()
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02)
-    return d.QwenImagePipeline(scheduler, vae, text.qwen_vl_encoder(tokenizer), tokenizer, alive(transformer))
+    return d.QwenImagePipeline(scheduler, vae, text.qwen_vl_encoder(tokenizer), tokenizer, randomise_zeros(transformer))
 
 
 def z_image() -> d.ZImagePipeline:
@@ -152,7 +154,9 @@ def z_image() -> d.ZImagePipeline:
         axes_lens=[1024, 64, 64],
     )
     scheduler = d.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return d.ZImagePipeline(scheduler, trained_kl(), text.qwen3_encoder(tokenizer), tokenizer, alive(transformer))
+    return d.ZImagePipeline(
+        scheduler, load_trained_kl(), text.qwen3_encoder(tokenizer), tokenizer, randomise_zeros(transformer)
+    )
 
 
 def cogview4() -> d.CogView4Pipeline:
@@ -172,7 +176,9 @@ def cogview4() -> d.CogView4Pipeline:
     scheduler = d.FlowMatchEulerDiscreteScheduler(
         base_shift=0.25, max_shift=0.75, base_image_seq_len=256, use_dynamic_shifting=True, time_shift_type="linear"
     )
-    return d.CogView4Pipeline(tokenizer, text.glm_encoder(tokenizer), trained_kl(), alive(transformer), scheduler)
+    return d.CogView4Pipeline(
+        tokenizer, text.glm_encoder(tokenizer), load_trained_kl(), randomise_zeros(transformer), scheduler
+    )
 
 
 def lumina2() -> d.Lumina2Pipeline:
@@ -192,7 +198,9 @@ def lumina2() -> d.Lumina2Pipeline:
         cap_feat_dim=text.WIDTH,
     )
     scheduler = d.FlowMatchEulerDiscreteScheduler(shift=6.0)
-    return d.Lumina2Pipeline(alive(transformer), scheduler, random_kl(), text.gemma_encoder(tokenizer), tokenizer)
+    return d.Lumina2Pipeline(
+        randomise_zeros(transformer), scheduler, build_random_kl(), text.gemma_encoder(tokenizer), tokenizer
+    )
 
 
 def chroma() -> d.ChromaPipeline:
@@ -211,7 +219,9 @@ def chroma() -> d.ChromaPipeline:
         approximator_num_channels=16,
     )
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
-    return d.ChromaPipeline(scheduler, trained_kl(), text.t5_encoder(tokenizer), tokenizer, alive(transformer))
+    return d.ChromaPipeline(
+        scheduler, load_trained_kl(), text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer)
+    )
 
 
 def aura_flow() -> d.AuraFlowPipeline:
@@ -230,4 +240,6 @@ def aura_flow() -> d.AuraFlowPipeline:
         pos_embed_max_size=256,
     )
     scheduler = d.FlowMatchEulerDiscreteScheduler(shift=1.73)
-    return d.AuraFlowPipeline(tokenizer, text.umt5_encoder(tokenizer), trained_kl(), alive(transformer), scheduler)
+    return d.AuraFlowPipeline(
+        tokenizer, text.umt5_encoder(tokenizer), load_trained_kl(), randomise_zeros(transformer), scheduler
+    )

@@ -47,12 +47,12 @@ _CHAT = (
 )
 
 
-def _numbered(*parts: list[str]) -> dict[str, int]:
+def _number_tokens(*parts: list[str]) -> dict[str, int]:
     tokens = [token for part in parts for token in part]
     return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
 
-def _starting(tokenizer: Any, token: str) -> Any:
+def _prepend_token(tokenizer: Any, token: str) -> Any:
     """Puts a token before every text, as the published tokenizers do: then no text is without any."""
     known = [(token, tokenizer.convert_tokens_to_ids(token))]
     start = processors.TemplateProcessing(single=f"{token} $A", special_tokens=known)
@@ -62,19 +62,19 @@ def _starting(tokenizer: Any, token: str) -> Any:
 
 def gemma_tokenizer() -> GemmaTokenizer:
     """One token per printable ASCII character, one per byte of any other."""
-    vocab = _numbered(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"], _BYTES, _SPELT)
-    return _starting(GemmaTokenizer(vocab=vocab, merges=[], model_max_length=1024), "<bos>")
+    vocab = _number_tokens(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"], _BYTES, _SPELT)
+    return _prepend_token(GemmaTokenizer(vocab=vocab, merges=[], model_max_length=1024), "<bos>")
 
 
 def llama_tokenizer() -> LlamaTokenizer:
     """Like the Gemma one, with Llama's special tokens."""
-    vocab = _numbered(["<unk>", "<s>", "</s>", "<pad>"], _BYTES, _SPELT)
-    return _starting(LlamaTokenizer(vocab=vocab, merges=[], pad_token="<pad>", model_max_length=1024), "<s>")
+    vocab = _number_tokens(["<unk>", "<s>", "</s>", "<pad>"], _BYTES, _SPELT)
+    return _prepend_token(LlamaTokenizer(vocab=vocab, merges=[], pad_token="<pad>", model_max_length=1024), "<s>")
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
     """One token per byte, Qwen's special tokens and a chat template."""
-    vocab = _numbered(["<|endoftext|>"], sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocab = _number_tokens(["<|endoftext|>"], sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer = Qwen2Tokenizer(
         vocab=vocab, merges=[], extra_special_tokens=_QWEN_SPECIALS, model_max_length=2048, chat_template=_CHAT
     )

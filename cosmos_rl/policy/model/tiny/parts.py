@@ -15,7 +15,7 @@ Module = TypeVar("Module", bound=nn.Module)
 VAE_FOLDER = Path(__file__).parent / "vae"
 
 
-def alive(module: Module) -> Module:
+def randomise_zeros(module: Module) -> Module:
     """The module with small random numbers where its constructor leaves zeros or memory as it was found.
 
     Diffusion transformers start with gates and outputs of zero: such a model would answer everything alike.
@@ -27,12 +27,12 @@ def alive(module: Module) -> Module:
     return module.eval()
 
 
-def trained_kl() -> AutoencoderKL:
+def load_trained_kl() -> AutoencoderKL:
     """The trained autoencoder of the tiny SD3: 3 x 32 x 32 pixels -> 4 x 8 x 8."""
     return AutoencoderKL.from_pretrained(VAE_FOLDER).eval()
 
 
-def random_kl() -> AutoencoderKL:
+def build_random_kl() -> AutoencoderKL:
     """3 x 32 x 32 pixels -> 4 x 4 x 4, for pipelines that take the factor 8 for granted."""
     return AutoencoderKL(
         block_out_channels=(4, 4, 4, 4),

@@ -141,7 +141,7 @@ def train(steps: int, *, batch: int = 32, lr: float = 3e-3, kl_weight: float = 1
 
 @torch.no_grad()
 def _measure(vae: AutoencoderKL, images: Tensor) -> AutoencoderKL:
-    """Writes the mean and the spread of the latents of `images` into the config, as SD3's pipelines read them."""
+    """Writes mean and standard deviation of the latents of `images` into the config, as SD3's pipelines read them."""
     latents = vae.encode(images, return_dict=False)[0].mean
     shift, scale = latents.mean().item(), 1 / latents.std().item()
     vae.register_to_config(shift_factor=round(shift, 4), scaling_factor=round(scale, 4))

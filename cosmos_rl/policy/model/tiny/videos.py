@@ -8,7 +8,7 @@ import torch
 
 from cosmos_rl.policy.model.tiny import more_text as text
 from cosmos_rl.policy.model.tiny.images import CLIP_WIDTH, clip_encoder
-from cosmos_rl.policy.model.tiny.parts import alive, wan_vae
+from cosmos_rl.policy.model.tiny.parts import randomise_zeros, wan_vae
 from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
 
 
@@ -27,7 +27,7 @@ def _wan_transformer(channels: int = 16) -> d.WanTransformer3DModel:
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )
-    return alive(transformer)
+    return randomise_zeros(transformer)
 
 
 def _unipc(shift: float) -> d.UniPCMultistepScheduler:
@@ -81,7 +81,9 @@ def sana_video() -> d.SanaVideoPipeline:
         rope_max_seq_len=32,
     )
     scheduler = d.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
-    return d.SanaVideoPipeline(tokenizer, text.gemma_encoder(tokenizer), wan_vae(), alive(transformer), scheduler)
+    return d.SanaVideoPipeline(
+        tokenizer, text.gemma_encoder(tokenizer), wan_vae(), randomise_zeros(transformer), scheduler
+    )
 
 
 def cosmos2_5() -> d.Cosmos2_5_PredictBasePipeline:
@@ -115,7 +117,7 @@ def cosmos2_5() -> d.Cosmos2_5_PredictBasePipeline:
         sigma_min=0.01,
     )
     return d.Cosmos2_5_PredictBasePipeline(
-        text.qwen_vl_encoder(tokenizer), tokenizer, alive(transformer), wan_vae(), scheduler, NothingChecked()
+        text.qwen_vl_encoder(tokenizer), tokenizer, randomise_zeros(transformer), wan_vae(), scheduler, NothingChecked()
     )
 
 
@@ -141,7 +143,7 @@ def cosmos2() -> d.Cosmos2TextToImagePipeline:
     )
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     return d.Cosmos2TextToImagePipeline(
-        text.t5_encoder(tokenizer), tokenizer, alive(transformer), wan_vae(), scheduler, NothingChecked()
+        text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer), wan_vae(), scheduler, NothingChecked()
     )
 
 
@@ -174,7 +176,7 @@ def hunyuan_video() -> d.HunyuanVideoPipeline:
     return d.HunyuanVideoPipeline(
         text.llama_encoder(tokenizer),
         tokenizer,
-        alive(transformer),
+        randomise_zeros(transformer),
         vae,
         d.FlowMatchEulerDiscreteScheduler(shift=7.0),
         clip_encoder(clip),
@@ -213,7 +215,7 @@ def ltx() -> d.LTXPipeline:
         decoder_causal=False,
     ).eval()
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1)
-    return d.LTXPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, alive(transformer))
+    return d.LTXPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer))
 
 
 def mochi() -> d.MochiPipeline:
@@ -241,4 +243,4 @@ def mochi() -> d.MochiPipeline:
         layers_per_block=(1, 1, 1, 1, 1),
     ).eval()
     scheduler = d.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
-    return d.MochiPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, alive(transformer))
+    return d.MochiPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer))

@@ -10,7 +10,7 @@ import torch
 from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.distributed.sharding import Sharding, full_cpu
+from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.loss_scale import LossScale
@@ -20,7 +20,7 @@ from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
-from cosmos_rl.policy.model.lora import folded_config, folded_weights
+from cosmos_rl.policy.model.lora import fold_config, fold_weights
 
 
 def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> DiffuserModel:
@@ -36,7 +36,7 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Diffu
         device=context.device,
         gradient_checkpointing=config.policy.model_gradient_checkpointing,
         seed=config.train.seed,
-        sharding=sharding_of(config, context),
+        sharding=build_sharding(config, context),
         rest_on_cpu=rest_on_cpu,
     )
 
@@ -78,20 +78,22 @@ def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path
     """
     if model.lora_config is not None:
         adapter = model.primary_adapter
-        weights = _copied(folded_weights(model.transformer, adapter), model.param_dtype, keep=keep)
-        table = folded_config(model.transformer.peft_config[adapter])
+        weights = _copy_weights(fold_weights(model.transformer, adapter), model.param_dtype, keep=keep)
+        table = fold_config(model.transformer.peft_config[adapter])
         return LoraExport(weights, table, model.model_str, model.config.max_prompt_length).write
-    weights = _copied(model.transformer.state_dict().items(), model.param_dtype, keep=keep)
+    weights = _copy_weights(model.transformer.state_dict().items(), model.param_dtype, keep=keep)
     return PipelineExport(weights, model.base_folder, model.config.max_prompt_length).write
 
 
-def _copied(state: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
+def _copy_weights(
+    state: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
+) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU where ``keep``; nothing on the other ranks, which only take part in the gathering."""
-    copies = ((name, full_cpu(value, dtype, keep=keep)) for name, value in state)
+    copies = ((name, gather_to_cpu(value, dtype, keep=keep)) for name, value in state)
     return {name: copy for name, copy in copies if copy is not None}
 
 
-def sharding_of(config: Config, context: Context) -> Sharding | None:
+def build_sharding(config: Config, context: Context) -> Sharding | None:
     """How the transformer is spread over the ranks; None for a single one."""
     if context.mesh is None:
         return None
@@ -99,14 +101,14 @@ def sharding_of(config: Config, context: Context) -> Sharding | None:
     return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
 
 
-def opened(given: Any, config: Config, name: str) -> Any:
+def open_dataset(given: Any, config: Config, name: str) -> Any:
     """A data set, or what its factory makes of the configuration."""
     if inspect.isclass(given):
         raise UserError(
             f"{name}: give an object of the class {given.__name__}, or a function of the config that makes one"
         )
     if callable(given) and not hasattr(given, "__getitem__"):
-        return opened(given(config), config, name)
+        return open_dataset(given(config), config, name)
     dataset: Any = given
     if hasattr(dataset, "setup"):
         dataset.setup(config)

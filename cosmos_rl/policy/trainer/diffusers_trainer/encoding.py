@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.cache import TensorCache, files_digest
+from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
@@ -38,11 +38,11 @@ class Encoding:
         bound = int(job.cache.max_gb * 2**30)
         base = model.base_folder
         if job.cached_latents:
-            about = f"{files_digest(base / 'vae')}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
+            about = f"{digest_files(base / 'vae')}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
             self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
         if job.cached_text:
             parts = sorted(p for p in base.iterdir() if p.name.startswith(("text_encoder", "tokenizer")))
-            digests = "/".join(files_digest(part) for part in parts)
+            digests = "/".join(digest_files(part) for part in parts)
             diffusers = config.policy.diffusers
             about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}/{CACHED_AT_ONCE}"
             self.text_cache = TensorCache(folder.expanduser(), "text", about, bound)
@@ -51,17 +51,17 @@ class Encoding:
     def latents(self, items: Sequence[Item]) -> Tensor:
         """Latents ``[B, C, ...]`` float32 on the device."""
         if self.latent_cache is None:
-            return self._encoded_images([item.visual for item in items])
+            return self._encode_images([item.visual for item in items])
         keys = [_image_key(item.visual) for item in items]
         visuals = {key: item.visual for key, item in zip(keys, items, strict=True)}
 
         def encode(batch: Sequence[Tensor]) -> Iterator[Mapping[str, Tensor]]:
-            return ({"latent": latent} for latent in self._encoded_images(batch))
+            return ({"latent": latent} for latent in self._encode_images(batch))
 
-        found = _filled(self.latent_cache, visuals, self._at_once, encode)
+        found = _fill_from_cache(self.latent_cache, visuals, self._at_once, encode)
         return torch.stack([found[key]["latent"] for key in keys]).to(self._model.device)
 
-    def _encoded_images(self, visuals: Sequence[Tensor]) -> Tensor:
+    def _encode_images(self, visuals: Sequence[Tensor]) -> Tensor:
         return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)
 
     @memory_phase("encoding")
@@ -75,11 +75,11 @@ class Encoding:
             rows = self._model.encode_prompts(batch, each=True).text
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
-        found = _filled(self.text_cache, texts, CACHED_AT_ONCE, encode)
-        negatives = None if negative is None else self._stacked(found, [negative] * len(prompts))
-        return Cond(text=self._stacked(found, prompts), negative=negatives)
+        found = _fill_from_cache(self.text_cache, texts, CACHED_AT_ONCE, encode)
+        negatives = None if negative is None else self._stack(found, [negative] * len(prompts))
+        return Cond(text=self._stack(found, prompts), negative=negatives)
 
-    def _stacked(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
+    def _stack(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
         names = found[prompts[0]].keys()
         text = {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
         return {name: value.to(self._model.device) for name, value in text.items()}
@@ -92,7 +92,7 @@ def _image_key(visual: Tensor) -> str:
 T = TypeVar("T")
 
 
-def _filled(
+def _fill_from_cache(
     cache: TensorCache,
     wanted: Mapping[str, T],
     size: int,

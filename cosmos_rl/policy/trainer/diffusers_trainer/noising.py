@@ -1,4 +1,4 @@
-"""Pairs -> what flow matching trains on: latents, conditions, noise levels and noise, all draws keyed."""
+"""Pairs -> what flow matching trains on: latents, conditions, sigmas and noise, all draws keyed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class NoisedSamples:
     noise: Tensor
     """Like ``clean``."""
     index: Tensor
-    """int64 ``[B]`` on the CPU: places in the ascending training grid."""
+    """int64 ``[B]`` on the CPU: indices in the ascending training grid."""
 
     def rows(self, which: slice) -> "NoisedSamples":
         """Some of the samples, as a view."""
@@ -36,7 +36,7 @@ class NoisedSamples:
 
 
 class Noising:
-    """Encodes items and draws their noise levels and noise."""
+    """Encodes items and draws their sigmas and noise."""
 
     def __init__(self, model: DiffuserModel, encoding: Encoding, config: Config) -> None:
         self._model = model
@@ -57,8 +57,8 @@ class Noising:
         cond = self._encoding.conditions(prompts)
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
-            level = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
+            draw = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
         else:
-            level = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
-        u = density(level, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
+            draw = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
+        u = density(draw, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
         return NoisedSamples(clean, cond, noise, index_from_density(u, self._model.train_sampling_steps))

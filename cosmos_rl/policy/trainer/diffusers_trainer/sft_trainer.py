@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import are_finite, to_uint8
-from cosmos_rl.data.items import BadSample, Item, Part, Readable, named_captions
-from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, unused_keys
+from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
+from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
-from cosmos_rl.data.text_lengths import refusal
+from cosmos_rl.data.text_lengths import find_refusal
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer.base import TaskBase, limited_steps
+from cosmos_rl.policy.trainer.base import TaskBase, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
-    opened,
+    open_dataset,
     prepare_export,
 )
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
-from cosmos_rl.rollout.sampler import validation_samples
+from cosmos_rl.rollout.sampler import build_validation_samples
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -37,7 +37,7 @@ MAX_VALIDATION_PROMPTS = 16
 
 
 class SFTTrainer(TaskBase):
-    """The SFT task. One step = encode, noise at keyed levels, flow-matching loss over micro-batches, optimiser step."""
+    """The SFT task. One step = encode, noise at keyed sigmas, flow-matching loss over micro-batches, optimiser step."""
 
     def __init__(self, config: Config, context: Context, *, dataset: Any, val_dataset: Any = None) -> None:
         """Load the model, open the data, build the optimiser.
@@ -48,12 +48,12 @@ class SFTTrainer(TaskBase):
         self._config = config
         self._context = context
         self._seed = config.train.seed
-        self._dataset = opened(dataset, config, "dataset")
+        self._dataset = open_dataset(dataset, config, "dataset")
         self._val_dataset: Any = None
         self._val_records: list[PromptRecord] | None = None
         if config.validation.enable:
-            self._val_dataset = self._held_out(val_dataset)
-            self._val_records = self._validated_records()
+            self._val_dataset = self._split_off_held_out(val_dataset)
+            self._val_records = self._load_validation_records()
         sft, ranks = config.train.train_policy, context.dp_size
         batch, key = config.train.global_batch_size, "train.global_batch_size"
         if batch is None:
@@ -67,8 +67,8 @@ class SFTTrainer(TaskBase):
         super().__init__(
             config,
             context,
-            model.trainable(),
-            limited_steps(steps, config),
+            model.trainable_parameters(),
+            count_steps(steps, config),
             steps,
             lambda: prepare_export(model, keep=context.is_main),
         )
@@ -79,24 +79,24 @@ class SFTTrainer(TaskBase):
         self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
         held_out = len(self._val_dataset) if self._val_dataset is not None else 0
         self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation continues without")
-        self._items, self._val_items = self._readable()
+        self._items, self._val_items = self._wrap_readable()
         self._describe()
 
-    def _readable(self) -> tuple[Readable, Readable]:
+    def _wrap_readable(self) -> tuple[Readable, Readable]:
         """Training and validation data without the captions that no tokenizer takes; long ones are counted."""
-        encoders, empty = self.model.counted_encoders(), ()
+        encoders, empty = self.model.build_token_counters(), ()
         self.model.warns_of_cuts = self._context.is_main
         if self._context.is_main:
-            self.model.warn_of_cuts(named_captions(self._dataset), "captions")
+            self.model.warn_about_truncation(list_captions(self._dataset), "captions")
             validation = [(repr(record.prompt[:40]), record.prompt) for record in self._val_records or ()]
-            self.model.warn_of_cuts(validation or named_captions(self._val_dataset), "validation captions")
+            self.model.warn_about_truncation(validation or list_captions(self._val_dataset), "validation captions")
         return Readable(self._dataset, encoders), Readable(self._val_dataset or empty, encoders)
 
-    def _held_out(self, val_dataset: Any) -> Any:
+    def _split_off_held_out(self, val_dataset: Any) -> Any:
         """The validation data: what is given, else the first ``dataset.test_size`` training samples, taken out."""
         share = self._config.train.train_policy.dataset.test_size
         if share is None or self._config.validation.dataset.local_dir:
-            return opened(val_dataset, self._config, "val_dataset")
+            return open_dataset(val_dataset, self._config, "val_dataset")
         if callable(val_dataset) and not hasattr(val_dataset, "__getitem__"):
             val_dataset = val_dataset(self._config)
         if val_dataset is not None:
@@ -139,7 +139,7 @@ class SFTTrainer(TaskBase):
         size = self._config.train.train_policy.mini_batch
         own_sum, own_weight, count = 0.0, 0.0, len(batch.items)
         for first in range(0, count, size):
-            self.model.synchronise_gradients(first + size >= count)
+            self.model.set_gradient_sync(first + size >= count)
             micro_sum, micro_weight = whole.rows(slice(first, first + size)).loss(self.model)
             (micro_sum * self.optimizer.loss_factor).backward()
             own_sum, own_weight = own_sum + float(micro_sum.detach()), own_weight + float(micro_weight)
@@ -160,17 +160,17 @@ class SFTTrainer(TaskBase):
         return StepReport(metrics, result.refusal)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
-        """Held-out loss at fixed levels and noise, and images from fixed noise, both with the EMA weights if kept."""
+        """Held-out loss at fixed sigmas and noise, and images from fixed noise, both with the EMA weights if kept."""
         if self._val_dataset is None:
             return ValidationReport()
-        with self.averaged_weights(), torch.no_grad(), self.model.evaluating():
+        with self.use_averaged_weights(), torch.no_grad(), self.model.eval_mode():
             if self._val_records is not None:
                 return ValidationReport(images=self._images(self._val_records))
             metrics = {"val/loss_mean": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
             images = self._images([PromptRecord(prompt) for prompt in self._held_out_prompts()])
             return ValidationReport(metrics, images, objective=metrics["val/loss_mean"])
 
-    def _validated_records(self) -> list[PromptRecord] | None:
+    def _load_validation_records(self) -> list[PromptRecord] | None:
         """The validation prompts; None where validation has pairs."""
         data = self._val_dataset
         try:
@@ -179,15 +179,15 @@ class SFTTrainer(TaskBase):
             return None
         if isinstance(first, Item) or (isinstance(first, Mapping) and "visual" in first):
             return None
-        records = [as_prompt_record(raw, i) for i, raw in enumerate(getattr(data, "records", data))]
+        records = [to_prompt_record(raw, i) for i, raw in enumerate(getattr(data, "records", data))]
         check_sampling(records, self._config.policy.diffusers.sample.guidance_scale)
-        unused = unused_keys(records)
+        unused = find_unused_keys(records)
         if unused:
             logger.warning(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")
         return records
 
     def held_out_loss(self, notify: Notify) -> float:
-        """Mean flow-matching loss of the held-out pairs; the same levels and noise at every call."""
+        """Mean flow-matching loss of the held-out pairs; the same sigmas and noise at every call."""
         total, weight = 0.0, 0.0
         rank, ranks = self._context.dp_rank, self._context.dp_size
         chunks = split_chunks(len(self._val_dataset), self._validation_size, rank, ranks)
@@ -217,8 +217,8 @@ class SFTTrainer(TaskBase):
                 for i in range(len(data))
                 for item in read_held_out(self._val_items, [i], self._val_skipped)[1]
             )
-            encoders = self.model.counted_encoders()
-            usable = (prompt for prompt in dict.fromkeys(prompts) if refusal(prompt, encoders) is None)
+            encoders = self.model.build_token_counters()
+            usable = (prompt for prompt in dict.fromkeys(prompts) if find_refusal(prompt, encoders) is None)
             self._val_prompts = list(itertools.islice(usable, MAX_VALIDATION_PROMPTS))
         return self._val_prompts
 
@@ -246,7 +246,7 @@ class SFTTrainer(TaskBase):
         """``validation.n_generation`` images per prompt; image k of prompt i has the same noise in every run."""
         config = self._config.policy.diffusers
         shape = self.model.latent_shape(*config.inference_size)
-        samples = validation_samples(records, self._config.validation.n_generation)
+        samples = build_validation_samples(records, self._config.validation.n_generation)
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, indices)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import (
     apply_mode,
-    combined_advantages,
+    combine_advantages,
     group_advantages,
-    kept_rows,
+    select_rows,
     zero_std_share,
 )
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.trainer.data_parallel import split_evenly
-from cosmos_rl.reward.combine import counted_scores
+from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, Sample
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
@@ -55,7 +55,7 @@ class ScoredBatch:
         return torch.tensor([sample.group for sample in self.samples])
 
 
-def scoring_request(rollouts: Rollouts) -> ScoringRequest:
+def build_scoring_request(rollouts: Rollouts) -> ScoringRequest:
     """Finished samples as the rewards get them."""
     samples = rollouts.samples
     return ScoringRequest(
@@ -63,7 +63,7 @@ def scoring_request(rollouts: Rollouts) -> ScoringRequest:
     )
 
 
-def columns(table: RewardTable, names: Sequence[str]) -> Tensor:
+def stack_columns(table: RewardTable, names: Sequence[str]) -> Tensor:
     """``[n, 1 + len(names)]`` float64: the total, then each score."""
     return torch.stack([table.total_N, *(table.scores[name] for name in names)], dim=1).double()
 
@@ -89,7 +89,7 @@ def score_batch(
         UserError: more rewards are missing than the configuration allows.
     """
     names = rewards.names
-    table_NF = context.gather_rows(torch.cat([columns(table, names) for table in tables]))
+    table_NF = context.gather_rows(torch.cat([stack_columns(table, names) for table in tables]))
     reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
     _check_missing(reward_N, own, tables, job)
     group_N = torch.tensor([sample.group for sample in samples])
@@ -100,7 +100,7 @@ def score_batch(
         )
     advantage_N = _advantages(reward_N, scores, group_N, rewards, each=job.normalise_rewards == "each", std=global_std)
     used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
-    kept_N = kept_rows(
+    kept_N = select_rows(
         used_N,
         group_N,
         on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
@@ -117,9 +117,9 @@ def _advantages(
     reward_N: Tensor, scores: Mapping[str, Tensor], group_N: Tensor, rewards: Rewards, *, each: bool, std: bool
 ) -> Tensor:
     """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
-    counted = counted_scores(rewards, scores)
+    counted = clip_scores(rewards, scores)
     if each:
-        return combined_advantages(counted, rewards.weights, group_N, global_std=std)
+        return combine_advantages(counted, rewards.weights, group_N, global_std=std)
     size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
     return group_advantages(reward_N, group_N, global_std=std, size_N=size_N)
 
@@ -134,7 +134,7 @@ def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable
         rule = f"train.train_policy.max_missing_frac = {job.max_missing_frac:g} allows fewer"
     else:
         return
-    first = "\n  ".join(missing_reasons(own, tables)[:5]) or "these samples are on another rank"
+    first = "\n  ".join(explain_missing(own, tables)[:5]) or "these samples are on another rank"
     raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {first}")
 
 
@@ -162,7 +162,7 @@ def shard_learnable(step: ScoredBatch, batches: Sequence[Sequence[int]], context
     return Learnable(step.first, data)
 
 
-def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
+def explain_missing(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
     """One line for each sample of this rank whose reward is missing."""
     lines, offset = [], 0
     for table in tables:
@@ -173,7 +173,7 @@ def missing_reasons(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
     return lines
 
 
-def statistics(value_N: Tensor) -> dict[str, float]:
+def compute_statistics(value_N: Tensor) -> dict[str, float]:
     """Mean, population standard deviation, largest and smallest of what is not missing; NaN when all is."""
     valid = value_N[~value_N.isnan()]
     if len(valid) == 0:
@@ -184,26 +184,26 @@ def statistics(value_N: Tensor) -> dict[str, float]:
 
 def mean(value_N: Tensor) -> float:
     """Mean of what is not missing."""
-    return statistics(value_N)["mean"]
+    return compute_statistics(value_N)["mean"]
 
 
-def validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, float]:
+def compute_validation_metrics(reward_NF: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Of the rows that ``columns`` gives for validation samples."""
     total_N = reward_NF[:, 0]
-    metrics = {f"val/reward/{key}": value for key, value in statistics(total_N).items()}
+    metrics = {f"val/reward/{key}": value for key, value in compute_statistics(total_N).items()}
     metrics |= {f"val/reward/{name}_mean": mean(reward_NF[:, 1 + i]) for i, name in enumerate(names)}
     return metrics | {"val/samples": float(len(reward_NF)), "val/missing": float(total_N.isnan().sum())}
 
 
-def teaches_nothing(step: ScoredBatch) -> bool:
+def has_no_signal(step: ScoredBatch) -> bool:
     """Whether the advantages of every prompt's samples are all alike."""
     return zero_std_share(step.used_N, step.group_N) == 1.0
 
 
-def reward_metrics(step: ScoredBatch) -> dict[str, float]:
+def compute_reward_metrics(step: ScoredBatch) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
-    metrics = {f"reward/{name}": value for name, value in statistics(step.reward_N).items()}
-    metrics |= {f"adv/{name}": value for name, value in statistics(step.advantage_N).items()}
+    metrics = {f"reward/{name}": value for name, value in compute_statistics(step.reward_N).items()}
+    metrics |= {f"adv/{name}": value for name, value in compute_statistics(step.advantage_N).items()}
     metrics |= {f"reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
     metrics["adv/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
@@ -211,18 +211,18 @@ def reward_metrics(step: ScoredBatch) -> dict[str, float]:
     return metrics
 
 
-def score_dict(row: Tensor, names: Sequence[str]) -> dict[str, float | None]:
+def to_score_dict(row: Tensor, names: Sequence[str]) -> dict[str, float | None]:
     """A row of `columns` as what a gallery shows; None: missing."""
     values = [None if math.isnan(value) else value for value in row.tolist()]
     return dict(zip([TOTAL, *names], values, strict=True))
 
 
-def gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
+def is_gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
     """Whether the samples of the step that makes it ``done`` steps are shown."""
     return done == 1 or done % (interval or GALLERY_INTERVAL) == 0 or done == total_steps
 
 
-def gallery(step: ScoredBatch, context: Context) -> list[Shown]:
+def build_gallery(step: ScoredBatch, context: Context) -> list[Shown]:
     """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no image."""
     if step.own.media.dtype != torch.uint8:
         return []
@@ -231,17 +231,17 @@ def gallery(step: ScoredBatch, context: Context) -> list[Shown]:
     table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
     chosen = [*((row, "best") for row in best), *((row, "worst") for row in worst)]
     images = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
-    for place, (row, _) in enumerate(chosen):
+    for index, (row, _) in enumerate(chosen):
         if step.first <= row < step.first + own:
-            images[place] = step.own.media[row - step.first]
+            images[index] = step.own.media[row - step.first]
     found = context.gather_rows(images)  # rank after rank; the rank that has a sample fills its place
     return [
         Shown(
-            found[(row // own) * len(images) + place],
+            found[(row // own) * len(images) + index],
             step.samples[row].prompt,
             step.samples[row].sample_id,
             group,
-            score_dict(table_NF[row], names),
+            to_score_dict(table_NF[row], names),
         )
-        for place, (row, group) in enumerate(chosen)
+        for index, (row, group) in enumerate(chosen)
     ]

@@ -6,19 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_rl.data.items import Readable, as_item
+from cosmos_rl.data.items import Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.prompts import PromptRecord, as_prompt_record, check_sampling, named_sampling_keys
+from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, opened, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
-from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_of
+from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.reward import RewardFns
@@ -53,21 +53,21 @@ def build_online(
     """
     job = config.train.train_policy
     assert isinstance(job, GrpoPolicyConfig)
-    prompts = _records(opened(dataset, config, "dataset"))
-    named = named_sampling_keys(prompts)
+    prompts = _records(open_dataset(dataset, config, "dataset"))
+    named = find_sampling_keys(prompts)
     if named:
         logger.warning(
             f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them"
         )
-    val_prompts = _records(opened(val_dataset, config, "val_dataset")) if config.validation.enable else ()
+    val_prompts = _records(open_dataset(val_dataset, config, "val_dataset")) if config.validation.enable else ()
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
     model = build_model(config, context, rest_on_cpu=job.cached_text)
     model.warns_of_cuts = context.is_main
     if context.is_main:
-        model.warn_of_cuts(_named(prompts), "prompts")
-        model.warn_of_cuts(_named(val_prompts), "validation prompts")
+        model.warn_about_truncation(_name_prompts(prompts), "prompts")
+        model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
     encoding = Encoding(model, config)
     negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
     parts = Parts(
@@ -77,7 +77,7 @@ def build_online(
         encode=lambda texts: encoding.conditions(texts, negative),
         val_prompts=val_prompts,
         val_rewards=val_rewards,
-        held_out=_held_out(config, job, encoding),
+        held_out=_encode_held_out(config, job, encoding),
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
@@ -85,20 +85,20 @@ def build_online(
 
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
-    return [as_prompt_record(dataset[i], i) for i in range(len(dataset))]
+    return [to_prompt_record(dataset[i], i) for i in range(len(dataset))]
 
 
-def _named(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
+def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
     return [(repr(record.prompt[:40]), record.prompt) for record in records]
 
 
-def _held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
+def _encode_held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
     """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
     if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
         return None
     pairs = LocalPairs(job.reward_hacking_guard.local_dir, *config.policy.diffusers.inference_size)
-    items = [as_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
-    source = digest_of(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
+    items = [to_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
+    source = digest_texts(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
     return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items), source)
 
 
@@ -121,7 +121,7 @@ def _data_loss(
             f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: at most the {len(pairs)} "
             f"pairs in {term.local_dir}"
         )
-    readable = Readable(pairs, model.counted_encoders())
+    readable = Readable(pairs, model.build_token_counters())
     stream = MapStream(len(pairs), term.batch_size, job.dataloader_seed)
     noising = Noising(model, encoding, config)
     skipped = Skipped(len(pairs), job.max_skipped_frac)
@@ -129,9 +129,9 @@ def _data_loss(
     per_step = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
 
     def losses(step: int, number: int) -> Iterator[Tensor]:
-        place = step * per_step + number
+        index = step * per_step + number
         batches = load_batches(
-            readable, stream, place, place + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
+            readable, stream, index, index + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
         )
         own = next(batches)
         ids = [position.sample_id for position in own.positions]
@@ -139,7 +139,7 @@ def _data_loss(
         for first in range(0, len(ids), job.mini_batch):
             part = whole.rows(slice(first, first + job.mini_batch))
             loss_sum, _ = part.loss(model)
-            model.evaluations += 2 * len(part.clean)  # of the backward pass
+            model.num_evaluations += 2 * len(part.clean)  # of the backward pass
             yield loss_sum / term.batch_size
 
     return losses

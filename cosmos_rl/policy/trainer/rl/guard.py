@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
-from cosmos_rl.policy.trainer.rl.guard_rules import UntrainedRewards, compare
+from cosmos_rl.policy.trainer.rl.guard_rules import UntrainedRewards, compare_measurements
 from cosmos_rl.policy.trainer.task import Alarm
 from cosmos_rl.rollout.sampler import Conditions
 
@@ -45,7 +45,7 @@ class RewardHackingGuard:
         """(metrics, alarm) after ``done`` steps, where a check is due; all ranks must call it."""
         if not self._config.enable or done % self._config.freq:
             return {}, None
-        metrics, wrong = compare(self._config, self.probe.start, self.probe.measure(conditions))
+        metrics, wrong = compare_measurements(self._config, self.probe.start, self.probe.measure(conditions))
         more, also = self._untrained.check()
         wrong = wrong + also
         metrics |= {**more, "guard/alarms": float(len(wrong)), "guard/rewinds": float(self.rewinds)}

@@ -26,12 +26,12 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
-from cosmos_rl.policy.trainer.rl.guard_rules import LEVELS, Measurement
-from cosmos_rl.rollout.sampler import Conditions, Rollouts, RolloutSampler, Sample, diversity, group_samples
+from cosmos_rl.policy.trainer.rl.guard_rules import SIGMAS, Measurement
+from cosmos_rl.rollout.sampler import Conditions, Rollouts, RolloutSampler, Sample, group_samples, measure_diversity
 from cosmos_rl.utils.logging import logger
 
 GROUP = 4
-"""Samples of one prompt whose spread is measured, or more where there are few prompts."""
+"""Samples of one prompt whose diversity is measured, or more where there are few prompts."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class HeldOut:
     def digest(self) -> str:
         """Another one for other samples."""
         source = self.source or hashlib.sha256(self.latents.numpy().tobytes()).hexdigest()
-        return digest_of(source, *self.prompts)
+        return digest_texts(source, *self.prompts)
 
 
-def digest_of(*parts: object) -> str:
+def digest_texts(*parts: object) -> str:
     """A short digest of texts and of what has a fixed ``repr``."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def diversity_samples(prompts: Sequence[PromptRecord], count: int) -> list[Sample]:
+def pick_diversity_samples(prompts: Sequence[PromptRecord], count: int) -> list[Sample]:
     """The samples whose diversity is measured: half of ``count``, ``GROUP`` of each prompt."""
     total = max(count // 2, GROUP)
     few = prompts[: max(min(len(prompts), total // GROUP), 1)]
@@ -83,7 +83,7 @@ class GuardProbe:
         self._model = model
         self._context = context
         self._sampler, self._evaluator = sampler, evaluator
-        self._samples = diversity_samples(prompts, config.samples)
+        self._samples = pick_diversity_samples(prompts, config.samples)
         self._own_prompts = tuple(prompts[i % len(prompts)].prompt for i in range(config.samples))
         self._seed = seed
         self._micro_batch, self._rollout_chunk = micro_batch, rollout_chunk
@@ -98,9 +98,9 @@ class GuardProbe:
             step: steps done.
             held_out: samples to measure the loss on; None: the model's own as it was at the start.
         """
-        self.held_out = held_out or self._own_samples(conditions)
+        self.held_out = held_out or self._make_held_out(conditions)
         # the ranks must agree, and the main one's digests are those that are saved
-        held_out_digest, samples_digest = self._context.as_on_main(
+        held_out_digest, samples_digest = self._context.broadcast_from_main(
             f"{self.held_out.digest} {self._samples_digest()}"
         ).split()
         new = []
@@ -109,7 +109,7 @@ class GuardProbe:
             self._start |= {"held_out": held_out_digest, "loss": loss, "norm": norm.tolist()}
             new.append("the held-out samples")
         if self._start.get("samples") != samples_digest:
-            self._start |= {"samples": samples_digest, "spread": self.diversity(conditions)}
+            self._start |= {"samples": samples_digest, "spread": self.measure_diversity(conditions)}
             new.append("the samples whose diversity is measured")
         if new and step > 0:
             logger.warning(
@@ -125,9 +125,9 @@ class GuardProbe:
 
     def measure(self, conditions: Conditions) -> Measurement:
         """The policy as it is now."""
-        return Measurement(*self.held_out_loss(conditions), self.diversity(conditions))
+        return Measurement(*self.held_out_loss(conditions), self.measure_diversity(conditions))
 
-    def _own_samples(self, conditions: Conditions) -> HeldOut:
+    def _make_held_out(self, conditions: Conditions) -> HeldOut:
         """Those that came with the checkpoint, or else samples of the model as it is now; the same on all ranks."""
         saved = HeldOut(self.held_out.latents, self._own_prompts, "the model's own")
         if self._start.get("held_out") == saved.digest:
@@ -145,39 +145,39 @@ class GuardProbe:
             found = sampler.sample([samples[i] for i in indices], conditions, purpose, 0)
             return found.latents, found.media, found.finite
 
-        with self._model.evaluating():
+        with self._model.eval_mode():
             latents, media, finite = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
         return Rollouts(tuple(samples), latents, media, finite)
 
     def _samples_digest(self) -> str:
         prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]
-        return digest_of(self._seed, self._sampler.spec, *prompts)
+        return digest_texts(self._seed, self._sampler.spec, *prompts)
 
     @torch.no_grad()
     def held_out_loss(self, conditions: Conditions) -> tuple[float, Tensor]:
         """Mean flow-matching loss of the held-out samples under the trained policy, and the velocities' root mean
-        square ``[W, len(LEVELS)]``; same levels, same noise always."""
+        square ``[W, len(SIGMAS)]``; same sigmas, same noise always."""
         latents, prompts = self.held_out.latents, self.held_out.prompts
 
         def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
             clean = latents[list(indices)].to(self._model.device)
             cond, found = conditions([prompts[i] for i in indices]), []
-            for number, level in enumerate(LEVELS):
+            for number, value in enumerate(SIGMAS):
                 noise = randomness.normal(clean.shape[1:], self._seed, "watch/noise", number, indices).to(clean)
-                sigma = torch.full((len(indices),), level, device=clean.device)
+                sigma = torch.full((len(indices),), value, device=clean.device)
                 velocity = self._model.velocity(mix(clean, noise, sigma), sigma, cond).float()
                 squares = [(velocity - (noise - clean)) ** 2, velocity**2]
                 found.append(torch.stack([element_mean(square, cond.element_mask) for square in squares], dim=1))
             return (torch.stack(found, dim=1),)
 
-        with self._model.evaluating():
+        with self._model.eval_mode():
             (found,) = gather_over_ranks(len(prompts), self._micro_batch, self._context, make)
         return float(found[..., 0].double().mean()), found[..., 1].double().sqrt()
 
-    def diversity(self, conditions: Conditions) -> float:
+    def measure_diversity(self, conditions: Conditions) -> float:
         """How much the samples of one prompt differ; same prompts, same noise always."""
         media = self._rollouts(self._sampler, self._samples, conditions, "watch/spread").media
-        return diversity(media, [sample.group for sample in self._samples])
+        return measure_diversity(media, [sample.group for sample in self._samples])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.paired import PairedChange, paired_change
+from cosmos_rl.algorithms.paired import PairedChange, compare_pairs
 from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.utils.logging import logger
 
-LEVELS = (0.125, 0.375, 0.625, 0.875)
-"""Noise levels at which the held-out loss is measured; each is the middle of a quarter of all levels."""
+SIGMAS = (0.125, 0.375, 0.625, 0.875)
+"""At which the held-out loss is measured; each is the middle of a quarter of [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,24 @@ class Measurement:
     loss: float
     """Mean flow-matching loss of the held-out samples."""
     norm: Tensor
-    """``[W, len(LEVELS)]``: root mean square of the velocity at each of their points."""
-    spread: float
+    """``[W, len(SIGMAS)]``: root mean square of the velocity at each of their points."""
+    diversity: float
     """How much the samples of one prompt differ."""
 
 
-def norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float]:
+def compute_norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float]:
     """Median and 90 % quantile of the norm ratios of ``R`` velocities, by quarter of the noise levels; NaN: none."""
-    quarter_R = (sigma_R * len(LEVELS)).long().clamp(max=len(LEVELS) - 1)
+    quarter_R = (sigma_R * len(SIGMAS)).long().clamp(max=len(SIGMAS) - 1)
     found = {}
-    for number, level in enumerate(LEVELS):
+    for number, sigma in enumerate(SIGMAS):
         ratios = ratio_R[(quarter_R == number) & ~ratio_R.isnan()]
         if len(ratios):
-            found[f"{kind}/velocity_norm_ratio/{level:g}"] = float(ratios.quantile(0.5))
-            found[f"{kind}/velocity_norm_ratio_p90/{level:g}"] = float(ratios.quantile(0.9))
+            found[f"{kind}/velocity_norm_ratio/{sigma:g}"] = float(ratios.quantile(0.5))
+            found[f"{kind}/velocity_norm_ratio_p90/{sigma:g}"] = float(ratios.quantile(0.9))
     return found
 
 
-def compare(
+def compare_measurements(
     config: RewardHackingGuardConfig, start: Measurement, now: Measurement
 ) -> tuple[dict[str, float], list[str]]:
     """(metrics, what is wrong: one sentence each). Both are of the same samples with the same noise, so a policy
@@ -54,15 +54,15 @@ def compare(
             f"(reward_hacking_guard.max_loss_ratio = {config.max_loss_ratio:g}): the policy is leaving "
             "what the model knows"
         )
-    if start.spread > 0:
-        metrics["guard/diversity_ratio"] = share = now.spread / start.spread
+    if start.diversity > 0:
+        metrics["guard/diversity_ratio"] = share = now.diversity / start.diversity
         if not share >= config.min_diversity_ratio:
             wrong.append(
                 f"the samples of one prompt differ only {share:.3g} times as much as at the start "
                 f"(reward_hacking_guard.min_diversity_ratio = {config.min_diversity_ratio:g}): the policy collapses"
             )
     ratios = now.norm / start.norm
-    return metrics | norm_metrics("guard", ratios.flatten(), torch.tensor(LEVELS).repeat(len(ratios))), wrong
+    return metrics | compute_norm_metrics("guard", ratios.flatten(), torch.tensor(SIGMAS).repeat(len(ratios))), wrong
 
 
 class UntrainedRewards:
@@ -104,7 +104,7 @@ class UntrainedRewards:
 
     def _change(self, name: str, score_N: Tensor) -> PairedChange | None:
         first = self._first.get(name)
-        return None if first is None else paired_change(_tensor(first), score_N)
+        return None if first is None else compare_pairs(_tensor(first), score_N)
 
     def _has_fallen(self, change: PairedChange) -> bool:
         return change.has_fallen(self._config.max_untrained_drop, self._config.untrained_sigmas)
@@ -130,7 +130,7 @@ class UntrainedRewards:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""
-        changes = {name: None if c is None else [c.mean, c.spread, c.sigmas] for name, c in self._changes.items()}
+        changes = {name: None if c is None else [c.mean, c.std, c.sigmas] for name, c in self._changes.items()}
         return {"of": self._of, "first": self._first, "means": self._means, "changes": changes, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.trainer.rl.algorithm import Rows, Terms
-from cosmos_rl.policy.trainer.rl.guard_rules import norm_metrics
+from cosmos_rl.policy.trainer.rl.guard_rules import compute_norm_metrics
 
 _NORM_RATIO = "velocity_norm_ratio"
 
@@ -57,6 +57,6 @@ class Meter:
             found[f"train/{name}_mean" if name.endswith("_max") else f"train/{name}_max"] = value
         if self._norm_ratios:
             ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
-            found |= norm_metrics("train", ratio_R, sigma_R)
+            found |= compute_norm_metrics("train", ratio_R, sigma_R)
         loss = sum(weight * found.get(f"train/{name}_mean", 0.0) for name, weight in loss_weights.items())
         return {**found, "train/loss_mean": loss}

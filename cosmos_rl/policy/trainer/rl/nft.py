@@ -29,7 +29,7 @@ class DiffusionNft:
     decay_type: int
     """How the old policy follows the trained one."""
     num_sigmas: int
-    """Noise levels at which each sample is trained."""
+    """Sigmas at which each sample is trained."""
     adaptive_weight: bool = True
 
     name: ClassVar[str] = "DiffusionNFT"
@@ -60,7 +60,7 @@ class DiffusionNft:
         return optimality(advantage_N, self.advantage_low, self.advantage_high)
 
     def rows(self, share: Share, *, sigmas: Tensor, draws: Draws, number: int) -> Rows:
-        """``num_sigmas`` of the noise levels for each sample: one level of every sample, then the next one."""
+        """``num_sigmas`` of the sigmas for each sample: one of every sample, then the next one."""
         seed, purpose, step = draws.key(f"{self.purpose}/{number}")
         total, drawn = len(sigmas), []
         for sample_id in share.sample_ids:
@@ -79,7 +79,7 @@ class DiffusionNft:
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
-        """Clean latents, noised to the rows' levels."""
+        """Clean latents, noised to the rows' sigmas."""
         clean = rows.data["clean"][which].to(device)
         noise = randomness.normal(clean.shape[1:], *rows.noise_key, rows.noise_ids[which]).to(device)
         sigma, weight, value = (rows_R[which].to(device) for rows_R in (rows.sigma, rows.weight, rows.value))

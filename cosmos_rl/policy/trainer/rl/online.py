@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.prompts import PromptRecord, prompts_digest
+from cosmos_rl.data.prompts import PromptRecord, digest_prompts
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
-from cosmos_rl.optim.optimizer import Refusal, StepResult, foremost
+from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, rollout_chunk, validation_chunk
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
-from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, limited_steps
+from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
-from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut, digest_of
+from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut, digest_texts
 from cosmos_rl.policy.trainer.rl.meter import Meter
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -37,10 +37,10 @@ from cosmos_rl.rollout.sampler import (
     RolloutSampler,
     RolloutSpec,
     Sample,
+    build_validation_samples,
     concat,
-    diversity,
     group_samples,
-    validation_samples,
+    measure_diversity,
 )
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
@@ -78,15 +78,15 @@ class OnlineTask(TaskBase):
         assert isinstance(job, GrpoPolicyConfig)
         self._job, self.algorithm, self.model = job, algorithm, parts.model
         self._prompts, self._val_prompts, self._encode = parts.prompts, parts.val_prompts, parts.encode
-        self._prompts_digest = prompts_digest(parts.prompts)  # every save asks for it
+        self._prompts_digest = digest_prompts(parts.prompts)  # every save asks for it
         self._rewards, self._val_rewards = parts.rewards, parts.val_rewards or parts.rewards
         self._data_loss = parts.data_loss
         self.samples_per_step = config.train.global_batch_size or config.train.train_batch_per_replica
         self._group = config.rollout.n_generation
         self.stream = _prompt_stream(len(parts.prompts), self.samples_per_step // self._group, job)
         steps = self.stream.steps_per_epoch
-        params = parts.model.trainable()
-        super().__init__(config, context, params, limited_steps(steps, config), steps, parts.export)
+        params = parts.model.trainable_parameters()
+        super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
         local = self.samples_per_step // context.dp_size
         optimizer_steps = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
         self.policies = parts.model.policies(
@@ -95,7 +95,7 @@ class OnlineTask(TaskBase):
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
-        self._sigmas = parts.model.sampling_levels(diffusers.sample.num_steps)[:-1]
+        self._sigmas = parts.model.sampling_sigmas(diffusers.sample.num_steps)[:-1]
         self._chunk = rollout_chunk(config)
         probe = GuardProbe(
             job.reward_hacking_guard,
@@ -109,7 +109,7 @@ class OnlineTask(TaskBase):
             rollout_chunk=self._chunk,
         )
         self.guard = RewardHackingGuard(job.reward_hacking_guard, probe, parts.held_out)
-        self._evaluations = 0  # of all ranks, before this process was started or at the last step
+        self._num_evaluations = 0  # of all ranks, before this process was started or at the last step
         self._missing_warned = self._equal_warned = False
         self._describe()
 
@@ -127,7 +127,7 @@ class OnlineTask(TaskBase):
         metrics, refusal = self._learn(draws, batch, conditions)
         learnt = time.perf_counter()
         metrics |= {
-            **batches.reward_metrics(batch),
+            **batches.compute_reward_metrics(batch),
             "optim/learning_rate": self.optimizer.learning_rate(step),
             "optim/steps": float(self._optimizer_steps),
             "train/epoch": float(self.epoch(step)),
@@ -138,9 +138,9 @@ class OnlineTask(TaskBase):
         }
         done = step + 1
         guarded, alarm = self.guard.check(done, conditions)
-        metrics |= {**guarded, "train/nfe": self._count_evaluations()}
-        due = batches.gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
-        gallery = batches.gallery(batch, self._context) if due else ()
+        metrics |= {**guarded, "train/nfe": self._total_nfe()}
+        due = batches.is_gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
+        gallery = batches.build_gallery(batch, self._context) if due else ()
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
 
     @memory_phase("sampling")
@@ -150,11 +150,11 @@ class OnlineTask(TaskBase):
         samples = self._samples(step)[self._context.dp_rank * local :][:local]
         conditions.encode_all([sample.prompt for sample in samples])
         _, purpose, _ = self._draws(step).key("rollout")
-        with self.policies.using(self.algorithm.rollout_policy), self.model.evaluating():
+        with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
             for first in range(0, len(samples), self._chunk):
                 chunk = samples[first : first + self._chunk]
                 parts.append(self._sampler.sample(chunk, conditions, purpose, step))
-                futures.append(self._rewards.submit(batches.scoring_request(parts[-1])))
+                futures.append(self._rewards.submit(batches.build_scoring_request(parts[-1])))
         return concat(parts), futures
 
     def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
@@ -168,11 +168,11 @@ class OnlineTask(TaskBase):
             global_std=self._config.policy.diffusers.sample.global_std,
             context=self._context,
         )
-        reasons = batches.missing_reasons(own, tables)
+        reasons = batches.explain_missing(own, tables)
         if reasons and not self._missing_warned:
             logger.warning("rewards are missing; the samples are left out and counted:\n  " + "\n  ".join(reasons[:5]))
             self._missing_warned = True
-        if not self._equal_warned and not self._job.bypass_reward and batches.teaches_nothing(batch):
+        if not self._equal_warned and not self._job.bypass_reward and batches.has_no_signal(batch):
             logger.warning(
                 f"step {step + 1}: the samples of each prompt all have the same reward, so nothing can be learnt from "
                 "them; cosmos-rl doctor --config checks the rewards"
@@ -208,7 +208,7 @@ class OnlineTask(TaskBase):
             "optim/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
             **self.optimizer.metrics(),
         }
-        return metrics, foremost(results)
+        return metrics, most_serious_refusal(results)
 
     def _optimizer_step(
         self,
@@ -270,7 +270,7 @@ class OnlineTask(TaskBase):
         beta = self._job.data_term.beta
         if self._data_loss is None or beta == 0.0:
             return None
-        self.model.synchronise_gradients(False)
+        self.model.set_gradient_sync(False)
         factor, total = beta * total_weight * self.optimizer.loss_factor, 0.0
         for loss in self._data_loss(step, number):
             (factor * loss).backward()
@@ -288,7 +288,7 @@ class OnlineTask(TaskBase):
         if not self._val_prompts:
             return ValidationReport()
         config, names, context = self._config, self._val_rewards.names, self._context
-        samples = validation_samples(self._val_prompts, config.validation.n_generation)
+        samples = build_validation_samples(self._val_prompts, config.validation.n_generation)
         conditions = self._new_conditions()
         conditions.encode_all([sample.prompt for sample in samples[context.dp_rank :: context.dp_size]])
 
@@ -296,18 +296,18 @@ class OnlineTask(TaskBase):
             notify("pre_per_step_validation_hook", {"batch_index": number})
             chunk = [samples[i] for i in indices]
             rollouts = self._evaluator.sample(chunk, conditions, "validation/rollout", 0)
-            table = self._wait_for_scores(self._val_rewards.submit(batches.scoring_request(rollouts)))
+            table = self._wait_for_scores(self._val_rewards.submit(batches.build_scoring_request(rollouts)))
             about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
             notify("post_per_step_validation_hook", about)
-            return rollouts.media, rollouts.finite, batches.columns(table, names)
+            return rollouts.media, rollouts.finite, batches.stack_columns(table, names)
 
         size = validation_chunk(config, len(self._val_prompts))
-        with self.averaged_weights(), self.policies.using("default"), self.model.evaluating():
+        with self.use_averaged_weights(), self.policies.using("default"), self.model.eval_mode():
             media, finite, reward_NF = gather_over_ranks(len(samples), size, context, make)
-        self._count_evaluations()  # here, so that a checkpoint of this step holds them
-        metrics = batches.validation_metrics(reward_NF, names)
+        self._total_nfe()  # here, so that a checkpoint of this step holds them
+        metrics = batches.compute_validation_metrics(reward_NF, names)
         self._note_untrained(step, reward_NF)
-        scores = [batches.score_dict(row, names) for row in reward_NF]
+        scores = [batches.to_score_dict(row, names) for row in reward_NF]
         shown = [
             Shown(media[i], sample.prompt, sample.sample_id, "fixed", scores[i], finite=bool(finite[i]))
             for i, sample in enumerate(samples)
@@ -323,7 +323,7 @@ class OnlineTask(TaskBase):
             return
         made = (self._seed, self._evaluator.spec, self._config.validation.n_generation)
         origins = [self._val_rewards.origins[name] for name in untrained]
-        of = digest_of(*made, prompts_digest(self._val_prompts), *origins)
+        of = digest_texts(*made, digest_prompts(self._val_prompts), *origins)
         self.guard.note_validation(step, {name: reward_NF[:, i] for name, i in untrained.items()}, of)
 
     # ---- state -------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class OnlineTask(TaskBase):
         """Counters that a resumed run continues from."""
         return {
             **super().state_dict(),
-            "evaluations": self._evaluations,
+            "evaluations": self._num_evaluations,
             "old_equals_current": self.policies.old_equals_current,
             "guard": self.guard.state_dict(),
             "rewards": self._reward_settings(),
@@ -358,7 +358,7 @@ class OnlineTask(TaskBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint."""
         super().load_state_dict(state)
-        self._evaluations = int(state["evaluations"])
+        self._num_evaluations = int(state["evaluations"])
         self.policies.old_equals_current = bool(state["old_equals_current"])
         self.guard.load_state_dict(state["guard"])
         self.optimizer.lr_factor = self.guard.lr_factor
@@ -433,16 +433,16 @@ class OnlineTask(TaskBase):
 
     def _mean_diversity(self, own: Rollouts) -> float:
         groups = [sample.group for sample in own.samples]
-        (total,) = self._context.sum_over_ranks([diversity(own.media, groups)])
+        (total,) = self._context.sum_over_ranks([measure_diversity(own.media, groups)])
         return total / self._context.dp_size
 
-    def _count_evaluations(self) -> float:
+    def _total_nfe(self) -> float:
         """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must
         call it."""
-        (count,) = self._context.sum_over_ranks([float(self.model.evaluations)])
-        self.model.evaluations = 0
-        self._evaluations += int(count)
-        return float(self._evaluations)
+        (count,) = self._context.sum_over_ranks([float(self.model.num_evaluations)])
+        self.model.num_evaluations = 0
+        self._num_evaluations += int(count)
+        return float(self._num_evaluations)
 
     def _reward_settings(self) -> dict[str, list[Any]]:
         return {name: [self._rewards.weights[name], self._rewards.origins[name]] for name in self._rewards.names}

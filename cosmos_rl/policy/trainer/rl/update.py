@@ -44,10 +44,10 @@ def accumulate_gradient(
         for name in frozen:
             micros = _with_velocities(model, policies, name, micros, conditions)
         for micro in micros:
-            model.synchronise_gradients(len(found) + 1 == len(slices))
+            model.set_gradient_sync(len(found) + 1 == len(slices))
             cond = conditions(micro.prompts)
             velocity = model.velocity(micro.state, micro.sigma, cond)
-            model.evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
+            model.num_evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
             loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
             (loss_factor * loss).backward()
             found.append(terms)
@@ -71,6 +71,6 @@ def _with_velocities(
     micros: Sequence[MicroBatch],
     conditions: Conditions,
 ) -> list[MicroBatch]:
-    with policies.using(name), model.evaluating():
+    with policies.using(name), model.eval_mode():
         found = [model.velocity(m.state, m.sigma, conditions(m.prompts)) for m in micros]
     return [replace(m, frozen={**m.frozen, name: v}) for m, v in zip(micros, found, strict=True)]

@@ -42,7 +42,9 @@ def group_advantages(
     """
     groups = _Groups.from_rewards(reward_N, group_N)
     deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
-    deviation_N = groups.drop_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
+    if size_N is None:
+        size_N = groups.reward_N
+    deviation_N = groups.drop_rounding(deviation_N, size_N)
     if global_std:
         valid = groups.reward_N[groups.valid_N]
         std_N = (valid.std(correction=0) if len(valid) else valid.sum()).expand_as(deviation_N)
@@ -134,7 +136,9 @@ def select_rows(
         kept_N = kept_N & whole_P[groups.inverse_N]
     elif on_missing != "neutral":
         raise ValueError(f'on_missing: found "{on_missing}"; allowed: neutral, drop_group')
-    return kept_N & ~groups.equal_P[groups.inverse_N] if drop_equal_groups else kept_N
+    if drop_equal_groups:
+        kept_N = kept_N & ~groups.equal_P[groups.inverse_N]
+    return kept_N
 
 
 @dataclass(frozen=True)

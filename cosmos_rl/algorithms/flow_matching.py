@@ -30,4 +30,6 @@ def flow_matching_loss(
     """
     per_sample_B = element_mean((velocity.float() - (noise.float() - clean.float())) ** 2, element_mask)
     count = per_sample_B.new_tensor(float(len(per_sample_B)))
-    return (per_sample_B if weight_B is None else per_sample_B * weight_B).sum(), count
+    if weight_B is not None:
+        per_sample_B = per_sample_B * weight_B
+    return per_sample_B.sum(), count

@@ -25,7 +25,9 @@ class PairedChange:
         """How far the mean fell, in standard deviations of the first scores; negative: it rose."""
         if self.mean == 0.0:
             return 0.0
-        return -self.mean / self.std if self.std > 0.0 else math.copysign(math.inf, -self.mean)
+        if not self.std > 0.0:
+            return math.copysign(math.inf, -self.mean)
+        return -self.mean / self.std
 
     def has_fallen(self, min_drop: float, min_sigmas: float) -> bool:
         """Whether the fall is larger than ``min_drop``, and larger than chance makes it with ``min_sigmas``."""

@@ -51,31 +51,44 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
 
 def _front_matter(config: Config) -> str:
     base = config.policy.model_name_or_path
-    task = "text-to-video" if config.policy.diffusers.is_video else "text-to-image"
-    kind = "lora" if config.policy.lora is not None else "full"
+    task, kind = "text-to-image", "full"
+    if config.policy.diffusers.is_video:
+        task = "text-to-video"
+    if config.policy.lora is not None:
+        kind = "lora"
     tags = ["cosmos-rl", config.train.train_policy.type, kind]
-    lines = ["---", *([] if is_local(base) else [f"base_model: {json.dumps(base)}"])]
+    lines = ["---"]
+    if not is_local(base):
+        lines.append(f"base_model: {json.dumps(base)}")
     lines += ["library_name: diffusers", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---"]
     return "\n".join(lines)
 
 
 def _about(config: Config, step: int) -> str:
     lora, base = config.policy.lora, config.policy.model_name_or_path
-    named = f"a local pipeline, `{Path(base).name}`" if is_local(base) else f"[{base}](https://huggingface.co/{base})"
-    what = f"A LoRA adapter (rank {lora.r}) for" if lora is not None else "All weights of"
+    model, what = f"[{base}](https://huggingface.co/{base})", "All weights of"
+    if is_local(base):
+        model = f"a local pipeline, `{Path(base).name}`"
+    if lora is not None:
+        what = f"A LoRA adapter (rank {lora.r}) for"
     name = config.logging.experiment_name or config.logging.project_name
-    averaged = " These are the averaged (EMA) weights." if config.train.ema_enable else ""
-    return f"# {name}\n\n{what} {named}, trained with cosmos-rl for {step} steps.{averaged}"
+    text = f"# {name}\n\n{what} {model}, trained with cosmos-rl for {step} steps."
+    if config.train.ema_enable:
+        text += " These are the averaged (EMA) weights."
+    return text
 
 
 def _snippet(config: Config, repository: str | None, images: list[tuple[Path, str]]) -> str:
-    base = "path/to/the/base" if is_local(config.policy.model_name_or_path) else config.policy.model_name_or_path
-    here = repository or "path/to/this/folder"
-    lora = config.policy.lora is not None
-    revision = config.policy.model_revision if lora else None
-    pinned = f', revision="{revision}"' if revision else ""
-    load = f'pipe = DiffusionPipeline.from_pretrained("{base if lora else here}"{pinned}, torch_dtype=torch.'
-    lines = ["import torch", "from diffusers import DiffusionPipeline", "", f"{load}{config.train.param_dtype})"]
+    here = source = repository or "path/to/this/folder"
+    lora, pinned = config.policy.lora is not None, ""
+    if lora:
+        source = config.policy.model_name_or_path
+        if is_local(source):
+            source = "path/to/the/base"
+        if config.policy.model_revision:
+            pinned = f', revision="{config.policy.model_revision}"'
+    load = f'pipe = DiffusionPipeline.from_pretrained("{source}"{pinned}, torch_dtype=torch.{config.train.param_dtype})'
+    lines = ["import torch", "from diffusers import DiffusionPipeline", "", load]
     if lora:
         lines.append(f'pipe.load_lora_weights("{here}", weight_name="model.safetensors", adapter_name="default")')
         lines.append('pipe.set_adapters("default")')
@@ -94,13 +107,15 @@ def _snippet(config: Config, repository: str | None, images: list[tuple[Path, st
             f"    max_sequence_length={diffusers.max_prompt_length},  # as in training; another changes images",
             ").images[0]",
         ]
-    other = f"\n\n{_OTHER_TOOLS}" if lora else ""
-    return "## Load\n\n```python\n" + "\n".join(lines) + f"\n```{other}"
+    text = "## Load\n\n```python\n" + "\n".join(lines) + "\n```"
+    if lora:
+        text += f"\n\n{_OTHER_TOOLS}"
+    return text
 
 
 def _find_newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
     """Up to four images of different prompts from the last validation up to ``step``."""
-    found = (re.fullmatch(r"step_(\d+)", p.name) for p in (validation.iterdir() if validation.is_dir() else ()))
+    found = (re.fullmatch(r"step_(\d+)", path.name) for path in validation.glob("step_*"))
     steps = [int(match[1]) for match in found if match and int(match[1]) <= step]
     if not steps:
         return []
@@ -133,7 +148,9 @@ def _shorten_local_paths(value: Any) -> Any:
         return {key: _shorten_local_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_shorten_local_paths(item) for item in value]
-    return f".../{Path(value).name}" if is_local(value) else value
+    if is_local(value):
+        return f".../{Path(value).name}"
+    return value
 
 
 def is_local(value: object) -> bool:

@@ -95,7 +95,7 @@ class PipelineExport:
             for name, value in index.items():
                 part = self.base_folder / name
                 if name != "transformer" and isinstance(value, list) and part.is_dir():
-                    _copy_part(part, stage / name, earlier / name if earlier else None)
+                    _copy_part(part, stage / name, earlier and earlier / name)
             _write_sampling(stage, self.text_length)
             transformer = stage / "transformer"
             transformer.mkdir()
@@ -143,7 +143,7 @@ def _copy_part(source: Path, target: Path, earlier: Path | None) -> None:
         inside = Path(folder).relative_to(source)
         (target / inside).mkdir(parents=True, exist_ok=True)
         for name in names:
-            same = earlier / inside / name if earlier else None
+            same = earlier and earlier / inside / name
             if same is None or not _try_link(same, target / inside / name):
                 shutil.copyfile(
                     Path(folder) / name, target / inside / name

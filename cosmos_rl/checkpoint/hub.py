@@ -66,7 +66,9 @@ def upload(
     api = HfApi(library_name="cosmos-rl")
     while True:
         try:
-            known = repository if "/" in repository else f"{api.whoami()['name']}/{repository}-{run_name}"
+            known = repository
+            if "/" not in repository:
+                known = f"{api.whoami()['name']}/{repository}-{run_name}"
             api.create_repo(known, exist_ok=True, private=True)
             describe(known)
             with _link_without_local_paths(folder) as sent:
@@ -76,7 +78,8 @@ def upload(
             return known
         except Exception as error:
             now = time.monotonic()
-            first_failure = now if first_failure is None else first_failure
+            if first_failure is None:
+                first_failure = now
             if not _may_pass(error) or now + pause - first_failure > deadline_s:
                 raise UserError(_build_message(known, folder, error)) from error
             logger.warning(f"upload to {known}: {_first_line(error)}; next attempt in {pause:.0f}s")
@@ -91,7 +94,9 @@ def _link_without_local_paths(folder: Path) -> Iterator[Path]:
         for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
             target = Path(made) / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            content = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else None
+            content = None
+            if file.suffix == ".json":
+                content = json.loads(file.read_text(encoding="utf-8"))
             named = [key for key in _NAMES_A_SOURCE if isinstance(content, dict) and is_local(content.get(key))]
             if content is None or not named:
                 target.symlink_to(file.absolute())
@@ -110,7 +115,10 @@ def _verify(api: HfApi, folder: Path, repository: str, revision: str) -> None:
     sizes = ((name, size, remote[name]) for name, size in local.items() if name in remote)
     wrong += [f"{name} has {there} bytes, not {here}" for name, here, there in sizes if here != there]
     if wrong:
-        raise IncompleteUpload(f"after the upload {'; '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}")
+        text = f"after the upload {'; '.join(wrong[:5])}"
+        if len(wrong) > 5:
+            text += " ..."
+        raise IncompleteUpload(text)
     foreign = sorted(set(remote) - set(local) - _MADE_BY_THE_HUB)
     if foreign:
         logger.warning(f"{repository} also holds files that are not of this run: {', '.join(foreign[:5])}")

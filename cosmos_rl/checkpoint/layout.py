@@ -70,18 +70,26 @@ def find_checkpoint(path: Path) -> Path:
         UserError: no whole checkpoint there.
     """
     path = path.expanduser().resolve()
-    step = path.parent if path.name == "policy" else path
+    step = path
+    if path.name == "policy":
+        step = path.parent
     if _STEP.fullmatch(step.name) and step.is_dir():
         why = find_defect(step / "policy")
         if why is None:
             return step / "policy"
         raise UserError(f"{path} is not a whole checkpoint: {why}")
-    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir():
+        checkpoints = path
     whole, broken = list_whole_steps(checkpoints), find_broken_steps(checkpoints)
     if whole:
         return policy_dir(checkpoints, whole[-1])
     reasons = "".join(f"\n  {policy_dir(checkpoints, number)}: {why}" for number, why in broken.items())
-    found = f"holds no whole checkpoint{':' if reasons else ''}" if path.exists() else "does not exist"
+    found = "does not exist"
+    if path.exists():
+        found = "holds no whole checkpoint"
+        if reasons:
+            found += ":"
     raise UserError(
         f"{path} {found}{reasons}\n  give a path such as <output_dir>/<timestamp>/checkpoints/step_<N>/policy"
     )

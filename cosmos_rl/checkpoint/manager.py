@@ -60,7 +60,9 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._buffers: StateDict = {}
         # a group of its own: the writer's collectives must not mix with those of the training loop
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
         self.blocked_s = 0.0
         """Wall time that ``save`` and ``wait`` took from the training loop, seconds."""
         if is_main:
@@ -112,7 +114,9 @@ class CheckpointManager:
 
     def remove_steps_after(self, step: int) -> None:
         """Remove saved steps later than ``step`` and their exports: a resume must not find them."""
-        for later in [s for s in layout.list_whole_steps(self._checkpoints) if s > step] if self._is_main else []:
+        if not self._is_main:
+            return
+        for later in (s for s in layout.list_whole_steps(self._checkpoints) if s > step):
             atomic.remove(layout.step_dir(self._checkpoints, later))
             atomic.remove(layout.step_dir(self._exports, later))
             logger.info(f"[Policy] Step: {later}, checkpoint and export removed")

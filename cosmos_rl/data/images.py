@@ -16,7 +16,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
         values = np.asarray(image, dtype=np.float64)
-        scale = 255.0 / 65535.0 if values.max(initial=0) > 255 or image.mode.startswith("I;16") else 1.0
+        scale = 1.0
+        if values.max(initial=0) > 255 or image.mode.startswith("I;16"):
+            scale = 255.0 / 65535.0
         return Image.fromarray((values * scale).round().clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -47,7 +49,7 @@ def load_image(path: Path, height: int, width: int) -> Tensor:
         with Image.open(path) as image:
             return to_tensor(fit(to_rgb(image), height, width))
     except Exception as error:  # whatever a decoder makes of a broken file is the fault of that file
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise BadSample(f"{printable(str(path))}: cannot be read as an image ({why})") from error
 
 

@@ -44,13 +44,17 @@ class Part(Sequence[Any]):
     def prompts(self) -> list[str] | None:
         """The captions, where the data set knows them without decoding."""
         prompts = getattr(self._dataset, "prompts", None)
-        return None if prompts is None else [prompts[i] for i in self._range]
+        if prompts is None:
+            return None
+        return [prompts[i] for i in self._range]
 
     @property
     def names(self) -> list[str] | None:
         """What messages call the elements."""
         names = getattr(self._dataset, "names", None)
-        return None if names is None else [names[i] for i in self._range]
+        if names is None:
+            return None
+        return [names[i] for i in self._range]
 
     @property
     def digest(self) -> str | None:
@@ -98,7 +102,9 @@ def to_item(raw: Any, index: int) -> Item:
         _check_text(raw.prompt, index)
         return raw
     if not isinstance(raw, Mapping) or not {"visual", "prompt"} <= set(raw):
-        found = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
+        found: Any = type(raw).__name__
+        if isinstance(raw, Mapping):
+            found = sorted(raw)
         raise UserError(f"data set element {index}: need a mapping with 'visual' and 'prompt', found {found}")
     visual, prompt = raw["visual"], raw["prompt"]
     if not isinstance(visual, Tensor) or visual.ndim not in (3, 4) or not visual.is_floating_point():

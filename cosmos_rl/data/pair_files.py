@@ -58,7 +58,9 @@ def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
             pairs.append(Pair(printable(stem), found[0], prompt))
             continue
         if problem is None:
-            problem = f"has {len(found)} images" if found else "has no image" + _describe_unread(others.get(stem))
+            problem = f"has {len(found)} images"
+            if not found:
+                problem = "has no image" + _describe_unread(others.get(stem))
         problems.append(f"{printable(caption)}: {problem}")
     problems += [
         f"{printable(name)}: has no caption {printable(stem)}.json" + _describe_unread(others.get(stem))
@@ -147,7 +149,9 @@ def _list_problems(problems: Sequence[str], shown: int) -> str:
     """The first problems, a line each."""
     if not problems:
         return ""
-    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
+    more = ""
+    if len(problems) > shown:
+        more = f"\n  and {len(problems) - shown} more"
     return ":\n  " + "\n  ".join(problems[:shown]) + more
 
 

@@ -85,7 +85,7 @@ def prompt_file(dataset: DatasetConfig, key: str, *, split: str) -> Path | None:
         raise UserError(f"{key}.name: missing; allowed: one of {', '.join(KNOWN)}, or give a file as {key}.local_dir")
     if dataset.name not in KNOWN:
         near = difflib.get_close_matches(dataset.name, KNOWN, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = "".join(f"; did you mean {name}?" for name in near[:1])
         raise UserError(f'{key}.name: found "{dataset.name}"; allowed: one of {", ".join(KNOWN)}{hint}')
     return next((path for path in _list_places(dataset.name, split) if path.is_file()), None)
 

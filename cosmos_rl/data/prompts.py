@@ -148,7 +148,7 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        why = getattr(error, "strerror", None) or str(error)
         expected = f"expected {_FORMS[path.suffix]}"
         raise UserError(f"{path.absolute()}: cannot be read ({why}); {expected}") from error
     return parse_prompts(text, str(path.absolute()), path.suffix)

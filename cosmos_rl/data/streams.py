@@ -51,11 +51,15 @@ class MapStream:
     @property
     def steps_per_epoch(self) -> int:
         """Whole steps in one pass; without ``drop_last`` the last one is filled up from the start of its epoch."""
-        return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
+        if self.drop_last:
+            return self.length // self.batch
+        return -(-self.length // self.batch)
 
     def order(self, epoch: int) -> Sequence[int]:
         """The order of the items in 0-based ``epoch``."""
-        return _permute(self.length, self.seed + epoch) if self.shuffle else range(self.length)
+        if self.shuffle:
+            return _permute(self.length, self.seed + epoch)
+        return range(self.length)
 
     def positions(self, step: int) -> list[Position]:
         """The ``batch`` positions of 0-based ``step``."""
@@ -103,7 +107,9 @@ class Skipped:
         if index in self.reasons:
             return
         self.reasons[index] = reason
-        limit = max(1, int(self.max_frac * self.length)) if self.max_frac > 0 else 0
+        limit = 0
+        if self.max_frac > 0:
+            limit = max(1, int(self.max_frac * self.length))
         if len(self.reasons) > limit:
             lines = "\n  ".join(list(self.reasons.values())[:20])
             raise UserError(

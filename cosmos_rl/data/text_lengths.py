@@ -29,7 +29,9 @@ def build_encoder(
 ) -> TextEncoder:
     """A text encoder by the class of its tokenizer: CLIP takes ``longest`` tokens, all others what is configured."""
     name = tokenizer_class.removesuffix("Fast").removesuffix("Tokenizer") or "text encoder"
-    return TextEncoder(name, longest if name == "CLIP" else limit, lengths)
+    if name == "CLIP":
+        limit = longest
+    return TextEncoder(name, limit, lengths)
 
 
 def load_encoders(folder: Path, limit: int) -> list[TextEncoder]:

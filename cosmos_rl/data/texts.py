@@ -30,7 +30,9 @@ def find_prompt_problem(row: object) -> str | None:
     if "prompt" in row:
         return f"has no text under 'prompt'; that is {_kind(row['prompt'])}"
     keys = [repr(printable(str(key))[:40]) for key in row]
-    more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+    more = ""
+    if len(keys) > _SHOWN_KEYS:
+        more = f" and {len(keys) - _SHOWN_KEYS} more"
     return f"has no text under 'prompt'; it has {', '.join(keys[:_SHOWN_KEYS]) or 'nothing'}{more}"
 
 

@@ -111,7 +111,9 @@ def flow(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transiti
     if _is_last(index, sigmas):
         return euler(index, sigmas)
     # shifted grids begin at 0.9998 and the like, where the diffusion would be as useless as at 1
-    bounded = following if math.isclose(sigma, 1.0, abs_tol=1e-3) else sigma
+    bounded = sigma
+    if math.isclose(sigma, 1.0, abs_tol=1e-3):
+        bounded = following
     return _sde(sigma, following, noise_level * math.sqrt(sigma / max(1.0 - bounded, 1e-9)))
 
 

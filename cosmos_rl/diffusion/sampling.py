@@ -62,13 +62,17 @@ def run_sampling(
     for index, transition in enumerate(transitions):
         sigma_N = torch.full((latents.shape[0],), sigma_list[index], dtype=torch.float32, device=latents.device)
         velocity = velocity_fn(latents, sigma_N)
-        noise = noise_fn(index) if noise_fn is not None and transition.s > 0.0 else None
+        noise = None
+        if noise_fn is not None and transition.s > 0.0:
+            noise = noise_fn(index)
         if step_fn is None:
             moved, log_prob = step_with_log_prob(transition, latents, velocity, history, noise)
         else:
             moved, log_prob = step_fn(velocity, latents, index, sigma_list, history=history, noise=noise)
         needs_history = index + 1 < len(transitions) and transitions[index + 1].h != 0.0
-        history = predict_clean(latents, velocity, sigma_list[index]) if needs_history else None
+        history = None
+        if needs_history:
+            history = predict_clean(latents, velocity, sigma_list[index])
         log_probs.append(log_prob)
         if keep_trajectory:
             states.append(moved)

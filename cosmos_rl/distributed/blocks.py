@@ -15,4 +15,6 @@ def blocks_in_a_row(shape: Sequence[int]) -> int:
     are not worth it (Dettmers et al. 2021, arXiv:2110.02861).
     """
     row = math.prod(shape[1:])
-    return row // BLOCK if len(shape) > 1 and math.prod(shape) >= _SMALL and row % BLOCK == 0 else 0
+    if len(shape) > 1 and math.prod(shape) >= _SMALL and row % BLOCK == 0:
+        return row // BLOCK
+    return 0

@@ -99,7 +99,9 @@ def pick_device(name: str) -> torch.device:
         UserError: CUDA is asked for and there is none.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -126,7 +128,9 @@ def process_group(device_name: str, replicas: int = 1, cp_size: int = 1) -> Iter
         cp_size: ranks that share the same data.
     """
     device = pick_device(device_name)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo on the CPU side carries async saves
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"  # gloo on the CPU side carries async saves
     ours = not dist.is_initialized()
     if ours and os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)

@@ -49,8 +49,9 @@ def shard_module(
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     assert mesh.mesh_dim_names is not None
-    axes = mesh if mesh.size(0) > 1 else mesh[mesh.mesh_dim_names[1]]
-    options: dict[str, Any] = {"mesh": axes, "mp_policy": policy}
+    if mesh.size(0) == 1:
+        mesh = mesh[mesh.mesh_dim_names[1]]
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [child for child in module.modules() if child is not module and type(child).__name__ in names]
     for block in blocks:
@@ -130,7 +131,9 @@ def shard_like(param: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
 
 def local_part(value: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return value
 
 
 def copy_full(target: Tensor, full: Tensor) -> None:
@@ -150,4 +153,6 @@ def gather_to_cpu(value: Tensor, dtype: torch.dtype | None, *, keep: bool) -> Te
         whole = whole.full_tensor()
     if not keep:
         return None
-    return whole.to("cpu", dtype if dtype is not None and whole.is_floating_point() else whole.dtype, copy=True)
+    if dtype is None or not whole.is_floating_point():
+        dtype = whole.dtype
+    return whole.to("cpu", dtype, copy=True)

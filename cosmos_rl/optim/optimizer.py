@@ -97,11 +97,15 @@ class Optimizer:
     @property
     def loss_factor(self) -> float:
         """What every loss must be multiplied with before its backward pass; ``step`` divides by it again."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
+        if self.loss_scale is None:
+            return 1.0
+        return self.loss_scale.value
 
     def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""
-        return None if self.loss_scale is None else self.loss_scale.state()
+        if self.loss_scale is None:
+            return None
+        return self.loss_scale.state()
 
     def load_state_dict(self, state: Sequence[float] | None) -> None:
         """Take over the loss scale of a checkpoint, where it had one."""
@@ -110,7 +114,9 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """The loss scale, where there is one."""
-        return {} if self.loss_scale is None else {"optim/loss_scale": self.loss_scale.value}
+        if self.loss_scale is None:
+            return {}
+        return {"optim/loss_scale": self.loss_scale.value}
 
     def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0, expects_gradient: bool = False) -> StepResult:
         """Scale the gradients, clip them by their global L2 norm (0 or less: only measure), step, and clear them.
@@ -130,7 +136,9 @@ class Optimizer:
             grads = [param.grad for param in self._params if param.grad is not None]
             torch._foreach_mul_(grads, factor)
         self._set_rates(step)
-        bound = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
+        bound = math.inf
+        if self._max_grad_norm > 0:
+            bound = self._max_grad_norm
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         refusal = self._judged(norm, expects_gradient)
@@ -156,7 +164,9 @@ class Optimizer:
                 self.loss_scale.record_success()
             return None
         lowered = self.loss_scale is not None and self.loss_scale.lower()
-        return Refusal.OVERFLOW if lowered else Refusal.NOT_FINITE
+        if lowered:
+            return Refusal.OVERFLOW
+        return Refusal.NOT_FINITE
 
 
 def _optimizer_class(name: str) -> Any:

@@ -100,7 +100,9 @@ def _variable(what: str) -> tuple[str, str]:
 
 def _wrong(name: str, value: str) -> str:
     if not value:
-        example = "pull" if name.endswith("FETCH_URL") else "enqueue"
+        example = "enqueue"
+        if name.endswith("FETCH_URL"):
+            example = "pull"
         return (
             f"{name}: missing in the environment; the rewards of the configuration need the address of the reward "
             f"service, like https://HOST:PORT/api/reward/{example} (and REMOTE_REWARD_TOKEN, if it wants one)"
@@ -110,7 +112,9 @@ def _wrong(name: str, value: str) -> str:
     except ValueError:
         scheme, host = "", None
     # the value itself is not shown: an address may hold a password
-    return "" if scheme in ("http", "https") and host else f"{name}: is not an address that begins with http(s)://"
+    if scheme in ("http", "https") and host:
+        return ""
+    return f"{name}: is not an address that begins with http(s)://"
 
 
 def _seconds(name: str, default: float) -> float:

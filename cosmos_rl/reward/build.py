@@ -78,7 +78,9 @@ def make_rewards(
 def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:
     if validation and config.validation.remote_reward is not None:
         return config.validation.remote_reward
-    return job.remote_reward if job.use_remote_reward else None
+    if not job.use_remote_reward:
+        return None
+    return job.remote_reward
 
 
 def _functions(
@@ -152,7 +154,9 @@ class _AllRewards:
             with lock:  # the parts end in threads of their own
                 if table.done():
                     return
-                error = RuntimeError("the rewards have been closed") if part.cancelled() else part.exception()
+                error: BaseException | None = RuntimeError("the rewards have been closed")
+                if not part.cancelled():
+                    error = part.exception()
                 if error is not None:
                     table.set_exception(error)
                 elif all(part.done() for part in parts):

@@ -35,7 +35,9 @@ def sharpness(to_be_evaluated: Media) -> float:
     """Mean absolute difference of the luma of neighbouring pixels, 0 (flat) ... 1 (black and white in turns)."""
     luma = _luma(to_be_evaluated)
     differences = [np.abs(np.diff(luma, axis=axis)).mean() for axis in (-2, -1) if luma.shape[axis] > 1]
-    return float(np.mean(differences)) if differences else 0.0
+    if not differences:
+        return 0.0
+    return float(np.mean(differences))
 
 
 def colourfulness(to_be_evaluated: Media) -> float:

@@ -63,7 +63,9 @@ class LocalReward:
         """Name of the function and a digest of its source, wherever the file lies."""
         inner = getattr(self.function, "func", self.function)  # functools.partial
         try:
-            source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
+            if not inspect.isroutine(inner):
+                inner = type(inner)
+            source = inspect.getsource(inner)
         except (OSError, TypeError):  # built in, or typed into a prompt
             return _function_name(self.function)
         return f"{_function_name(self.function)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
@@ -71,7 +73,9 @@ class LocalReward:
 
 def build_given_rewards(functions: RewardFns) -> list[LocalReward]:
     """The rewards that a script gave."""
-    named = functions.items() if isinstance(functions, Mapping) else [(None, entry) for entry in functions]
+    named: list[tuple[str | None, Any]] = [(None, entry) for entry in functions]
+    if isinstance(functions, Mapping):
+        named = list(functions.items())
     rewards = []
     for name, entry in named:
         if isinstance(entry, tuple) and len(entry) != 2:
@@ -102,7 +106,9 @@ def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str,
         UserError: it takes no media, or needs arguments that nobody gives.
     """
     of_batches = _takes_batches(function)
-    known = _BATCH_ARGUMENTS if of_batches else _SAMPLE_KEYWORDS
+    known = _SAMPLE_KEYWORDS
+    if of_batches:
+        known = _BATCH_ARGUMENTS
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: nothing is known, so it gets the media alone
@@ -123,7 +129,9 @@ def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str,
             f'reward {name}: the function needs "{unknown[0]}", which is not known; after the media it may take '
             f"{', '.join(known)}{'' if of_batches else ' (or mark it with cosmos_rl.reward.batch_reward)'}"
         )
-    return lambda **values: values if takes_any else {key: value for key, value in values.items() if key in taken}
+    if takes_any:
+        return lambda **values: values
+    return lambda **values: {key: value for key, value in values.items() if key in taken}
 
 
 def _takes_batches(function: Callable[..., Any]) -> bool:
@@ -139,7 +147,10 @@ def _find_function(reference: str, key: str) -> Callable[..., Any]:
     """The function at ``package.module:function`` or ``path/file.py:function``."""
     source, _, name = reference.rpartition(":")
     try:
-        module = _file_module(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
+        if source.endswith(".py"):
+            module = _file_module(Path(source).expanduser())
+        else:
+            module = importlib.import_module(source)
     except FileNotFoundError:
         raise UserError(f'{key} = "{reference}": {Path(source).expanduser().absolute()} does not exist') from None
     except ImportError as error:

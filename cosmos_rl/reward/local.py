@@ -99,7 +99,9 @@ class _Call:
 
     def __init__(self, reward: LocalReward, batch_size: int) -> None:
         self.name = reward.name
-        self.size = batch_size if reward.of_batches else 1
+        self.size = 1
+        if reward.of_batches:
+            self.size = batch_size
         self._function = reward.function
         self._of_batches = reward.of_batches
         self._picked = accepted(reward.function, reward.name)
@@ -157,7 +159,9 @@ class _Call:
             number = None
         if number is None or isinstance(found, (str, bytes)):
             raise UserError(f"reward {self.name}: gave {_describe(found)}, not a number or None")
-        return number if math.isfinite(number) else f"the function gave {number}"
+        if not math.isfinite(number):
+            return f"the function gave {number}"
+        return number
 
 
 class _Worker:
@@ -204,4 +208,6 @@ def _locate(error: BaseException) -> str:
 
 def _describe(found: object) -> str:
     text = repr(found)
-    return f"{type(found).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return f"{type(found).__name__} {text}"

@@ -48,7 +48,9 @@ class ScoreMonitor:
             )
 
     def _check_equal(self, reward: Reward, score: Tensor) -> None:
-        self._equal[reward.name] = self._equal[reward.name] + 1 if all_equal(score) else 0
+        self._equal[reward.name] += 1
+        if not all_equal(score):
+            self._equal[reward.name] = 0
         if self._equal[reward.name] >= _EQUAL_BATCHES:
             self._warn_once(
                 reward.name,

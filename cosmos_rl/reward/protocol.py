@@ -48,8 +48,12 @@ def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
     for entry in table.reward_fns:
         key = entry.score_key or _USUAL_KEYS.get(entry.name, entry.name)
         several = sum(other.name == entry.name for other in wanted) > 1
-        name = f"{entry.name}.{key}" if several else entry.name
-        asked.append(Asked(name, entry.name, key) if entry.weight != 0 else None)
+        if entry.weight == 0:
+            asked.append(None)
+        elif several:
+            asked.append(Asked(f"{entry.name}.{key}", entry.name, key))
+        else:
+            asked.append(Asked(entry.name, entry.name, key))
     return asked
 
 
@@ -134,7 +138,9 @@ def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
     scores = answer.get("scores")
     if not isinstance(scores, Mapping):
         return [str(answer.get("error") or "the service gave no scores and no reason")] * count
-    keys = [asked.score_key] if asked.score_key in scores else asked.score_key.split("+")
+    keys = [asked.score_key]
+    if asked.score_key not in scores:
+        keys = asked.score_key.split("+")
     unknown = [key for key in keys if key not in scores]
     if unknown:
         raise UserError(
@@ -148,7 +154,9 @@ def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
 
 def _read_column(values: object, count: int, errors: object) -> list[float | str]:
     if not isinstance(values, list) or len(values) != count:
-        have = f"{len(values)} scores" if isinstance(values, list) else "no list of scores"
+        have = "no list of scores"
+        if isinstance(values, list):
+            have = f"{len(values)} scores"
         return [f"the service gave {have} for {count} samples"] * count
     return [_read_one(value, row, errors) for row, value in enumerate(values)]
 
@@ -158,9 +166,15 @@ def _read_one(value: object, row: int, errors: object) -> float | str:
         return float(value)
     if isinstance(errors, Mapping) and errors.get(str(row)):
         return str(errors[str(row)])
-    return f"the service gave {'no score' if value is None else value}"
+    if value is None:
+        value = "no score"
+    return f"the service gave {value}"
 
 
 def _add_up(parts: Sequence[float | str]) -> float | str:
-    reason = next((part for part in parts if isinstance(part, str)), None)
-    return reason if reason is not None else sum(part for part in parts if not isinstance(part, str))
+    total = 0.0
+    for part in parts:
+        if isinstance(part, str):
+            return part
+        total += part
+    return total

@@ -104,8 +104,10 @@ class RemoteScorer:
                 found = []
                 for one in self._asked:
                     answer = answers[one.reward]
-                    lost = isinstance(answer, Lost)
-                    found.append([str(answer)] * len(rows) if lost else read_scores(answer, one, len(rows)))
+                    if isinstance(answer, Lost):
+                        found.append([str(answer)] * len(rows))
+                    else:
+                        found.append(read_scores(answer, one, len(rows)))
                 return found
             except Exception as error:  # wrong token, unknown reward: the next request would fare no better
                 self._failed = self._failed or error
@@ -137,7 +139,9 @@ class RemoteScorer:
 
     def _count_lost(self, answers: Answers) -> None:
         lost = [answer for answer in answers.values() if isinstance(answer, Lost)]
-        self._lost_in_a_row = self._lost_in_a_row + 1 if len(lost) == len(answers) else 0
+        self._lost_in_a_row += 1
+        if len(lost) < len(answers):
+            self._lost_in_a_row = 0
         if self._lost_in_a_row >= _BREAKER:
             raise UserError(
                 f"the reward service ({self._access.names['ENQUEUE_URL']}) has given no result for {_BREAKER} requests "

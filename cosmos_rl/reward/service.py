@@ -53,7 +53,9 @@ class ServiceClient:
     def __init__(self, access: Access, http: httpx.AsyncClient) -> None:
         self._access = access
         self._http = http
-        self._headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
+        self._headers: dict[str, str] = {}
+        if access.token:
+            self._headers["Authorization"] = f"Bearer {access.token}"
         self._can_wait = False
         self._in_trouble = False
 
@@ -89,11 +91,16 @@ class ServiceClient:
             Lost: it did not come in time, or never will.
             UserError: the service refuses to answer.
         """
-        headers = {**self._headers, **({"X-Lepton-Replica-Target": ticket.replica} if ticket.replica else {})}
+        headers = dict(self._headers)
+        if ticket.replica:
+            headers["X-Lepton-Replica-Target"] = ticket.replica
         tries, loop, pause = _Tries(until), asyncio.get_running_loop(), _FIRST_PAUSE_S
         while True:
-            wait = min(_LONGEST_WAIT_S, max(0.0, until - loop.time())) if self._can_wait else 0.0
-            form = {"uuid": ticket.uuid, "type": reward, **({"wait": f"{wait:.3f}"} if wait else {})}
+            wait, form = 0.0, {"uuid": ticket.uuid, "type": reward}
+            if self._can_wait:
+                wait = min(_LONGEST_WAIT_S, max(0.0, until - loop.time()))
+            if wait:
+                form["wait"] = f"{wait:.3f}"
             began = loop.time()
             answer = await self._post(
                 self._access.fetch_url, tries, data=form, headers=headers, timeout=httpx.Timeout(_PULL_S + wait)
@@ -145,7 +152,9 @@ class ServiceClient:
 
     def _note(self, tries: "_Tries", why: str, retry_after: str | None) -> None:
         tries.why = why
-        tries.asked_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
+        tries.asked_s = 0.0
+        if retry_after and retry_after.isdecimal():
+            tries.asked_s = float(retry_after)
         if not self._in_trouble:
             self._in_trouble = True
             logger.warning("reward service: %s; trying again", why)
@@ -174,7 +183,9 @@ class _Tries:
 
     @property
     def reason(self) -> str:
-        return f" (last error: {self.why})" if self.why else ""
+        if not self.why:
+            return ""
+        return f" (last error: {self.why})"
 
     async def pause(self) -> None:
         """Wait for the next try.
@@ -201,7 +212,9 @@ def _read_mapping(answer: httpx.Response) -> Mapping[str, Any]:
         found = json.loads(answer.content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return found
 
 
 def _read_error(answer: httpx.Response) -> str:
@@ -210,5 +223,7 @@ def _read_error(answer: httpx.Response) -> str:
     said = next((found[key] for key in ("error", "message", "detail") if found.get(key)), None)
     text = answer.text
     if said:
-        text = said if isinstance(said, str) else json.dumps(said)
+        text = said
+        if not isinstance(said, str):
+            text = json.dumps(said)
     return " ".join(text.split())[:300]

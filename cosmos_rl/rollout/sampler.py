@@ -197,10 +197,12 @@ def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
         media: ``[N, ...]``; uint8 counts as [0, 1].
         groups: ``N`` ids; a group of one sample is left out.
     """
-    stds = []
+    stds, scale = [], 1.0
+    if media.dtype == torch.uint8:
+        scale = 255.0
     for group in dict.fromkeys(groups):
         rows = media[[i for i, g in enumerate(groups) if g == group]]
         if len(rows) > 1:
-            value = rows.float() / (255.0 if media.dtype == torch.uint8 else 1.0)
+            value = rows.float() / scale
             stds.append(float(value.std(0, correction=0).mean()))
-    return sum(stds) / len(stds) if stds else 0.0
+    return sum(stds) / max(len(stds), 1)

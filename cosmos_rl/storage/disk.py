@@ -79,7 +79,9 @@ def find_missing_abilities(folder: Path) -> list[str]:
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(f"{folder}: {error.strerror}; {_free(folder)}") from None
-        what = f"{error.filename}: " if error.filename else ""
+        what = ""
+        if error.filename:
+            what = f"{error.filename}: "
         raise UserError(
             f"{folder}: this disk cannot hold a run: {what}{error.strerror or error}; choose another train.output_dir"
         ) from None

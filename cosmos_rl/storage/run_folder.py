@@ -112,13 +112,17 @@ def find_free_timestamp(output_dir: Path) -> datetime.datetime:
     """Now in UTC; where the clock was set back, the second after the newest run began."""
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     found = find_newest_run(output_dir)
-    return now if found is None else max(now, _read_start(found)[0] + datetime.timedelta(seconds=1))
+    if found is None:
+        return now
+    return max(now, _read_start(found)[0] + datetime.timedelta(seconds=1))
 
 
 def find_newest_run(output_dir: Path) -> RunFolder | None:
     """The run that was started last, or None."""
     found = list_runs(output_dir)
-    return found[-1] if found else None
+    if not found:
+        return None
+    return found[-1]
 
 
 def find_run(path: Path) -> RunFolder:
@@ -133,7 +137,9 @@ def find_run(path: Path) -> RunFolder:
         return here
     run = find_newest_run(path)
     if run is None:
-        holds = "holds no run" if path.is_dir() else "does not exist"
+        holds = "does not exist"
+        if path.is_dir():
+            holds = "holds no run"
         raise UserError(f"{path} {holds}: give <output_dir>/<timestamp>, or <output_dir> for its newest run")
     return run
 
@@ -224,7 +230,9 @@ def _claim(output_dir: Path, timestamp: str) -> Path:
 
 def check_links(output_dir: Path, run: RunFolder | None = None) -> None:
     """Raise `UserError` that names everything which stands where links of the output folder and of `run` belong."""
-    links = [output_dir / name for name in _LINKED] + ([] if run is None else [run.root / "best"])
+    links = [output_dir / name for name in _LINKED]
+    if run is not None:
+        links.append(run.root / "best")
     real = [str(link) for link in links if link.exists() and not link.is_symlink()]
     if len(real) == 1:
         raise UserError(

@@ -50,7 +50,9 @@ def start_loggers(config: Config, run: RunFolder, start: int, functions: Sequenc
     """
     table = config.logging
     require_installed(table.logger)
-    run_name = f"{table.experiment_name}/{run.name}" if table.experiment_name else str(run.root)
+    run_name = str(run.root)
+    if table.experiment_name:
+        run_name = f"{table.experiment_name}/{run.name}"
     about = TrackedRun(
         run.root, table.project_name, table.group_name, run_name, run.name, config.model_dump(mode="json"), start
     )

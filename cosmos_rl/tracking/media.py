@@ -49,7 +49,9 @@ def slugify(text: str) -> str:
 def build_caption(shown: Shown) -> str:
     """The first 100 characters of the prompt, and the total score where there is one: ``a cat | avg: 0.8125``."""
     prompt, total = shown.prompt[:MAX_CAPTION_CHARS], _finite(shown.scores.get(TOTAL))
-    return prompt if total is None else f"{prompt} | avg: {total:.4g}"
+    if total is None:
+        return prompt
+    return f"{prompt} | avg: {total:.4g}"
 
 
 def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN) -> list[Path]:
@@ -86,9 +88,8 @@ def pick_best_and_worst(
         count: rows wanted of each kind.
     """
     totals: list[float] = total_N.tolist()
-    groups = (
-        groups if isinstance(groups, Sequence) else groups.tolist()
-    )  # elements of a tensor never compare equal as keys
+    if not isinstance(groups, Sequence):
+        groups = groups.tolist()  # elements of a tensor never compare equal as keys
     scored = [row for row, total in enumerate(totals) if not math.isnan(total)]
     best = _one_per_group(sorted(scored, key=lambda row: -totals[row]), groups)[: min(count, (len(scored) + 1) // 2)]
     rest = sorted((row for row in scored if row not in set(best)), key=lambda row: totals[row])
@@ -112,4 +113,6 @@ def _build_row(name: str, one: Shown) -> dict[str, object]:
 
 def _finite(score: float | None) -> float | None:
     """JSON has no NaN, and neither NaN nor infinity is a score."""
-    return float(score) if score is not None and math.isfinite(score) else None
+    if score is None or not math.isfinite(score):
+        return None
+    return float(score)

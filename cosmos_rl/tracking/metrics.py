@@ -42,7 +42,9 @@ class MetricsFile:
 
 def _finite_or_none(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for both."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _parse_line(line: str | bytes) -> dict[str, Any] | None:
@@ -57,7 +59,9 @@ def _parse_line(line: str | bytes) -> dict[str, Any] | None:
 def _read_step(line: bytes) -> float:
     """The step of a line; infinity for one that is not whole."""
     row = _parse_line(line)
-    return float("inf") if row is None else row["step"]
+    if row is None:
+        return math.inf
+    return row["step"]
 
 
 def _read_lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

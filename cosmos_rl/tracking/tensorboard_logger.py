@@ -16,9 +16,10 @@ class TensorboardLogger:
 
     def __init__(self, about: TrackedRun) -> None:
         """Open a new event file."""
-        self._writer = SummaryWriter(
-            str(about.folder / "tensorboard"), purge_step=about.start + 1 if about.start else None
-        )
+        purge_step = None
+        if about.start:
+            purge_step = about.start + 1
+        self._writer = SummaryWriter(str(about.folder / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The numbers of one step as scalars; tensorboard takes nothing else."""

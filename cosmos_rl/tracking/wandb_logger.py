@@ -68,7 +68,7 @@ def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        path = Path(name).expanduser() if name else None
-        if path is not None and path.is_file() and "wandb" in path.read_text(errors="replace", encoding="utf-8"):
+        path = Path(name or "").expanduser()
+        if path.is_file() and "wandb" in path.read_text(errors="replace", encoding="utf-8"):
             return True
     return False

@@ -351,7 +351,7 @@ def test_check_model_prints_facts(tiny_sd3: Path, tmp_path: Path, monkeypatch: A
     assert main(["check-model", str(tiny_sd3), "--max-prompt-length", "16", "--size", "32", "64"]) == 0
     printed = capsys.readouterr().out
     assert "passed  velocity() repeats the loop's, bit for bit" in printed
-    for line in ("checked at             32 x 64", "guidance                guidance_scale: one batch; off at 1"):
+    for line in ("checked at              32 x 64", "guidance                guidance_scale: one batch; off at 1"):
         assert line in printed
     assert list((tmp_path / "facts").glob("*.json"))
 

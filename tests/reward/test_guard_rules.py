@@ -179,7 +179,7 @@ def test_all_rules_together_alarm_in_less_than_one_of_a_hundred_unchanged_runs()
 @pytest.mark.parametrize(
     ("samples", "fall", "seen"), [(16, 1.0, True), (64, 0.5, True), (64, 0.2, False), (1024, 0.35, True)]
 )
-def test_a_fall_in_units_of_the_diversity_is_found(samples: int, fall: float, seen: bool) -> None:
+def test_a_fall_in_standard_deviations_is_found(samples: int, fall: float, seen: bool) -> None:
     rng = np.random.default_rng(1)
     first = rng.normal(0.0, 1.0, samples)
     first = 2.0 * (first - first.mean()) / first.std() - 3.0

@@ -219,7 +219,7 @@ def test_a_fine_tuning_run_shows_losses_and_images_without_scores(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("age_s", "state"),
-    [(5, "Still going: 30 of 300 steps"), (4000, "Not finished, and nothing was written for a while: 30 of 300 steps")],
+    [(5, "In progress: 30 of 300 steps"), (4000, "Not finished, and nothing was written for a while: 30 of 300 steps")],
 )
 def test_a_run_that_is_not_at_its_end_says_so(tmp_path: Path, age_s: float, state: str) -> None:
     root = write_nft_run(tmp_path / "run", steps=30, wanted=300)

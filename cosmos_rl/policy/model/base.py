@@ -55,7 +55,7 @@ class ModelRegistry:
             hint = difflib.get_close_matches(pipeline_class, cls._models, n=1)
             raise UserError(
                 f"no model is registered for the pipeline class {pipeline_class!r}"
-                + (f"; did you mean {hint[0]!r}?" if hint else "")
+                + "".join(f"; did you mean {name!r}?" for name in hint)
                 + f" Registered: {known}. docs/new-model.md shows how to add one."
                 + "".join(f"\n  {line}" for line in broken)
             )

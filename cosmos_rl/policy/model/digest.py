@@ -22,7 +22,8 @@ def pipeline_digest(name: str, revision: str | None) -> str | None:
     digest = hashlib.sha256(_read_settings(folder / "model_index.json"))
     for file in _files(folder):
         digest.update(f"\n{file.relative_to(folder).as_posix()}\n".encode())
-        digest.update(_read_settings(file) if file.suffix == ".json" else _read_ends(file))
+        read = {".json": _read_settings}.get(file.suffix, _read_ends)
+        digest.update(read(file))
     return digest.hexdigest()[:16]
 
 
@@ -35,7 +36,9 @@ def _find_folder(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache  # late: only a hub name needs it
 
     found = try_to_load_from_cache(name, "model_index.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return Path(found).parent
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -58,7 +58,9 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     transformer.requires_grad_(False)
     names = [name for name, _ in transformer.named_modules()]
     _check_config(config, names)
-    targets = list_linear_names(transformer) if config.target_modules == "all-linear" else list(config.target_modules)
+    targets = list(config.target_modules)
+    if config.target_modules == "all-linear":
+        targets = list_linear_names(transformer)
     check_targets(targets, list_layer_names(transformer))
     peft_config = {
         "r": config.r,
@@ -145,7 +147,9 @@ def fold_weights(transformer: Any, adapter: str) -> Iterator[tuple[str, torch.Te
     """
     factors = scales(transformer, adapter)
     for key, value in adapter_state(transformer, adapter).items():
-        yield key, value.detach() * factors[key.removesuffix(_UP)] if key.endswith(_UP) else value
+        if key.endswith(_UP):
+            value = value.detach() * factors[key.removesuffix(_UP)]
+        yield key, value
 
 
 def fold_config(peft_config: Any) -> dict[str, Any]:
@@ -162,14 +166,10 @@ def adapter_file(path: str) -> Path:
         UserError: nothing there.
     """
     location = Path(path).expanduser()
-    tries = (
-        [location]
-        if location.suffix == ".safetensors"
-        else [
-            location / name
-            for name in ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-        ]
-    )
+    tries = [location]
+    if location.suffix != ".safetensors":
+        names = ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+        tries = [location / name for name in names]
     for candidate in tries:
         if candidate.is_file():
             return candidate
@@ -196,16 +196,24 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
         if weights[key].shape != own[key].shape
     ]
     if problems:
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        more = ""
+        if len(problems) > 10:
+            more = f"\n  and {len(problems) - 10} more"
         raise UserError(
             f"policy.lora.lora_path: {file} does not fit policy.lora (r, target_modules, patterns):\n"
             + "\n".join(problems[:10])
             + more
         )
-    factors = scales(transformer, adapter) if folded else {}
+    factors: dict[str, float] = {}
+    if folded:
+        factors = scales(transformer, adapter)
     for key, value in own.items():
-        factor = factors.get(key.removesuffix(_UP), 1.0) if key.endswith(_UP) else 1.0
-        copy_full(value, weights[key] if factor == 1.0 else weights[key].float() / factor)
+        weight, factor = weights[key], 1.0
+        if key.endswith(_UP):
+            factor = factors.get(key.removesuffix(_UP), 1.0)
+        if factor != 1.0:
+            weight = weight.float() / factor
+        copy_full(value, weight)
 
 
 def _plain_key(key: str) -> str:
@@ -217,7 +225,9 @@ def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if METADATA_KEY in metadata:
         return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
     sidecar = file.parent / "adapter_config.json"
-    return json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else {}
+    if not sidecar.is_file():
+        return {}
+    return json.loads(sidecar.read_text(encoding="utf-8"))
 
 
 def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> bool:

@@ -59,7 +59,9 @@ class AdapterPolicies:
         self._old_params: dict[str, Tensor] = {}
         if old is not None:
             self._old_params = {n: named[n.replace(f".{trained}.", f".{old}.")] for n in self._default_params}
-        self._reference = {n: p.detach().clone() for n, p in self._default_params.items()} if copy_reference else {}
+        self._reference: dict[str, Tensor] = {}
+        if copy_reference:
+            self._reference = {n: p.detach().clone() for n, p in self._default_params.items()}
         self.old_equals_current = False
         self.update_old(0.0)
 

@@ -51,8 +51,6 @@ def find_base(keys: Sequence[str]) -> str | None:
     if len(blocks) >= _LARGE_BLOCKS:
         return "stabilityai/stable-diffusion-3.5-large"
     two_attentions = any("x_block.attn2." in key or ".attn2." in key for key in keys)
-    return (
-        "stabilityai/stable-diffusion-3.5-medium"
-        if two_attentions
-        else "stabilityai/stable-diffusion-3-medium-diffusers"
-    )
+    if two_attentions:
+        return "stabilityai/stable-diffusion-3.5-medium"
+    return "stabilityai/stable-diffusion-3-medium-diffusers"

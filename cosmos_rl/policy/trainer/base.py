@@ -123,4 +123,6 @@ class TaskBase(abc.ABC):
 def count_steps(steps_per_epoch: int, config: Config) -> int:
     """Steps of the whole run: all epochs, or fewer where ``train.max_num_steps`` ends it."""
     steps = steps_per_epoch * config.train.epoch
-    return steps if config.train.max_num_steps is None else min(steps, config.train.max_num_steps)
+    if config.train.max_num_steps is None:
+        return steps
+    return min(steps, config.train.max_num_steps)

@@ -43,7 +43,9 @@ def optimizer_batches(
     A pass that is one batch keeps the order, so that samples stay where they were made; else each pass is shuffled.
     """
     batches: list[list[int]] = []
-    for number in range(passes if kept else 0):
+    if not kept:
+        return batches
+    for number in range(passes):
         order = list(kept)
         if size is not None and size < len(order):
             generator = randomness.generator(seed, f"{purpose}/order", step, number)

@@ -63,7 +63,9 @@ class TrainLoop:
         self._custom_loggers = custom_loggers
         self._hooks = hooks
         self._stop = stop
-        self._metrics = MetricsFile(run.metrics) if context.is_main else None
+        self._metrics: MetricsFile | None = None
+        if context.is_main:
+            self._metrics = MetricsFile(run.metrics)
         self._trackers: list[MetricLogger] = []
         ckpt = config.train.ckpt
         self._manager = CheckpointManager(
@@ -141,7 +143,9 @@ class TrainLoop:
         """
         self._manager.wait()
         # only the main rank has waited until the last one was whole
-        saved = list_whole_steps(self._run.checkpoints) if self._context.is_main else []
+        saved: list[int] = []
+        if self._context.is_main:
+            saved = list_whole_steps(self._run.checkpoints)
         newest = max((step for step in saved if step <= alarm.good_step), default=0)
         good = int(self._context.max_over_ranks([float(newest)])[0])
         if alarm.action == "stop" or good == 0:
@@ -149,8 +153,9 @@ class TrainLoop:
             self._manager.wait()
             if self._context.is_main:
                 self._report()
-            there = f"The newest checkpoint up to it is step {good}." if good else ""
-            kept = there or "There is no checkpoint up to it."
+            kept = "There is no checkpoint up to it."
+            if good:
+                kept = f"The newest checkpoint up to it is step {good}."
             raise TrainingStoppedError(
                 f"stopped by the guard against reward hacking at {alarm.text}\n  No alarm up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. A larger train.train_policy.kl_beta or a "
@@ -181,7 +186,9 @@ class TrainLoop:
         if refusal is Refusal.OVERFLOW:  # it ends by itself: the loss scale is lowered each time, a few times at most
             logger.info(f"Step {done}: a float16 gradient overflowed and is not applied; the loss scale is lowered")
             return
-        self._skipped_in_a_row = 0 if refusal is None else self._skipped_in_a_row + 1
+        self._skipped_in_a_row += 1
+        if refusal is None:
+            self._skipped_in_a_row = 0
         if refusal is None:
             return
         limit, count = self._config.train.max_nonfinite_steps, self._skipped_in_a_row
@@ -216,7 +223,9 @@ class TrainLoop:
         ckpt = self._config.train.ckpt
         last = done == self._task.total_steps
         self._manager.wait()  # first, so that the copies of two exports are never there at once
-        export = self._prepare_export_of(done) if ckpt.export_safetensors or last else None
+        export = None
+        if ckpt.export_safetensors or last:
+            export = self._prepare_export_of(done)
         state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
@@ -263,7 +272,9 @@ class TrainLoop:
             self._manager.save(SaveJob(total, None, {}, self._prepare_export_of(total), best=self._is_best(total)))
         self._manager.wait()
         train = self._config.train
-        limit = "max_num_steps" if train.max_num_steps == total else "epoch"
+        limit = "epoch"
+        if train.max_num_steps == total:
+            limit = "max_num_steps"
         logger.info(
             f"Finished after {total} steps (train.{limit} = {getattr(train, limit)}). Result: {folder.absolute()}"
         )
@@ -272,7 +283,9 @@ class TrainLoop:
 
     def _publish(self, folder: Path, step: int) -> None:
         """Describe export and run, and upload the export if wanted. Other ranks do not wait for the network."""
-        export = folder / "lora" if (folder / "lora").is_dir() else folder
+        export = folder
+        if (folder / "lora").is_dir():
+            export = folder / "lora"
         describe = functools.partial(write_card, export, self._config, self._run.media, step=step)
         describe()
         self._report()
@@ -330,7 +343,10 @@ class TrainLoop:
     def _extra_tensors(self) -> Mapping[str, Mapping[str, Any]]:
         """Named tensors other than the trained weights: the EMA's and the task's own."""
         ema = self._task.ema
-        return {**({} if ema is None else {"ema": ema.shadow}), **self._task.extra_tensors()}
+        tensors: dict[str, Mapping[str, Any]] = {}
+        if ema is not None:
+            tensors["ema"] = ema.shadow
+        return tensors | dict(self._task.extra_tensors())
 
     # ---- validation and logging --------------------------------------------------------------------------------
 

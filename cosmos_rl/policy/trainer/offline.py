@@ -1,6 +1,5 @@
 """What can be done with a finished run without training on."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from cosmos_rl.checkpoint.state import restore
@@ -29,7 +28,11 @@ def export_checkpoint(policy: Path, out: Path) -> Path:
     model: DiffuserModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
     params = model.trainable_parameters()
     ema = build_ema(params, config.train)
-    restore(policy, params, None, {} if ema is None else {"ema": ema.shadow})
-    with ema.average_parameters() if ema is not None else nullcontext():
+    if ema is None:
+        restore(policy, params, None, {})
+        prepare_export(model)(out)
+        return out
+    restore(policy, params, None, {"ema": ema.shadow})
+    with ema.average_parameters():
         prepare_export(model)(out)
     return out

@@ -34,7 +34,9 @@ def record_profile(config: ProfilerConfig, folder: Path, context: Context, start
         folder.mkdir(parents=True, exist_ok=True)
         trace = folder / f"{name}.json"
         profiler.export_chrome_trace(str(trace))
-        by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        by = "self_cpu_time_total"
+        if on_gpu:
+            by = "self_device_time_total"
         with _deep_recursion():
             averages = profiler.key_averages(group_by_input_shape=window.record_shape)
         (folder / f"{name}.txt").write_text(averages.table(sort_by=by, row_limit=_TABLE_ROWS) + "\n", encoding="utf-8")
@@ -42,7 +44,9 @@ def record_profile(config: ProfilerConfig, folder: Path, context: Context, start
         logger.info(f"profiler: {trace} and {name}.txt written")
 
     steps = schedule(wait=window.wait_steps, warmup=window.warmup_steps, active=window.active_steps, repeat=1)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
     with profile(
         activities=activities,
         schedule=steps,

@@ -56,7 +56,9 @@ _ELSEWHERE_TABLES = (
 
 def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a resumed run must have in common with its checkpoint: the task's own, base model and adapter."""
-    model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision) if context.is_main else None
+    model = None
+    if context.is_main:
+        model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision)
     found = {**task, "base model (digest of its files)": context.broadcast_from_main(model or "") or None}
     lora, job = config.policy.lora, config.train.train_policy
     if lora is not None:
@@ -64,7 +66,9 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
         if lora.target_modules != "all-linear":
             found["policy.lora.target_modules"] = sorted(set(lora.target_modules))  # their order means nothing
     if isinstance(job, GrpoPolicyConfig) and job.data_term.beta > 0:
-        pairs = digest_pairs(scan_pairs(Path(job.data_term.local_dir).expanduser())[0]) if context.is_main else ""
+        pairs = ""
+        if context.is_main:
+            pairs = digest_pairs(scan_pairs(Path(job.data_term.local_dir).expanduser())[0])
         found["train.train_policy.data_term (digest of names and captions)"] = context.broadcast_from_main(pairs)
     return _to_json_values(found)
 

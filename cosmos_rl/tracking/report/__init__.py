@@ -66,4 +66,6 @@ def page(record: Record) -> str:
 
 def _warnings(record: Record) -> str:
     found = "".join(f"<li>{escape(text)}</li>" for text in warnings(record))
-    return f'<section id="warnings" role="alert"><h2>Warnings</h2><ul>{found}</ul></section>' if found else ""
+    if not found:
+        return ""
+    return f'<section id="warnings" role="alert"><h2>Warnings</h2><ul>{found}</ul></section>'

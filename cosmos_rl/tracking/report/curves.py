@@ -72,9 +72,10 @@ class Charts:
         limit = read_limit(self._record, key)
         if limit is not None:
             return self._figure(measure(key).title, [key], [Limit("limit", limit)])
-        return self._figure(
-            measure(key).title, [key], [Limit("as at the start", 1.0, "start")] if key.endswith("_ratio") else []
-        )
+        limits = []
+        if key.endswith("_ratio"):
+            limits.append(Limit("as at the start", 1.0, "start"))
+        return self._figure(measure(key).title, [key], limits)
 
     def _figure(
         self,
@@ -120,6 +121,9 @@ def _grid(title: str, figures: Sequence[str], about: str = "") -> str:
     figures = [figure for figure in figures if figure]
     if not figures:
         return ""
-    head = f"<h2>{title}</h2>" if title else ""
-    text = f"<p>{about}</p>" if about else ""
+    head = text = ""
+    if title:
+        head = f"<h2>{title}</h2>"
+    if about:
+        text = f"<p>{about}</p>"
     return f'<section>{head}{text}<div class="charts">{"".join(figures)}</div></section>'

@@ -39,7 +39,9 @@ def pair_galleries(record: Record) -> Pairs | None:
     both = [(one, later[one.key]) for one in galleries[first] if one.key in later]
     shown = pick_first_of_each_prompt(galleries[first], lambda one: one.key in later, _PAIRS)
     scored = [(a.total, b.total) for a, b in both if a.total is not None and b.total is not None]
-    means = (_mean([a for a, _ in scored]), _mean([b for _, b in scored])) if scored else None
+    means = None
+    if scored:
+        means = (_mean([a for a, _ in scored]), _mean([b for _, b in scored]))
     return Pairs(first, last, [(one, later[one.key]) for one in shown], len(both), len(scored), means)
 
 
@@ -57,8 +59,11 @@ class Images:
 
     def placed(self) -> list[Placed]:
         """All images with their sizes, as often as they are shown."""
-        found = [_pair(one) for both in (self.pairs.pairs if self.pairs else ()) for one in both]
-        found += [_pair(one) for one in (self.only[1] if self.only else ())]
+        found: list[Placed] = []
+        if self.pairs:
+            found += [_pair(one) for both in self.pairs.pairs for one in both]
+        if self.only:
+            found += [_pair(one) for one in self.only[1]]
         found += [_small(one) for _, columns in self.strip for _, one in columns]
         groups = self.extremes[1] if self.extremes else {}
         return found + [_extreme(one) for gallery in groups.values() for one in gallery]
@@ -77,7 +82,9 @@ def choose_images(record: Record) -> Images:
 def render_pairs(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
     """Before and after, side by side; a run that is not finished has no after."""
     from_start = pairs.first_step == 0
-    began, ended = ("before", "after") if from_start else ("first", "last")
+    began, ended = "first", "last"
+    if from_start:
+        began, ended = "before", "after"
     if not finished:
         ended = "now"
     cards = [
@@ -89,7 +96,9 @@ def render_pairs(pairs: Pairs, inliner: Inliner, *, finished: bool) -> str:
     heading = f"<h2>{began.capitalize()} and {ended}</h2>"
     if not cards:
         return f"<section>{heading}<p>The first and the last gallery have no prompt and noise in common.</p></section>"
-    which = f"the first {len(cards)} of {pairs.in_all} images" if len(cards) < pairs.in_all else "all images"
+    which = "all images"
+    if len(cards) < pairs.in_all:
+        which = f"the first {len(cards)} of {pairs.in_all} images"
     about = (
         "Each pair has the same prompt and the same starting noise; only the training between step "
         f"{pairs.first_step} and step {pairs.last_step} differs. Not hand-picked: {which}."
@@ -176,7 +185,9 @@ def _card(inliner: Inliner, placed: Placed, one: Entry) -> str:
 
 
 def _image(inliner: Inliner, placed: Placed, one: Entry, label: str) -> str:
-    total = f'<b class="score">{_score(one.total)}</b>' if TOTAL in one.scores else ""
+    total = ""
+    if TOTAL in one.scores:
+        total = f'<b class="score">{_score(one.total)}</b>'
     text = f"<span>{label}</span> {total}"
     return f'<div class="image">{inliner.tag(placed, one.prompt)}<div class="under">{text}</div></div>'
 
@@ -186,7 +197,9 @@ def _prompt(one: Entry) -> str:
 
 
 def _score(score: float | None) -> str:
-    return "missing" if score is None else format_number(score, 3)
+    if score is None:
+        return "missing"
+    return format_number(score, 3)
 
 
 def _pair(one: Entry) -> Placed:

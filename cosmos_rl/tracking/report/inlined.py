@@ -43,7 +43,9 @@ class Inliner:
         uri = self._found[placed]
         if uri is None:
             return '<span class="missing">image missing</span>'
-        sharp = ' class="sharp"' if uri.startswith("data:image/png") else ""
+        sharp = ""
+        if uri.startswith("data:image/png"):
+            sharp = ' class="sharp"'
         return f'<img{sharp} src="{uri}" alt="{escape(alt, 120)}">'
 
 
@@ -77,7 +79,9 @@ def _harmless(character: str) -> str:
         return character
     if character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069":
         return ""
-    return "\ufffd" if unicodedata.category(character) in ("Cc", "Cs") else character
+    if unicodedata.category(character) in ("Cc", "Cs"):
+        return "\ufffd"
+    return character
 
 
 def _uri(image: Image.Image, kind: str, **options: int) -> str:

@@ -74,7 +74,9 @@ def list_reward_names(record: Record) -> list[str]:
             found[match[1]] = None
     listed = record.setting("train.train_policy.remote_reward.reward_fns") or []
     remote = record.setting("train.train_policy.use_remote_reward")
-    return list(found) or ([fn["name"] for fn in listed] if remote else [])
+    if not found and remote:
+        return [fn["name"] for fn in listed]
+    return list(found)
 
 
 def list_main_keys(record: Record) -> list[str]:
@@ -97,7 +99,9 @@ def is_guarded(key: str) -> bool:
 def read_limit(record: Record, key: str) -> float | None:
     """The value that ``key`` should not cross, as it was recorded last."""
     ends = record.series(key + LIMIT).ends
-    return ends[1][1] if ends else None
+    if not ends:
+        return None
+    return ends[1][1]
 
 
 def warnings(record: Record) -> list[str]:
@@ -132,11 +136,12 @@ def _describe_crossing(record: Record, key: str) -> list[str]:
     limit, known = read_limit(record, key), record.series(key).known
     if limit is None or not known:
         return []
-    began_below = known[0][1] <= limit
-    beyond = [step for step, value in known if (value > limit if began_below else value < limit)]
+    how, sign = "below", -1.0
+    if known[0][1] <= limit:
+        how, sign = "above", 1.0
+    beyond = [step for step, value in known if sign * (value - limit) > 0]
     if not beyond:
         return []
-    how = "above" if began_below else "below"
     last = format_number(known[-1][1])
     title, limit_text = measure(key).title, format_number(limit)
     return [f"{title}: {how} its limit {limit_text} at {_list_steps(beyond)}; the last value is {last}."]
@@ -151,4 +156,7 @@ def _list_steps(steps: Sequence[int]) -> str:
 
 def format_change(first: float, last: float) -> str:
     """The difference with its sign."""
-    return f"{'+' if last >= first else ''}{format_number(last - first)}"
+    sign = ""
+    if last >= first:
+        sign = "+"
+    return f"{sign}{format_number(last - first)}"

@@ -124,7 +124,9 @@ class Record:
             return None
         step = max(folders)
         lora = folders[step] / "lora"
-        return step, lora if lora.is_dir() else folders[step]
+        if lora.is_dir():
+            return step, lora
+        return step, folders[step]
 
     @cached_property
     def _columns(self) -> Mapping[str, Series]:
@@ -157,26 +159,35 @@ class Record:
         """The value of a configuration key, None when it is not set."""
         value: Any = self.config
         for name in dotted.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(name)
         return value
 
 
 def read_record(root: Path) -> Record:
     """Everything that the run folder ``root`` has by now; what is not there yet is empty."""
     run = RunFolder(root)
-    described = run if run.config.is_file() else RunFolder(run.next)  # a command that has not begun to train
-    config_text = described.config.read_text(encoding="utf-8") if described.config.is_file() else ""
-    exists = run.metrics.is_file()
-    by_step = {row["step"]: row for row in (read_metrics(run.metrics) if exists else [])}
+    described, config_text = run, ""
+    if not run.config.is_file():
+        described = RunFolder(run.next)  # a command that has not begun to train
+    if described.config.is_file():
+        config_text = described.config.read_text(encoding="utf-8")
+    started, by_step, age_s = {}, {}, math.inf
+    if described.run_json.is_file():
+        started = json.loads(described.run_json.read_text(encoding="utf-8"))
+    if run.metrics.is_file():
+        by_step = {row["step"]: row for row in read_metrics(run.metrics)}
+        age_s = time.time() - run.metrics.stat().st_mtime
     return Record(
         root=root,
         config=tomllib.loads(config_text),
         config_text=config_text,
-        started=json.loads(described.run_json.read_text(encoding="utf-8")) if described.run_json.is_file() else {},
+        started=started,
         rows=[by_step[step] for step in sorted(by_step)],
         validation=_galleries(run.media / "validation"),
         rollout=_galleries(run.media / "rollout"),
-        age_s=time.time() - run.metrics.stat().st_mtime if exists else float("inf"),
+        age_s=age_s,
     )
 
 
@@ -211,7 +222,7 @@ def _galleries(folder: Path) -> dict[int, Gallery]:
 
 def _step_folders(folder: Path) -> dict[int, Path]:
     """Step -> ``step_<N>``; staging folders are hidden and never listed."""
-    entries = folder.iterdir() if folder.is_dir() else ()
+    entries = folder.glob("step_*")
     matches = ((re.fullmatch(r"step_(\d+)", entry.name), entry) for entry in entries)
     return {int(match[1]): entry for match, entry in matches if match}
 

@@ -47,7 +47,9 @@ def format_number(value: float, digits: int = 4) -> str:
     if size >= 1e13 or 0 < size < 1e-3:
         figure, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{figure.rstrip('0').rstrip('.')}e{int(power)}"
-    return f"{value:.{digits}g}" if value else "0"
+    if not value:
+        return "0"
+    return f"{value:.{digits}g}"
 
 
 def draw_chart(
@@ -229,4 +231,6 @@ def _pieces(values: Sequence[float | None]) -> list[list[int]]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    if not known:
+        return None
+    return sum(known) / len(known)

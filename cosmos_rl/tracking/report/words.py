@@ -30,17 +30,24 @@ def describe_training(record: Record) -> str:
         return "No configuration yet: this run has not begun."
     model = _last_name(record.setting("policy.model_name_or_path")) or "a model"
     rank = record.setting("policy.lora.r")
-    part = f"a LoRA adapter (rank {rank}) for" if rank else "all weights of"
+    part = "all weights of"
+    if rank:
+        part = f"a LoRA adapter (rank {rank}) for"
     data = _data(record)
     kind = record.setting("train.train_policy.type")
     if kind == "sft":
-        on = f" on the captioned images of <b>{escape(data)}</b>" if data else ""
+        on = ""
+        if data:
+            on = f" on the captioned images of <b>{escape(data)}</b>"
         return f"Fine-tuning of {part} <b>{escape(model)}</b>{on}."
     trainer = str(record.setting("train.train_policy.trainer_type") or kind or "")
     how = _ALGORITHMS.get(trainer, trainer)
-    on = f", with the prompts of <b>{escape(data)}</b>" if data else ""
+    on = goal = ""
+    if data:
+        on = f", with the prompts of <b>{escape(data)}</b>"
     names = [f"<b>{escape(name)}</b>" for name in list_reward_names(record)]
-    goal = f", rewarded by {_join_names(names)}" if names else ""
+    if names:
+        goal = f", rewarded by {_join_names(names)}"
     return f"Reinforcement learning ({escape(how)}) of {part} <b>{escape(model)}</b>{on}{goal}."
 
 
@@ -49,10 +56,14 @@ def describe_end(record: Record, now: str) -> str:
     wanted, time = record.wanted_steps, format_duration(record.seconds)
     if record.steps == 0:
         return f"No step is done yet (as of {escape(now)})."
-    of = f" of {wanted}" if wanted is not None else ""
+    of = ""
+    if wanted is not None:
+        of = f" of {wanted}"
     if record.finished:
         return f"Finished: {record.steps} steps in {time}."
-    state = "Still going" if record.in_progress else "Not finished, and nothing was written for a while"
+    state = "Not finished, and nothing was written for a while"
+    if record.in_progress:
+        state = "In progress"
     return f"{state}: {record.steps}{of} steps in {time} (as of {escape(now)})."
 
 
@@ -65,7 +76,9 @@ def render_tiles(record: Record, pairs: Pairs | None) -> str:
     found = [_tile(record, key) for key in keys[:3]]
     if pairs and pairs.means and not rewards:
         found.insert(0, _change_tile("Mean score of the images", *pairs.means, 1))
-    return f'<div class="tiles">{"".join(found)}</div>' if found else ""
+    if not found:
+        return ""
+    return f'<div class="tiles">{"".join(found)}</div>'
 
 
 def render_key_numbers(record: Record) -> str:
@@ -76,10 +89,13 @@ def render_key_numbers(record: Record) -> str:
         if ends is None:
             continue
         (first_step, first), (last_step, last) = ends
-        unit = f" {about.unit}" if about.unit else ""
+        unit = f" {about.unit}".rstrip()
         limit = read_limit(record, key)
-        note = f" (limit {format_number(limit)})" if limit is not None else ""
-        change = "" if first_step == last_step else format_change(first, last)
+        note = change = ""
+        if limit is not None:
+            note = f" (limit {format_number(limit)})"
+        if first_step != last_step:
+            change = format_change(first, last)
         rows.append(
             f'<tr data-key="{escape(key)}"><th>{escape(about.title)}{note} <code>{escape(key)}</code></th>'
             f"<td>{format_number(first)}{unit} <small>step {first_step}</small></td>"
@@ -102,12 +118,16 @@ def render_usage(record: Record) -> str:
         return "<section><h2>Use the result</h2><p>Nothing is exported yet.</p></section>"
     step, folder = export
     location = str(folder.absolute())
-    root = folder.parent if folder.name == "lora" else folder
+    root = folder
+    if folder.name == "lora":
+        root = folder.parent
     command = f'cosmos-rl sample "{root.absolute()}" "a prompt" --out samples'
     code = _read_card_snippet(folder / "README.md")
     code = code.replace("path/to/this/folder", location)
     code = code.replace("path/to/the/base", record.setting("policy.model_name_or_path") or "path/to/the/base")
-    snippet = f"<p>In Python:</p><pre>{escape(code)}</pre>" if code else ""
+    snippet = ""
+    if code:
+        snippet = f"<p>In Python:</p><pre>{escape(code)}</pre>"
     return (
         f'<section id="use"><h2>Use the result</h2><p>The model after step {step}: <code>{escape(location)}</code></p>'
         f"<pre>{escape(command)}</pre>{snippet}</section>"
@@ -122,17 +142,20 @@ def render_provenance(record: Record) -> str:
         "Run": record.root.name,
         "Started": about.get("started"),
         "Seed": about.get("seed", record.setting("train.seed")),
-        "Command": shlex.join(_mask_arguments(about["argv"])) if about.get("argv") else None,
+        "Command": shlex.join(_mask_arguments(about.get("argv", []))) or None,
         "Resumed from": about.get("resumed_from"),
         "Earlier commands on this run": len(about.get("earlier", [])) or None,
         "Commit": about.get("git_commit"),
         "Versions": versions or None,
     }
     body = "".join(f"<tr><th>{name}</th><td>{escape(v)}</td></tr>" for name, v in rows.items() if v is not None)
-    toml = f"<details><summary>Configuration</summary><pre>{escape(mask_secrets(record.config_text))}</pre></details>"
+    toml = ""
+    if record.config_text:
+        text = escape(mask_secrets(record.config_text))
+        toml = f"<details><summary>Configuration</summary><pre>{text}</pre></details>"
     return (
         f'<section id="made"><h2>How it was made</h2><div class="wide"><table class="plain">{body}</table></div>'
-        f"{toml if record.config_text else ''}</section>"
+        f"{toml}</section>"
     )
 
 
@@ -149,7 +172,10 @@ def _mask_arguments(argv: Sequence[str]) -> list[str]:
     """A command line without what follows options that sound secret: ``--key=value`` or ``--key value``."""
     shown, secret = [], False
     for argument in argv:
-        shown.append("***" if secret else re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", mask_secrets(argument)))
+        masked = "***"
+        if not secret:
+            masked = re.sub(rf"(?is)^(--{_SECRET}=).*", r"\1***", mask_secrets(argument))
+        shown.append(masked)
         secret = re.fullmatch(rf"(?i)--{_SECRET}", argument) is not None
     return shown
 
@@ -178,7 +204,9 @@ def _change_class(change: float, better: int) -> str:
     gain = change * better
     if gain == 0 or gain != gain:
         return ""
-    return "good" if gain > 0 else "bad"
+    if gain > 0:
+        return "good"
+    return "bad"
 
 
 def _data(record: Record) -> str:

@@ -28,12 +28,13 @@ class Cond:
         return next(iter(self.text.values())).shape[0]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Cond":
-        return replace(
-            self,
-            text={k: change(v) for k, v in self.text.items()},
-            negative=None if self.negative is None else {k: change(v) for k, v in self.negative.items()},
-            element_mask=None if self.element_mask is None else change(self.element_mask),
-        )
+        negative, element_mask = self.negative, self.element_mask
+        if negative is not None:
+            negative = {k: change(v) for k, v in negative.items()}
+        if element_mask is not None:
+            element_mask = change(element_mask)
+        text = {k: change(v) for k, v in self.text.items()}
+        return replace(self, text=text, negative=negative, element_mask=element_mask)
 
     def rows(self, which: slice | Tensor) -> "Cond":
         """The conditions of some samples: a view for a slice, a copy for indices int64 ``[N]``."""
@@ -48,4 +49,6 @@ def negatives(negative: Negative, count: int) -> list[str] | None:
     """One for each of ``count`` prompts."""
     if negative is None:
         return None
-    return [negative] * count if isinstance(negative, str) else list(negative)
+    if isinstance(negative, str):
+        return [negative] * count
+    return list(negative)

@@ -106,7 +106,9 @@ class DiffuserModel(VelocityModel):
         if sharding is None:  # diffusers leaves what is missing without values
             folder = self.base_folder / "transformer"
             check_names(folder, set(find_weight_files(folder)), set(self.transformer.state_dict()))
-        self._resting = torch.device("cpu") if config.offload or rest_on_cpu else self.device
+        self._resting = self.device
+        if config.offload or rest_on_cpu:
+            self._resting = torch.device("cpu")
         self._freeze_and_place()
         self._prepare_transformer(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
@@ -294,7 +296,9 @@ class DiffuserModel(VelocityModel):
     def _master_dtype(self) -> torch.dtype:
         """Dtype of the transformer's stored weights. What is trained is held in float32, whatever it computes in: a
         half-precision weight would not feel a small step. A frozen base is stored as it computes."""
-        return self.param_dtype if self.lora_config is not None else torch.float32
+        if self.lora_config is not None:
+            return self.param_dtype
+        return torch.float32
 
     def _checkpoint_gradients(self) -> None:
         if getattr(self.transformer, "_supports_gradient_checkpointing", False):
@@ -335,7 +339,9 @@ class DiffuserModel(VelocityModel):
         )
         with torch.device("meta"):
             shell = model_class.from_config(model_class.load_config(folder))
-        return shell if self._master_dtype == torch.float32 else shell.to(self._master_dtype)
+        if self._master_dtype != torch.float32:
+            shell = shell.to(self._master_dtype)
+        return shell
 
     def _prepare_transformer(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds the whole model in a sharded run."""
@@ -365,7 +371,9 @@ class DiffuserModel(VelocityModel):
         self.output_process = getattr(self.pipeline, found[0])
         is_video = found[0] == "video_processor"
         if is_video != self.config.is_video:
-            kind = "videos" if is_video else "images"
+            kind = "images"
+            if is_video:
+                kind = "videos"
             raise UserError(
                 f"policy.diffusers.is_video = {str(self.config.is_video).lower()}, but {type(self.pipeline).__name__} "
                 f"makes {kind}"
@@ -400,7 +408,9 @@ class DiffuserModel(VelocityModel):
                 part.to(self._resting)
 
     def _encode(self, prompts: list[str], each: bool) -> dict[str, Tensor]:
-        distinct = prompts if each else list(dict.fromkeys(prompts))
+        distinct = prompts
+        if not each:
+            distinct = list(dict.fromkeys(prompts))
         if self.warns_of_cuts:
             self.warn_about_truncation(
                 [(repr(printable(prompt[:40])), prompt) for prompt in distinct], "prompts (so far)"

@@ -137,7 +137,10 @@ class VelocityModel(abc.ABC):
 
         ``negative`` is what guidance leads away from, one text for all or one each.
         """
-        cond = self.encode_prompts(prompts, negative if guidance > 1.0 else None, each=True)
+        away = None
+        if guidance > 1.0:
+            away = negative
+        cond = self.encode_prompts(prompts, away, each=True)
         with self.eval_mode():
             return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
 

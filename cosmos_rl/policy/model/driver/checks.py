@@ -419,9 +419,13 @@ def _work(probing: Probing, guidance: float | None) -> tuple[int, list[Inputs]]:
 def _style(off: tuple[int, list[Inputs]], on: tuple[int, list[Inputs]]) -> str:
     """How guidance is computed, by what it adds to the work."""
     if on[0] > off[0]:
-        return f"{len(on[1])} calls" if len(on[1]) > len(off[1]) else "one batch"
+        if len(on[1]) > len(off[1]):
+            return f"{len(on[1])} calls"
+        return "one batch"
     embedded = {key for a, b in zip(off[1], on[1], strict=True) for key in _differing(a, b)}
-    return f"embedded in {', '.join(sorted(embedded))}" if embedded else "without effect"
+    if not embedded:
+        return "without effect"
+    return f"embedded in {', '.join(sorted(embedded))}"
 
 
 def _differing(a: Inputs, b: Inputs) -> list[str]:
@@ -469,7 +473,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).abs().max())
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:

@@ -63,7 +63,7 @@ def locate(once: Any, twice: Any, n: int) -> Any:
                 f"encode_prompt gives {tuple(once.shape)} for {n} prompts and {tuple(twice.shape)} for {2 * n}: its "
                 "prompts have no axis of their own"
             )
-        return grown[0] if grown else None
+        return next(iter(grown), None)
     if isinstance(once, list) and (len(once), len(twice)) == (n, 2 * n):
         return RAGGED
     if isinstance(once, (list, tuple)):

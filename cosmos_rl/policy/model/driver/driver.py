@@ -100,8 +100,9 @@ class Driver:
 
     def _to_loop_dtype(self, state: Tensor) -> Tensor:
         """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
-        is_one = state.dtype in (self.state_dtype, getattr(torch, self.facts.first_dtype))
-        return state if is_one else state.to(self.state_dtype)
+        if state.dtype == getattr(torch, self.facts.first_dtype):
+            return state
+        return state.to(self.state_dtype)
 
     def _find_accepted(self, *names: str | None) -> str | None:
         return next((name for name in names if name in self._accepted), None)
@@ -178,7 +179,9 @@ class Driver:
 
     def _convert_sigma(self, sigma: Any) -> Any:
         """Between the scheduler's sigma and ours, where the scheduler counts from noise = 0 to data = 1."""
-        return 1 - sigma if self.facts.inverted else sigma
+        if self.facts.inverted:
+            return 1 - sigma
+        return sigma
 
     def convert_sign(self, model_output: Tensor) -> Tensor:
         """Between what the scheduler's step gets and d state / d sigma."""

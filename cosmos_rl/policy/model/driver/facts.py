@@ -73,7 +73,11 @@ class Facts:
 
     def table(self) -> list[tuple[str, str]]:
         """(what, value) pairs in plain words, without the checks."""
-        frames = f" x {self.size.frames} frames" if self.size.frames > 1 else ""
+        frames, weights = "", "as they are"
+        if self.perturbed:
+            weights = "degenerate: checked with noise added, then restored"
+        if self.size.frames > 1:
+            frames = f" x {self.size.frames} frames"
         rows = {mode: "one call" if keys else "a call per level" for mode, keys in self.time_inputs.items()}
         guidance = "no argument"
         if self.guidance_name is not None:
@@ -89,16 +93,18 @@ class Facts:
             ("sigmas", " ".join(f"{sigma:.4g}" for sigma in self.sigmas)),
             ("timesteps", " ".join(f"{t:.5g}" for t in self.timesteps) + self._time()),
             ("decoder", f"{_shape(self.latent_shape)} by {self.tail}; {self.affine}"),
-            ("weights", "degenerate: checked with noise added, then restored" if self.perturbed else "as they are"),
+            ("weights", weights),
         ]
 
     def _time(self) -> str:
-        said = [
-            "whole numbers" if self.integer_time else "",
-            "read from the grid of the size" if self.time_rule == "grid" else "",
-            "the scheduler counts backwards" if self.inverted else "",
-        ]
-        return "".join(f"; {part}" for part in said if part)
+        said = []
+        if self.integer_time:
+            said.append("whole numbers")
+        if self.time_rule == "grid":
+            said.append("read from the grid of the size")
+        if self.inverted:
+            said.append("the scheduler counts backwards")
+        return "".join(f"; {part}" for part in said)
 
 
 def _shape(sides: list[int]) -> str:

@@ -38,7 +38,9 @@ def smallest_size(pipeline: Any, *, video: bool) -> Size:
     space = max([value for name, value in factors.items() if "temporal" not in name], default=8)
     time = max([value for name, value in factors.items() if "temporal" in name], default=4)
     edge = max(32, 4 * space)
-    return Size(edge, edge, time + 1 if video else 1)
+    if not video:
+        return Size(edge, edge, 1)
+    return Size(edge, edge, time + 1)
 
 
 def find_denoisers(pipeline: Any) -> dict[str, nn.Module]:

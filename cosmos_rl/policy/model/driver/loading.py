@@ -48,7 +48,10 @@ def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: st
                 raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
             index: Any = DiffusionPipeline.load_config(str(folder))
             absent = find_row(index["_class_name"]).absent
-            pipeline = _load_without(folder, index, absent, dtype) if absent else _load(folder, dtype)
+            if absent:
+                pipeline = _load_without(folder, index, absent, dtype)
+            else:
+                pipeline = _load(folder, dtype)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
     return pipeline

@@ -47,14 +47,16 @@ def measure_map(driver: "Driver", size: Size) -> DecodeMap:
     factor = through(torch.ones(count)).flatten() - offset
     position = torch.arange(count)
     # positions are sent digit by digit, small enough for the dtypes on the way
-    base = 1024 if {driver.state_dtype, plain.dtype} == {torch.float32} else 16
+    base, tolerance = 16, 0.05
+    if {driver.state_dtype, plain.dtype} == {torch.float32}:
+        base, tolerance = 1024, 1e-4
     index, unit = torch.zeros(len(factor), dtype=torch.int64), 1
     while unit < count:
         digit = ((through((position // unit % base).float()).flatten() - offset) / factor).round()
         index += digit.nan_to_num(nan=-1e9, posinf=-1e9, neginf=-1e9).long().cpu() * unit
         unit *= base
     found = DecodeMap(factor, offset, index.to(factor.device), noise_shape, tuple(first.shape))
-    _verify(found, through, 1e-4 if base == 1024 else 0.05)
+    _verify(found, through, tolerance)
     return found
 
 
@@ -82,7 +84,9 @@ def encode_latents(driver: "Driver", media: Tensor) -> Tensor:
     made = vae.encode(media.to(driver.device, vae.dtype))
     if hasattr(made, "latent_dist"):
         return made.latent_dist.mode()
-    return made.latent if hasattr(made, "latent") else made[0]
+    if hasattr(made, "latent"):
+        return made.latent
+    return made[0]
 
 
 def pack_state(driver: "Driver", latents: Tensor, found: DecodeMap, size: Size) -> Tensor:

@@ -43,7 +43,9 @@ def prove(
     import diffusers
 
     key = facts_file.cache_key(driver.pipeline, driver.call, driver.size)
-    known = facts_file.load(cache, key) if cache is not None and not again else None
+    known = None
+    if cache is not None and not again:
+        known = facts_file.load(cache, key)
     if known is not None:
         driver.facts = known
         for check in known.checks:

@@ -103,7 +103,9 @@ class Run:
 
 
 def _copy_nested(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value
 
 
 class _Front:
@@ -151,7 +153,9 @@ def view_class(pipeline_class: type) -> type:
         return self._run.encode_prompt(lambda: pipeline_class.encode_prompt(self, *args, **kwargs))  # pyright: ignore
 
     def prepare_latents(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = plain if self._run.noise is None else _replace_noise(plain, self._run.noise)
+        function = plain
+        if self._run.noise is not None:
+            function = _replace_noise(plain, self._run.noise)
         return self._run.prepare_latents(lambda: function(self, *args, **kwargs))
 
     return type(
@@ -216,7 +220,9 @@ def wrap_scheduler(pristine: Any, run: Run) -> Any:
         moved = run.on_step(run, index, model_output, timestep, sample, stock)
         if not isinstance(moved, Tensor):
             return moved
-        return _StepResult(moved) if kwargs.get("return_dict", True) else (moved,)
+        if kwargs.get("return_dict", True):
+            return _StepResult(moved)
+        return (moved,)
 
     scheduler.__dict__.update(set_timesteps=set_timesteps, step=step)
     return scheduler

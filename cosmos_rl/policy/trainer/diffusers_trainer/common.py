@@ -68,7 +68,9 @@ def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig
 
 def build_ema(params: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> Ema | None:
     """The weight average of the ``[train]`` table, None when it is off."""
-    return Ema(params, train.ema_decay, train.ema_update_step_interval) if train.ema_enable else None
+    if not train.ema_enable:
+        return None
+    return Ema(params, train.ema_decay, train.ema_update_step_interval)
 
 
 def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path], None]:

@@ -69,14 +69,16 @@ class Encoding:
         """Conditions of B prompts on the device; ``negative`` is the text that guidance leads away from."""
         if self.text_cache is None:
             return self._model.encode_prompts(prompts, negative)
-        texts = {text: text for text in (*prompts, *([] if negative is None else [negative]))}
+        texts = {text: text for text in (*prompts, negative) if text is not None}
 
         def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
             rows = self._model.encode_prompts(batch, each=True).text
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
         found = _fill_from_cache(self.text_cache, texts, CACHED_AT_ONCE, encode)
-        negatives = None if negative is None else self._stack(found, [negative] * len(prompts))
+        negatives = None
+        if negative is not None:
+            negatives = self._stack(found, [negative] * len(prompts))
         return Cond(text=self._stack(found, prompts), negative=negatives)
 
     def _stack(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -136,7 +138,9 @@ class StepConditions:
         if not new:
             return
         found = self._encode(new)
-        self._cond = found if self._cond is None else concat(self._cond, found)
+        if self._cond is not None:
+            found = concat(self._cond, found)
+        self._cond = found
         self._index |= {prompt: len(self._index) + i for i, prompt in enumerate(new)}
 
     def __call__(self, prompts: Sequence[str]) -> Cond:

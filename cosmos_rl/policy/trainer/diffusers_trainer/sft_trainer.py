@@ -77,7 +77,9 @@ class SFTTrainer(TaskBase):
         self._batches: Iterator[Batch] = iter(())
         self._val_prompts: list[str] | None = None
         self._skipped = Skipped(len(self._dataset), sft.max_skipped_frac)
-        held_out = len(self._val_dataset) if self._val_dataset is not None else 0
+        held_out = 0
+        if self._val_dataset is not None:
+            held_out = len(self._val_dataset)
         self._val_skipped = Skipped(held_out, sft.max_skipped_frac, consequence="validation continues without")
         self._items, self._val_items = self._wrap_readable()
         self._describe()
@@ -105,7 +107,9 @@ class SFTTrainer(TaskBase):
                 "val_dataset: unset one of them, or set validation.dataset.local_dir, then val_dataset counts"
             )
         length = len(self._dataset)
-        count = share if isinstance(share, int) else round(share * length)
+        count = share
+        if not isinstance(share, int):
+            count = round(share * length)
         if not 0 < count < length:
             raise UserError(
                 f"train.train_policy.dataset.test_size = {share}: takes {count} of {length} samples; it must leave "
@@ -267,7 +271,9 @@ class SFTTrainer(TaskBase):
         count = sum(p.numel() for p in self.params.values())
         policy = self._config.policy
         chosen = any((policy.freeze_pattern, policy.trainable_pattern, policy.trainable_map))
-        what = "chosen part of the transformer" if chosen else "whole transformer"
+        what = "whole transformer"
+        if chosen:
+            what = "chosen part of the transformer"
         if policy.lora is not None:
             what = "LoRA adapter"
         logger.info(

@@ -62,7 +62,9 @@ class Draws:
 
     def key(self, purpose: str) -> tuple[int, str, int]:
         """(seed, purpose, step), as ``randomness`` takes it."""
-        return self.seed, f"{purpose}/{self.rewinds}" if self.rewinds else purpose, self.step
+        if self.rewinds:
+            purpose = f"{purpose}/{self.rewinds}"
+        return self.seed, purpose, self.step
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,10 +101,13 @@ def score_batch(
         )
     advantage_N = _advantages(reward_N, scores, group_N, rewards, each=job.normalise_rewards == "each", std=global_std)
     used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
+    on_missing: Literal["neutral", "drop_group"] = "neutral"  # with "raise" nothing is missing here
+    if job.on_missing_reward == "drop_group":
+        on_missing = "drop_group"
     kept_N = select_rows(
         used_N,
         group_N,
-        on_missing="drop_group" if job.on_missing_reward == "drop_group" else "neutral",
+        on_missing=on_missing,
         drop_equal_groups=job.drop_equal_groups,
     )
     return ScoredBatch(tuple(samples), own, _first(own, context), reward_N, scores, advantage_N, used_N, kept_N)

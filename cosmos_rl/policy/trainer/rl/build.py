@@ -59,17 +59,23 @@ def build_online(
         logger.warning(
             f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them"
         )
-    val_prompts = _records(open_dataset(val_dataset, config, "val_dataset")) if config.validation.enable else ()
+    val_prompts: Sequence[PromptRecord] = ()
+    if config.validation.enable:
+        val_prompts = _records(open_dataset(val_dataset, config, "val_dataset"))
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
     rewards = make_rewards(config, reward_fns, validation=False)
-    val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True) if val_prompts else None
+    val_rewards = None
+    if val_prompts:
+        val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True)
     model = build_model(config, context, rest_on_cpu=job.cached_text)
     model.warns_of_cuts = context.is_main
     if context.is_main:
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
     encoding = Encoding(model, config)
-    negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
+    negative = None
+    if config.policy.diffusers.sample.guidance_scale > 1.0:
+        negative = ""
     parts = Parts(
         model=model,
         prompts=prompts,

@@ -73,7 +73,9 @@ class RewardHackingGuard:
 
     def tensors(self) -> dict[str, Tensor]:
         """What must survive a restart."""
-        return {"latents": self.probe.held_out.latents} if self._config.enable and self._held_out is None else {}
+        if not self._config.enable or self._held_out is not None:
+            return {}
+        return {"latents": self.probe.held_out.latents}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from (JSON-ready)."""

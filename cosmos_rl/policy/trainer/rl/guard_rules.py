@@ -104,7 +104,9 @@ class UntrainedRewards:
 
     def _change(self, name: str, score_N: Tensor) -> PairedChange | None:
         first = self._first.get(name)
-        return None if first is None else compare_pairs(_tensor(first), score_N)
+        if first is None:
+            return None
+        return compare_pairs(_tensor(first), score_N)
 
     def _has_fallen(self, change: PairedChange) -> bool:
         return change.has_fallen(self._config.max_untrained_drop, self._config.untrained_sigmas)

@@ -54,7 +54,10 @@ class Meter:
         *sums, weight = context.sum_over_ranks([*(self._sums[name] for name in names), self._weight])
         found = {f"train/{name}_mean": value / max(weight, 1e-12) for name, value in zip(names, sums, strict=True)}
         for name, value in zip(tops, context.max_over_ranks([self._maxima[name] for name in tops]), strict=True):
-            found[f"train/{name}_mean" if name.endswith("_max") else f"train/{name}_max"] = value
+            statistic = "max"
+            if name.endswith("_max"):
+                statistic = "mean"
+            found[f"train/{name}_{statistic}"] = value
         if self._norm_ratios:
             ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
             found |= compute_norm_metrics("train", ratio_R, sigma_R)

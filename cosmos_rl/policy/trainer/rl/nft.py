@@ -52,8 +52,12 @@ class DiffusionNft:
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """The old policy where it is another one, the reference where its distance has a weight."""
-        old: tuple[PolicyName, ...] = () if old_is_current else ("old",)
-        return (*old, "reference") if kl_beta > 0.0 else old
+        names: list[PolicyName] = []
+        if not old_is_current:
+            names.append("old")
+        if kl_beta > 0.0:
+            names.append("reference")
+        return tuple(names)
 
     def values(self, advantage_N: Tensor) -> Tensor:
         """r in [0, 1]."""

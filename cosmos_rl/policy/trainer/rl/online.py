@@ -332,7 +332,9 @@ class OnlineTask(TaskBase):
         """Old policy, reference, and the guard's own samples."""
         found = {"old": self.policies.old_state(), "reference": self.policies.reference_state()}
         guard = self.guard.tensors()
-        return {**found, "guard": guard} if guard else found
+        if guard:
+            found["guard"] = guard
+        return found
 
     def fingerprint(self) -> dict[str, Any]:
         """What the positions in the prompts and the draws depend on."""
@@ -449,7 +451,9 @@ class OnlineTask(TaskBase):
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())
-        what = "LoRA adapter" if self.model.lora_config is not None else "whole transformer"
+        what = "whole transformer"
+        if self.model.lora_config is not None:
+            what = "LoRA adapter"
         logger.info(
             f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
             f"{self.stream.length} prompts, {self.stream.batch} per step x {self._group} samples = "

@@ -51,7 +51,9 @@ def accumulate_gradient(
             loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
             (loss_factor * loss).backward()
             found.append(terms)
-    return {name: torch.cat([terms[name] for terms in found]) for name in found[0]} if found else {}
+    if not found:
+        return {}
+    return {name: torch.cat([terms[name] for terms in found]) for name in found[0]}
 
 
 def _blocks(slices: Sequence[slice], rows: Rows, micro_batch: int) -> Iterator[Sequence[slice]]:

@@ -107,8 +107,9 @@ class SFTTrainer(TaskBase):
                 "val_dataset: unset one of them, or set validation.dataset.local_dir, then val_dataset counts"
             )
         length = len(self._dataset)
-        count = share
-        if not isinstance(share, int):
+        if isinstance(share, int):
+            count = share
+        else:
             count = round(share * length)
         if not 0 < count < length:
             raise UserError(

@@ -82,17 +82,13 @@ def test_more_ranks_than_the_machines_have_is_refused(shards: int, nproc: int | 
     assert message in str(caught.value)
 
 
-def test_node_0_that_does_not_come_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(link.Link.__init__, "__kwdefaults__", {"meet_s": 0.5, "silent_s": 60.0})
-    script = tmp_path / "worker.py"
-    script.write_text("")
-    port = free_port()
-    command = ["--num-workers", "2", "--worker-idx", "1", "--node-ip-list", HERE, "--rdzv-port", str(port)]
-    assert main([*command, "--config", "x.toml", str(script)]) == 1
-    message = f"error: waited 0.5 s in vain for node 0 (127.0.0.1), which should listen on port {port} (--worker-idx 0)"
-    assert message in capsys.readouterr().err
+def test_node_0_that_does_not_come_is_named() -> None:
+    nodes = Nodes(("127.0.0.1", "127.0.0.1"), 1, free_port())
+    with pytest.raises(JobEnded) as caught:
+        link.Link(nodes, StopRequest(), meet_s=0.5)
+    assert caught.value.code == 1
+    expected = f"waited 0.5 s in vain for node 0 (127.0.0.1), which should listen on port {nodes.port} (--worker-idx 0)"
+    assert expected in str(caught.value)
 
 
 def joined(silent_s: float) -> tuple[link.Link, link.Link]:

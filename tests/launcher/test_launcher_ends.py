@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,14 @@ def test_the_end_of_the_worker_is_the_end_of_the_command(
     assert ("Traceback" in printed.err) == ("ValueError" in body)
 
 
+def launch_and_signal(folder: Path, *names: str, options: Sequence[str] = ()) -> int:
+    """Exit code of a launch that gets the signals once the worker is ready."""
+    sender = signal_myself_when(folder / "ready", *names)
+    code = main(["--config", "run.toml", *options, "worker.py"])
+    sender.join()
+    return code
+
+
 @pytest.mark.parametrize("restarts", ["0", "3"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
@@ -58,9 +68,7 @@ def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
 ) -> None:
     folder, script = place
     script("supervised(steps)\n")
-    sender = signal_myself_when(folder / "ready", name)
-    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
-    sender.join()
+    assert launch_and_signal(folder, name, options=("--max-restarts", restarts)) == code
     assert (folder / "saved").read_text() == name
     assert capfd.readouterr().err == ""
 
@@ -68,9 +76,7 @@ def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
 def test_a_second_ctrl_c_ends_everything_now(place: Place) -> None:
     folder, script = place
     script("def body(stop):\n    steps(stop)\n    time.sleep(HANG_S)\n    return 0\nsupervised(body)\n")
-    sender = signal_myself_when(folder / "ready", "SIGINT", "SIGINT")
-    assert main(["--config", "run.toml", "worker.py"]) == 130
-    sender.join()
+    assert launch_and_signal(folder, "SIGINT", "SIGINT") == 130
     assert not is_alive(int((folder / "pid").read_text()))
 
 
@@ -81,9 +87,7 @@ def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(
 ) -> None:
     folder, script = place
     script("(here / 'ready').touch()\ntime.sleep(HANG_S)\n")
-    sender = signal_myself_when(folder / "ready", name)
-    assert main(["--config", "run.toml", "--max-restarts", restarts, "worker.py"]) == code
-    sender.join()
+    assert launch_and_signal(folder, name, options=("--max-restarts", restarts)) == code
     assert capfd.readouterr().err == ""
 
 

@@ -1,6 +1,6 @@
 """Rollouts are the stock pipeline's images, whatever the size of a call; a family's own methods are used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,18 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, tiny_sd3: Path, solver
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, guidance: float) -> None:
+def test_the_size_of_a_call_changes_no_sample(
+    tmp_path: Path, tiny_sd3: Path, use_model: Callable[[type], type], guidance: float
+) -> None:
+    calls = 0
+
+    @use_model
+    class Counting(SD3Model):
+        def pipeline_with_logprob(self, *, latents: Tensor, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().pipeline_with_logprob(latents=latents, **keywords)
+
     options = (f"--policy.diffusers.sample.guidance_scale={guidance}", "--policy.diffusers.sample.solver=flow")
     options += ("--policy.diffusers.sample.deterministic_sampling=false",)
     config = nft_toml(tmp_path, tiny_sd3)
@@ -55,14 +66,6 @@ def test_the_size_of_a_call_changes_no_sample(tmp_path: Path, tiny_sd3: Path, gu
     for size in ("--rollout.batch_size=1", default, "--rollout.n_generation_mini_batch=3"):
         trainer = nft_trainer(config, *options, size, start=False)
         calls = 0
-        sample = trainer._sampler.sample
-
-        def count(samples: Sequence[Sample], *args: Any, sample: Any = sample) -> Any:
-            nonlocal calls
-            calls += 1
-            return sample(samples, *args)
-
-        trainer._sampler.sample = count  # type: ignore[method-assign]
         rollouts, futures = trainer._roll_out(0, trainer._new_conditions())
         assert [sample.prompt for sample in rollouts.samples] == [sample.prompt for sample in trainer._samples(0)]
         assert calls == len(futures) == {"1": 4, "4": 1, "3": 6}[size[-1]]
@@ -104,9 +107,9 @@ class _MyModel(SD3Model):
         return torch.zeros_like(moved), log_prob
 
 
-def test_a_familys_own_methods_are_used(tmp_path: Path, tiny_sd3: Path) -> None:
+def test_a_familys_own_methods_are_used(tmp_path: Path, tiny_sd3: Path, use_model: Callable[[type], type]) -> None:
+    use_model(_MyModel)
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), "--train.train_policy.kl_beta=0.0", start=False)
-    trainer.model.__class__ = _MyModel
     model: Any = trainer.model
     names = ("pipeline_with_logprob", "nft_prepare_transformer_input", "sde_step_with_logprob")
     model.calls = dict.fromkeys(names, 0)

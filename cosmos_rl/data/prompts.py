@@ -162,9 +162,9 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
         rows = [(f"line {i}", {"prompt": line.strip()}) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     elif suffix == ".jsonl":  # not splitlines: JSON may hold other line separators
         lines = ((f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
-        rows = [(where, _json(line, f"{name}, {where}", expected)) for where, line in lines]
+        rows = [(where, _parse_line(line, f"{name}, {where}", expected)) for where, line in lines]
     else:
-        content = _json(text, name, expected)
+        content = _parse_line(text, name, expected)
         if not isinstance(content, list):
             raise UserError(f"{name}: holds no list of prompts; {expected}")
         rows = [(f"row {number}", row) for number, row in enumerate(content)]
@@ -176,7 +176,7 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
 
 def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> None:
     """Raise `UserError` that names the rows without a usable text, with what is wrong with the first."""
-    wrong = [(where, why) for where, row in rows if (why := _problem(row)) is not None]
+    wrong = [(where, why) for where, row in rows if (why := _find_problem(row)) is not None]
     if not wrong:
         return
     where_wrong, more = ", ".join(where for where, _ in wrong[:_SHOWN]), ""
@@ -186,7 +186,7 @@ def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> 
     raise UserError(f'{name}: no text under "prompt" in {where_wrong}{more}; {expected} ({first} {why})')
 
 
-def _problem(row: object) -> str | None:
+def _find_problem(row: object) -> str | None:
     """What is wrong with a row; any other text in it must also be one that can be written and sent."""
     problem = find_prompt_problem(row)
     if problem is not None or not isinstance(row, dict):
@@ -203,7 +203,7 @@ def _check_texts(record: PromptRecord, what: str) -> None:
             raise UserError(f"{what}: {printable(record.prompt[:40])!r}: {problem}")
 
 
-def _json(text: str, name: str, expected: str) -> object:
+def _parse_line(text: str, name: str, expected: str) -> object:
     content, problem = parse_json(text)
     if problem is not None:
         raise UserError(f"{name}: {problem}; {expected}")

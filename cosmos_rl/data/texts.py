@@ -24,11 +24,11 @@ def parse_json(content: bytes | str) -> tuple[object, str | None]:
 def find_prompt_problem(row: object) -> str | None:
     """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one."""
     if not isinstance(row, Mapping):
-        return f"has no text under 'prompt'; it is not an object but {_kind(row)}"
+        return f"has no text under 'prompt'; it is not an object but {_describe_kind(row)}"
     if isinstance(row.get("prompt"), str):
         return find_text_problem(row["prompt"])
     if "prompt" in row:
-        return f"has no text under 'prompt'; that is {_kind(row['prompt'])}"
+        return f"has no text under 'prompt'; that is {_describe_kind(row['prompt'])}"
     keys = [repr(printable(str(key))[:40]) for key in row]
     more = ""
     if len(keys) > _SHOWN_KEYS:
@@ -51,6 +51,6 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _kind(value: object) -> str:
+def _describe_kind(value: object) -> str:
     names = {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "true or false"}
     return names.get(type(value), "a number")

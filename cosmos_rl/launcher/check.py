@@ -28,7 +28,7 @@ from cosmos_rl.policy.config.problems import shown
 from cosmos_rl.policy.config.ranks import described, has_unbuilt_ranks, resized
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 from cosmos_rl.policy.model.single_file import find_single_file_problem
-from cosmos_rl.storage.disk import find_missing_abilities, nearest_existing
+from cosmos_rl.storage.disk import find_existing_folder, find_missing_abilities
 from cosmos_rl.storage.run_folder import list_runs
 
 _RECENT_STEPS = 50
@@ -348,7 +348,7 @@ def _environment_problems(config: Config, data: DataForm | None) -> tuple[list[s
     except UserError as error:
         problems += str(error).splitlines()
     try:
-        lacks = find_missing_abilities(nearest_existing(Path(config.train.output_dir)))
+        lacks = find_missing_abilities(find_existing_folder(Path(config.train.output_dir)))
         notes += [f"warning: the disk of train.output_dir has {line}" for line in lacks]
     except UserError as error:
         problems.append(str(error))

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_rl.storage.disk import nearest_existing
+from cosmos_rl.storage.disk import find_existing_folder
 
 
 def gpus() -> int:
@@ -46,7 +46,7 @@ def host_memory() -> int | None:
 
 def free_disk(path: Path) -> int:
     """Free bytes on the disk that holds `path` or will hold it."""
-    return shutil.disk_usage(nearest_existing(path)).free
+    return shutil.disk_usage(find_existing_folder(path)).free
 
 
 def shown_bytes(size: float) -> str:

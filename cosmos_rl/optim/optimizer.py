@@ -141,7 +141,7 @@ class Optimizer:
             bound = self._max_grad_norm
         total = torch.nn.utils.clip_grad_norm_(self._params, bound)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        refusal = self._judged(norm, expects_gradient)
+        refusal = self._judge_gradient(norm, expects_gradient)
         if refusal is None:
             self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
@@ -155,7 +155,7 @@ class Optimizer:
             else:
                 group["lr"] = rate
 
-    def _judged(self, norm: float, expects_gradient: bool) -> Refusal | None:
+    def _judge_gradient(self, norm: float, expects_gradient: bool) -> Refusal | None:
         """Whether a gradient of this norm, which is that of all ranks, may be applied; the loss scale follows."""
         if math.isfinite(norm):
             if norm == 0.0 and expects_gradient:

@@ -12,7 +12,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, RemoteRewardConfig
-from cosmos_rl.reward.combine import RewardSum, Scores, combined
+from cosmos_rl.reward.combine import RewardSum, Scores, combine
 from cosmos_rl.reward.functions import LocalReward, RewardFns, build_given_rewards, load_configured_rewards
 from cosmos_rl.reward.local import LocalScorer
 from cosmos_rl.reward.monitor import ScoreMonitor
@@ -168,7 +168,7 @@ class _AllRewards:
 
     def _finish(self, table: "Future[RewardTable]", scores: list[Scores]) -> None:
         try:
-            found = combined(self._sums, scores)
+            found = combine(self._sums, scores)
             self._monitor.check(found.scores)
             table.set_result(found)
         except BaseException as error:  # in a callback it would only be logged

@@ -79,7 +79,7 @@ def clip_scores(rewards: Rewards, scores: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: _clip(scores[name], *rewards.bounds[name]) for name, factor in rewards.weights.items() if factor != 0}
 
 
-def combined(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable:
+def combine(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable:
     """The table of the ``scores`` that belong to ``sums``."""
     values = {name: value for part in scores for name, value in part.values.items()}
     reasons = {name: rows for part in scores for name, rows in part.reasons.items()}

@@ -51,7 +51,7 @@ class LocalReward:
             raise UserError(f"reward {self.name}: {self.function!r} is not a function")
         if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not math.isfinite(self.weight):
             raise UserError(f"reward {self.name}: found the weight {self.weight!r}; allowed: a finite number")
-        accepted(self.function, self.name)
+        build_keyword_picker(self.function, self.name)
 
     @property
     def of_batches(self) -> bool:
@@ -99,7 +99,7 @@ def load_configured_rewards(table: LocalRewardConfig, key: str) -> list[LocalRew
     ]
 
 
-def accepted(function: Callable[..., Any], name: str) -> Callable[..., dict[str, Any]]:
+def build_keyword_picker(function: Callable[..., Any], name: str) -> Callable[..., dict[str, Any]]:
     """A function that picks from the known keywords those which ``function`` takes in addition to its media.
 
     Raises:

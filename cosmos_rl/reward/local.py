@@ -14,7 +14,7 @@ import torch
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LocalRewardConfig
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores
-from cosmos_rl.reward.functions import LocalReward, accepted
+from cosmos_rl.reward.functions import LocalReward, build_keyword_picker
 from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.utils.logging import logger
 
@@ -104,7 +104,7 @@ class _Call:
             self.size = batch_size
         self._function = reward.function
         self._of_batches = reward.of_batches
-        self._picked = accepted(reward.function, reward.name)
+        self._picked = build_keyword_picker(reward.function, reward.name)
         self._has_worked = False
         self._has_warned = False
 

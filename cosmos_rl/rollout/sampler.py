@@ -182,7 +182,7 @@ def build_validation_samples(records: Sequence[PromptRecord], count: int) -> lis
     ]
 
 
-def concat(parts: Sequence[Rollouts]) -> Rollouts:
+def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """Several rollouts as one, in their order."""
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}

@@ -12,7 +12,7 @@ from cosmos_rl.storage.disk import REFUSED
 
 def flush(path: Path) -> None:
     """Make a file, or the names in a folder, survive a power cut, on disks that can do that."""
-    with _unless_refused():
+    with _ignore_refusal():
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -54,7 +54,7 @@ def share(file: Path) -> None:
     """Give a private file, as ``mkstemp`` and safetensors make them, the rights of any other new one."""
     umask = os.umask(0)
     os.umask(umask)
-    with _unless_refused():
+    with _ignore_refusal():
         os.chmod(file, 0o666 & ~umask)
 
 
@@ -140,7 +140,7 @@ def replace_link(link: Path, target: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _unless_refused() -> Iterator[None]:
+def _ignore_refusal() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -139,7 +139,7 @@ _CONVENIENCES: tuple[tuple[Callable[[Path], None], str], ...] = (
 """(attempt, what follows where it fails). What else a disk may refuse is done in another way without a word."""
 
 
-def nearest_existing(path: Path) -> Path:
+def find_existing_folder(path: Path) -> Path:
     """``path``, or the folder that exists and will hold it."""
     folder = path.expanduser().absolute()
     while not folder.exists():
@@ -149,7 +149,7 @@ def nearest_existing(path: Path) -> Path:
 
 def _free(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return f"{shutil.disk_usage(nearest_existing(path)).free / 1e6:,.0f} MB are free on that disk"
+        return f"{shutil.disk_usage(find_existing_folder(path)).free / 1e6:,.0f} MB are free on that disk"
     return "its free space is unknown"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cosmos_rl.errors import UserError
 from cosmos_rl.reward import examples
 from cosmos_rl.reward.build import make_rewards
-from cosmos_rl.reward.combine import Reward, RewardSum, Scores, combined, total
+from cosmos_rl.reward.combine import Reward, RewardSum, Scores, combine, total
 from cosmos_rl.reward.monitor import ScoreMonitor
 from tests.support.scored import config, score
 
@@ -82,7 +82,7 @@ def test_a_table_that_is_switched_off_misses_no_score(rewards_of: Callable[..., 
     off = RewardSum((Reward("b", 1.0, -5, 5),), 0.0, -5, 5)
     on = RewardSum((Reward("a", 1.0, -5, 5),), 1.0, -5, 5)
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([torch.nan, 1.0])}
-    table = combined([on, off], [Scores(values)])
+    table = combine([on, off], [Scores(values)])
     assert table.total_N.tolist() == [1.0, 2.0]
     assert table.reasons == {}
 
@@ -91,7 +91,7 @@ def test_only_scores_that_count_make_a_total_missing_and_each_is_named() -> None
     one = RewardSum((Reward("a", 1.0, -5, 5), Reward("b", 0.0, -5, 5), Reward("c", -1.0, -5, 5)), 1.0, -5, 5)
     nan = torch.nan
     values = {"a": torch.tensor([1.0, nan, nan]), "b": torch.tensor([nan] * 3), "c": torch.tensor([1.0, 1.0, nan])}
-    table = combined([one], [Scores(values, {"a": {1: "no face"}, "c": {2: "late"}})])
+    table = combine([one], [Scores(values, {"a": {1: "no face"}, "c": {2: "late"}})])
     assert table.missing_N.tolist() == [False, True, True]
     assert table.reasons == {1: "a: no face", 2: "a: no finite score; c: late"}
     assert torch.isnan(table.scores["b"]).all()

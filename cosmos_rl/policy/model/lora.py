@@ -184,7 +184,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
     """
     file = adapter_file(path)
     with safe_open(file, framework="pt") as opened:
-        weights = {_plain_key(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+        weights = {_strip_prefixes(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
     folded = _is_folded(transformer, adapter, _read_scales(file, metadata), file)
     own = adapter_state(transformer, adapter)
@@ -216,7 +216,7 @@ def warm_start(transformer: Any, adapter: str, path: str) -> None:
         copy_full(value, weight)
 
 
-def _plain_key(key: str) -> str:
+def _strip_prefixes(key: str) -> str:
     return key.removeprefix("base_model.model.").removeprefix(TRANSFORMER_PREFIX)
 
 

@@ -44,7 +44,7 @@ def quiet_warnings() -> Iterator[None]:
 def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:
     """What counts tokens as the loaded tokenizers do; ``limit`` is the configured length."""
 
-    def counting(tokenizer: Any) -> TextEncoder:
+    def build_counter(tokenizer: Any) -> TextEncoder:
         def lengths(texts: Sequence[str]) -> list[int]:
             return [len(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
 
@@ -54,7 +54,7 @@ def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncod
 
     # data workers are forked, in which the parallel mode of tokenizers does not work; it warns of that each time
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    found = [counting(tokenizer) for tokenizer in tokenizers]
+    found = [build_counter(tokenizer) for tokenizer in tokenizers]
     return [
         encoder for encoder in found if find_refusal("a", [encoder]) is None
     ]  # a user's class may hold something else

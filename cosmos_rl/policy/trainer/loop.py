@@ -78,7 +78,9 @@ class TrainLoop:
         self._same = same_run.collect_fixed_settings(config, context, task.fingerprint())
         self._settings = same_run.collect_settings(config, task.total_steps)
         self._saved_step: int | None = None
-        self._judged: tuple[int, float] | None = None  # step and objective of the last validation that reported one
+        self._last_objective: tuple[int, float] | None = (
+            None  # step and objective of the last validation that reported one
+        )
         self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
         self._skipped_in_a_row = 0
         unknown = sorted(set(hooks) - set(HOOKS))
@@ -239,11 +241,14 @@ class TrainLoop:
 
     def _is_best(self, done: int) -> bool:
         """Whether ``done``, which is being saved, was validated and has the lowest objective of all saved steps."""
-        if self._judged is None or self._judged[0] != done or not math.isfinite(self._judged[1]):
+        if self._last_objective is None:
             return False
-        if self._best is not None and self._judged[1] >= self._best[1]:
+        step, objective = self._last_objective
+        if step != done or not math.isfinite(objective):
             return False
-        self._best = self._judged
+        if self._best is not None and objective >= self._best[1]:
+            return False
+        self._best = self._last_objective
         return True
 
     def _prepare_export_of(self, done: int) -> WriteExport:
@@ -367,7 +372,7 @@ class TrainLoop:
                 tracker.log_images(done, "val/images", files, list(map(build_caption, report.images)))
         metrics = {**report.metrics, **self._report_broken_images(done, report.images)}
         if report.objective is not None:
-            self._judged = (done, report.objective)
+            self._last_objective = (done, report.objective)
         self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/loss_mean")})
         return {**metrics, "time/validation": time.perf_counter() - began}
 

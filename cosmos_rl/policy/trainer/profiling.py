@@ -37,7 +37,7 @@ def record_profile(config: ProfilerConfig, folder: Path, context: Context, start
         by = "self_cpu_time_total"
         if on_gpu:
             by = "self_device_time_total"
-        with _deep_recursion():
+        with _allow_deep_recursion():
             averages = profiler.key_averages(group_by_input_shape=window.record_shape)
         (folder / f"{name}.txt").write_text(averages.table(sort_by=by, row_limit=_TABLE_ROWS) + "\n", encoding="utf-8")
         written.append(trace)
@@ -61,7 +61,7 @@ def record_profile(config: ProfilerConfig, folder: Path, context: Context, start
 
 
 @contextlib.contextmanager
-def _deep_recursion() -> Iterator[None]:
+def _allow_deep_recursion() -> Iterator[None]:
     """torch finds the root of each event by recursion, and nests the waiting frames of all threads in each other."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _MAX_DEPTH))

@@ -38,7 +38,7 @@ def page(record: Record) -> str:
     """The whole document."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     images = choose_images(record)
-    inliner = Inliner(images.placed())
+    inliner = Inliner(images.list_placed())
     name = escape(words.find_title(record))
     parts = [
         f"<header><h1>{name}</h1><p>{words.describe_training(record)}</p>"

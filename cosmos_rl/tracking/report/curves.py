@@ -33,7 +33,7 @@ class Charts:
             self._figure("Gradient norm", ["optim/grad_norm"]),
             self._figure("Learning rate", ["optim/learning_rate"]),
         ]
-        guarded = [self._guarded(key) for key in self._record.keys if is_guarded(key)]
+        guarded = [self._guard_figure(key) for key in self._record.keys if is_guarded(key)]
         for start, title in NORMS.items():
             guarded.append(self._figure(title, [key for key in self._record.keys if key.startswith(start)]))
         times = [self._figure(measure(k).title, [k]) for k in self._record.keys if measure(k).unit == "s"]
@@ -67,7 +67,7 @@ class Charts:
             also=["reward/max", "reward/min", "val/reward/std", "val/reward/max", "val/reward/min"],
         )
 
-    def _guarded(self, key: str) -> str:
+    def _guard_figure(self, key: str) -> str:
 
         limit = read_limit(self._record, key)
         if limit is not None:

@@ -1,5 +1,6 @@
 """The galleries of the page: before and after, the same images over time, best and worst."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def pair_galleries(record: Record) -> Pairs | None:
     scored = [(a.total, b.total) for a, b in both if a.total is not None and b.total is not None]
     means = None
     if scored:
-        means = (_mean([a for a, _ in scored]), _mean([b for _, b in scored]))
+        means = (statistics.fmean([a for a, _ in scored]), statistics.fmean([b for _, b in scored]))
     return Pairs(first, last, [(one, later[one.key]) for one in shown], len(both), len(scored), means)
 
 
@@ -57,7 +58,7 @@ class Images:
     extremes: tuple[int, Mapping[str, Gallery]] | None
     """Step and the groups "best" and "worst" of the newest rollouts."""
 
-    def placed(self) -> list[Placed]:
+    def list_placed(self) -> list[Placed]:
         """All images with their sizes, as often as they are shown."""
         found: list[Placed] = []
         if self.pairs:
@@ -212,7 +213,3 @@ def _small(one: Entry) -> Placed:
 
 def _extreme(one: Entry) -> Placed:
     return Placed(one.file, _EXTREME_SIDE)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -71,10 +71,10 @@ def escape(text: object, limit: int | None = None) -> str:
     plain = str(text)
     if limit is not None and len(plain) > limit:
         plain = plain[:limit].rstrip() + "…"
-    return html.escape("".join(map(_harmless, plain)), quote=True)
+    return html.escape("".join(map(_replace_control_character, plain)), quote=True)
 
 
-def _harmless(character: str) -> str:
+def _replace_control_character(character: str) -> str:
     if character in "\n\t":
         return character
     if character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069":

@@ -65,7 +65,7 @@ def draw_chart(
     y_ticks = ticks(*_reach(curves, limits, from_zero))
     area = _Area(x_low, max(x_high, x_low + 1), y_ticks[0], y_ticks[-1])
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(name)}">']
-    parts += [_grid(area, y_ticks, _step_ticks(x_low, x_high))]
+    parts += [_draw_grid(area, y_ticks, _step_ticks(x_low, x_high))]
     parts += [_limit(area, limit) for limit in limits]
     parts += [_band(area, curve, i) for i, curve in enumerate(curves)]
     parts += [_line(area, curve, i) for i, curve in enumerate(curves)]
@@ -94,8 +94,8 @@ def shorten_curve(curve: Curve) -> Curve:
         curve.label,
         # the last step of a piece, so that the curve ends where the run does
         [curve.steps[min(i + width, len(curve.steps)) - 1] for i in starts],
-        [_mean(curve.values[i : i + width]) for i in starts],
-        None if curve.std is None else [_mean(curve.std[i : i + width]) for i in starts],
+        [_mean_of_known(curve.values[i : i + width]) for i in starts],
+        None if curve.std is None else [_mean_of_known(curve.std[i : i + width]) for i in starts],
         curve.dots and len(curve.steps) <= MAX_POINTS,
     )
 
@@ -113,7 +113,7 @@ def smooth_values(values: Sequence[float | None], width: int) -> list[float | No
     """The mean of the known values among ``width`` neighbours; None stays None."""
     half = width // 2
     near = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [None if value is None else _mean(others) for value, others in zip(values, near, strict=True)]
+    return [None if value is None else _mean_of_known(others) for value, others in zip(values, near, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _step_ticks(low: int, high: int) -> list[int]:
     return sorted({*(inner or [low]), high})
 
 
-def _grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:
+def _draw_grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:
     parts = ['<g class="axis">']
     for value in y_ticks:
         y = f"{area.y(value):.1f}"
@@ -229,7 +229,7 @@ def _pieces(values: Sequence[float | None]) -> list[list[int]]:
     return [piece for piece in pieces if piece]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -412,7 +412,7 @@ def _work(probing: Probing, guidance: float | None) -> tuple[int, list[Inputs]]:
     moved = driver.all_inputs(x + 1, level, cond, guidance, driver.size)
     total = 0
     for a, b in zip(calls, moved, strict=True):
-        total += sum(a.leaves[key].numel() for key in _differing(a, b))
+        total += sum(a.leaves[key].numel() for key in _find_differences(a, b))
     return total, calls
 
 
@@ -422,13 +422,13 @@ def _style(off: tuple[int, list[Inputs]], on: tuple[int, list[Inputs]]) -> str:
         if len(on[1]) > len(off[1]):
             return f"{len(on[1])} calls"
         return "one batch"
-    embedded = {key for a, b in zip(off[1], on[1], strict=True) for key in _differing(a, b)}
+    embedded = {key for a, b in zip(off[1], on[1], strict=True) for key in _find_differences(a, b)}
     if not embedded:
         return "without effect"
     return f"embedded in {', '.join(sorted(embedded))}"
 
 
-def _differing(a: Inputs, b: Inputs) -> list[str]:
+def _find_differences(a: Inputs, b: Inputs) -> list[str]:
     def differ(x: Any, y: Any) -> bool:
         return isinstance(x, Tensor) and (not isinstance(y, Tensor) or x.shape != y.shape or not torch.equal(x, y))
 
@@ -445,7 +445,7 @@ def _time_inputs(probing: Probing, x: Tensor, each: list[Level], cond: DrivenCon
         return driver.first_inputs(state[row], scalar, cond.rows(row), guidance, driver.size)
 
     here = inputs(x, first)
-    with_level, with_state = _differing(here, inputs(x, other)), _differing(here, inputs(x + 1, first))
+    with_level, with_state = _find_differences(here, inputs(x, other)), _find_differences(here, inputs(x + 1, first))
     if set(with_level) & set(with_state) or any(here.leaves[key].ndim == 0 for key in with_level):
         return []
     return sorted(with_level)

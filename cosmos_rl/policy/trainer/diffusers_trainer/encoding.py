@@ -139,7 +139,7 @@ class StepConditions:
             return
         found = self._encode(new)
         if self._cond is not None:
-            found = concat(self._cond, found)
+            found = concat_conditions(self._cond, found)
         self._cond = found
         self._index |= {prompt: len(self._index) + i for i, prompt in enumerate(new)}
 
@@ -150,7 +150,7 @@ class StepConditions:
         return self._cond.rows(torch.tensor([self._index[prompt] for prompt in prompts]))
 
 
-def concat(first: Cond, second: Cond) -> Cond:
+def concat_conditions(first: Cond, second: Cond) -> Cond:
     """The samples of both."""
     text = {k: torch.cat([v, second.text[k]]) for k, v in first.text.items()}
     negative = None

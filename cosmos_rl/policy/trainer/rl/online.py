@@ -38,7 +38,7 @@ from cosmos_rl.rollout.sampler import (
     RolloutSpec,
     Sample,
     build_validation_samples,
-    concat,
+    concat_rollouts,
     group_samples,
     measure_diversity,
 )
@@ -155,7 +155,7 @@ class OnlineTask(TaskBase):
                 chunk = samples[first : first + self._chunk]
                 parts.append(self._sampler.sample(chunk, conditions, purpose, step))
                 futures.append(self._rewards.submit(batches.build_scoring_request(parts[-1])))
-        return concat(parts), futures
+        return concat_rollouts(parts), futures
 
     def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
         """The rewards of all ranks and their advantages."""

@@ -42,7 +42,7 @@ def accumulate_gradient(
     for block in _blocks(slices, rows, micro_batch):
         micros = [algorithm.micro_batch(rows, which, model.device) for which in block]
         for name in frozen:
-            micros = _with_velocities(model, policies, name, micros, conditions)
+            micros = _add_velocities(model, policies, name, micros, conditions)
         for micro in micros:
             model.set_gradient_sync(len(found) + 1 == len(slices))
             cond = conditions(micro.prompts)
@@ -66,7 +66,7 @@ def _blocks(slices: Sequence[slice], rows: Rows, micro_batch: int) -> Iterator[S
 
 
 @torch.no_grad()
-def _with_velocities(
+def _add_velocities(
     model: VelocityModel,
     policies: Policies,
     name: PolicyName,

@@ -150,7 +150,7 @@ def test_an_unreadable_validation_image_is_left_out_named_and_counted(
     found, reference = validated({"010", "011"}, set(), "broken"), validated(set(), {"010", "011"}, "whole")
     assert found["val/loss_mean"] == pytest.approx(reference["val/loss_mean"], rel=1e-6)
     assert (found["val/skipped"], reference["val/skipped"]) == (2, 0)
-    assert capsys.readouterr().out.count("left out, validation goes on without: ") == 2
+    assert capsys.readouterr().out.count("left out, validation continues without: ") == 2
     assert math.isfinite(validated({"000"}, set(), "the first")["val/loss_mean"])
     with pytest.raises(UserError, match=r"3 of 12 samples cannot be read, more than"):
         validated({"000", "001", "002"}, set(), "too many")

@@ -123,8 +123,7 @@ class Upload:
     def discard(self) -> None:
         """Remove the temporary name; an accepted job keeps its own."""
         self.file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+        self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,10 +180,6 @@ class Spool:
     def decoded_path(self, job_id: str) -> Path:
         """File of a job's decoded latents (header and uint8 video)."""
         return Path(self._shard("decoded", job_id), f"{job_id}.job")
-
-    def result_path(self, job_id: str, reward: str) -> Path:
-        """File of one reward's result."""
-        return Path(self._result(job_id, reward))
 
     def upload(self, hashed: bool = True) -> Upload:
         """Begin to receive a body, with its digest if ``hashed``."""
@@ -286,8 +281,7 @@ class Spool:
             os.truncate(path, HEADER_BYTES)
             os.utime(path, (now, now))
         if job.media == "latent":
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.decoded_path(job.id))
+            self.decoded_path(job.id).unlink(missing_ok=True)
 
     def open_jobs(self) -> Iterator[Job]:
         """All jobs that still have their body, in no order."""
@@ -320,8 +314,7 @@ class Spool:
         for entry in os.scandir(self.incoming):
             seen = self._abandoned[entry.path] = before.get(entry.path, now)
             if now - seen > _ABANDONED_S:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+                Path(entry.path).unlink(missing_ok=True)
 
     @functools.cached_property
     def _clock(self) -> SteadyClock:
@@ -335,12 +328,10 @@ class Spool:
                     yield entry.path, status
 
     def _forget(self, path: Path) -> None:
-        job = _read_header(path)
-        for result in [self.result_path(job.id, reward) for reward in job.rewards] if job else []:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(result)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        if (job := _read_header(path)) is not None:
+            for reward in job.rewards:
+                Path(self._result(job.id, reward)).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
     def _entries(self, kind: str) -> Iterator[os.DirEntry[str]]:
         for shard in os.scandir(self.root / kind):

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from valkey.asyncio import Valkey
 from valkey.exceptions import ResponseError, ValkeyError
@@ -60,23 +60,6 @@ class Control:
         self.stop.set()
 
 
-class JobQueue(Protocol):
-    """One queue per reward, of job ids. At least once: a job may be delivered again, with a higher ``tries``."""
-
-    async def put(self, queue: str, job_ids: Sequence[str]) -> None:
-        """Queue jobs; those that are queued or running already stay as they are."""
-        ...
-
-    async def unknown(self, queue: str, job_ids: Sequence[str]) -> list[str]:
-        """Those of the jobs that are neither queued nor running."""
-        ...
-
-    async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
-        """Call ``run(job_id, tries)`` for jobs, up to ``concurrency`` at a time, until ``control`` ends it. A job is
-        done when ``run`` returns; it is delivered again when ``run`` raises, or when this process exits."""
-        ...
-
-
 def connect(url: str) -> Valkey:
     """A client that connects when it is asked, and again after a failure."""
     limits: dict[str, Any] = {"socket_connect_timeout": ANSWER_S / 2, "socket_timeout": ANSWER_S / 2}
@@ -88,7 +71,10 @@ def _keys(queue: str) -> list[str]:
 
 
 class StreamQueue:
-    """Queues on a Redis or Valkey server. Use as an async context manager."""
+    """One queue per reward, of job ids, on a Redis or Valkey server. Use as an async context manager.
+
+    Delivery is at least once: a job may be delivered again, with a higher ``tries``.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
@@ -101,14 +87,18 @@ class StreamQueue:
         await self._client.aclose()
 
     async def put(self, queue: str, job_ids: Sequence[str]) -> None:
+        """Queue jobs; those that are queued or running already stay as they are."""
         await self._put(_keys(queue), job_ids)
 
     async def unknown(self, queue: str, job_ids: Sequence[str]) -> list[str]:
+        """Those of the jobs that are neither queued nor running."""
         known: Any = self._client.smismember(_keys(queue)[1], list(job_ids))
         return [job_id for job_id, found in zip(job_ids, await known, strict=True) if not found]
 
     async def consume(self, queue: str, run: Run, concurrency: int, control: Control) -> None:
-        """See ``JobQueue``. Connects again for ever when the broker goes away."""
+        """Call ``run(job_id, tries)`` for jobs, up to ``concurrency`` at a time, until ``control`` ends it. A job is
+        done when ``run`` returns; it is delivered again when ``run`` raises, or when this process exits. Reconnects
+        without end while the broker is unavailable."""
         await _Consumer(self._client, queue, run, concurrency, control).serve()
 
 

@@ -18,14 +18,14 @@ from starlette.requests import ClientDisconnect
 
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.broker.event_bus import EventBus
-from cosmos_rl_reward.broker.queue import JobQueue, StreamQueue
+from cosmos_rl_reward.broker.queue import StreamQueue
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreUnavailable
 from cosmos_rl_reward.front import v1, v2
 from cosmos_rl_reward.front.auth import Auth, Denied
 from cosmos_rl_reward.front.connections import make_protocol
 from cosmos_rl_reward.front.direct import DirectApp
-from cosmos_rl_reward.front.job_tracker import Events, JobTracker
+from cosmos_rl_reward.front.job_tracker import JobTracker
 from cosmos_rl_reward.front.local_only import LocalOnly
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.reconciler import Reconciler
@@ -36,7 +36,7 @@ from cosmos_rl_reward.store import add_threads, open_spool
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
-Connect = Callable[[], AbstractAsyncContextManager[tuple[JobQueue, Events]]]
+Connect = Callable[[], AbstractAsyncContextManager[tuple[StreamQueue, EventBus]]]
 
 
 @router.get("/healthz")
@@ -162,7 +162,7 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
     """
 
     @contextlib.asynccontextmanager
-    async def connect() -> AsyncIterator[tuple[JobQueue, Events]]:
+    async def connect() -> AsyncIterator[tuple[StreamQueue, EventBus]]:
         async with EventBus(broker_url) as bus, StreamQueue(broker_url) as queue:
             yield queue, bus
 

@@ -9,9 +9,10 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from cosmos_rl_reward.broker.queue import JobQueue
+from cosmos_rl_reward.broker.event_bus import EventBus
+from cosmos_rl_reward.broker.queue import StreamQueue
 from cosmos_rl_reward.clock import boot, uptime
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreUnavailable
@@ -26,15 +27,6 @@ from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST
 logger = logging.getLogger(__name__)
 BROKER_S = 5.0  # longest wait for an answer of the broker
 _AT_ONCE = 20  # requests that are woken in one go
-
-
-class Events(Protocol):
-    """What the tracker needs of ``broker.event_bus.EventBus``."""
-
-    async def publish(self, events: list[dict[str, Any]]) -> None: ...
-    async def statuses(self) -> dict[str, dict[str, Any]]: ...
-    async def epoch(self) -> str: ...
-    def events(self) -> Any: ...
 
 
 @dataclass
@@ -96,7 +88,9 @@ class Reservation:
 class JobTracker:
     """Open jobs of this service. One per front."""
 
-    def __init__(self, config: ServiceConfig, spool: Spool, queue: JobQueue, bus: Events, metrics: Metrics) -> None:
+    def __init__(
+        self, config: ServiceConfig, spool: Spool, queue: StreamQueue, bus: EventBus, metrics: Metrics
+    ) -> None:
         self.config, self.spool, self.queue, self.bus, self.metrics = config, spool, queue, bus, metrics
         self.rewards = tuple(args.reward_type for args in config.enabled)
         self.statuses: dict[str, dict[str, Any]] = {}

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from cosmos_rl_reward.handler import BaseRewardHandler
-from cosmos_rl_reward.rewards.samples import as_images, get_prompts
+from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -89,7 +89,7 @@ class ClipReward(BaseRewardHandler):
         import torch
 
         batch = as_images(images)
-        prompts = get_prompts(metadata, len(batch))
+        prompts = get_per_sample(metadata, "prompts", len(batch))
         size = self._model.config.vision_config.image_size
         with torch.inference_mode():
             image = image_features(self._model, normalised(self._pixels(batch, size)))

@@ -11,7 +11,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import video_frames
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint
 from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_probability
-from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, get_prompts, score_samples
+from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
 from cosmos_rl_reward.rewards.weights import MODEL_FILES, choose_dtype, download_text, find_folder, need
 
@@ -101,7 +101,9 @@ class CosmosReason1(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
         count = len(videos)
-        questions = get_prompts(metadata, count) if self.options["ask_prompts"] else [self._question] * count
+        questions = [self._question] * count
+        if self.options["ask_prompts"]:
+            questions = get_per_sample(metadata, "prompts", count)
         infos = get_per_sample(metadata, "video_infos", count)
 
         def ask(index: int) -> Pair:

@@ -11,7 +11,7 @@ import numpy as np
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens, video_frames
-from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, get_prompts, score_samples
+from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, score_samples
 from cosmos_rl_reward.rewards.weights import (
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -121,7 +121,10 @@ class DanceGRPO(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
-        prompts, infos = get_prompts(metadata, len(videos)), get_per_sample(metadata, "video_infos", len(videos))
+        prompts, infos = (
+            get_per_sample(metadata, "prompts", len(videos)),
+            get_per_sample(metadata, "video_infos", len(videos)),
+        )
 
         def score(index: int) -> dict[str, float]:
             return self._one(videos[index], prompts[index], get_frame_rate(infos, index))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cosmos_rl_reward.handler import BaseRewardHandler
 from cosmos_rl_reward.handler.base import digest
-from cosmos_rl_reward.rewards.samples import as_images, as_videos, get_prompts, score_samples, to_numpy
+from cosmos_rl_reward.rewards.samples import as_images, as_videos, get_per_sample, score_samples, to_numpy
 
 
 def function_handler(function: Callable[..., Any], reward_name: str) -> type[BaseRewardHandler]:
@@ -70,7 +70,7 @@ class _EachSample(_FunctionReward):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         is_video = to_numpy(images).ndim == 5
         samples = as_videos(images).transpose(0, 2, 3, 4, 1) if is_video else as_images(images)
-        prompts = get_prompts(metadata, len(samples))
+        prompts = get_per_sample(metadata, "prompts", len(samples))
 
         def score(index: int) -> dict[str, Any]:
             own = _select_sample(metadata, index, len(samples))

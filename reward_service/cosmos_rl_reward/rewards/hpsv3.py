@@ -13,7 +13,7 @@ from PIL import Image
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens
-from cosmos_rl_reward.rewards.samples import as_images, get_prompts
+from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
 from cosmos_rl_reward.rewards.video_frames import FACTOR
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
@@ -85,7 +85,7 @@ class HPSv3(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)
-        prompts = get_prompts(metadata, len(images))
+        prompts = get_per_sample(metadata, "prompts", len(images))
         step = max(1, int(self.options["batch"]))
         score = self._by_package if self.options["engine"] == "package" else self._by_transformers
         values: list[float] = []

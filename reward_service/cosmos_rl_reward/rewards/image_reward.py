@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.samples import as_images, get_prompts
+from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
     fill,
@@ -155,7 +155,7 @@ class ImageReward(BaseRewardHandler):
         import torch
 
         images = as_images(images)
-        prompts = get_prompts(metadata, len(images))
+        prompts = get_per_sample(metadata, "prompts", len(images))
         size = self._vision.config.image_size
         pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(images, size, nearest_offset=True)))
         words = self._tokenizer(

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import ocr_scoring
-from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_prompts, score_samples
+from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, score_samples
 
 
 @RewardRegistry.register()
@@ -80,7 +80,7 @@ class OcrReward(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         """See ``BaseRewardHandler.calculate_reward``. ``metadata.ocr_use_gpu`` overrides the device's setting."""
         images = as_images(images)
-        prompts = get_prompts(metadata, len(images))
+        prompts = get_per_sample(metadata, "prompts", len(images))
         upstream = self.options["normalisation"] == "upstream"
         on_gpu, warning = bool(metadata.get("ocr_use_gpu", self.device.startswith("cuda"))), ""
         try:

@@ -83,22 +83,6 @@ def as_frames(media: Any) -> np.ndarray:
     return as_images(array)[:, None]
 
 
-def get_prompts(metadata: dict[str, Any], count: int) -> list[str]:
-    """The request's prompts, one for each of ``count`` samples; a bare string counts as one.
-
-    Raises:
-        BadInput: they are missing, of another length, or not strings.
-    """
-    prompts = metadata.get("prompts")
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not isinstance(prompts, (list, tuple)) or not all(isinstance(p, str) for p in prompts):
-        raise BadInput("metadata.prompts: expected a list of strings, one per sample")
-    if len(prompts) != count:
-        raise BadInput(f"metadata.prompts: {len(prompts)} prompts for {count} samples")
-    return list(prompts)
-
-
 def get_per_sample(metadata: dict[str, Any], key: str, count: int) -> list[Any]:
     """A list of the metadata with one entry per sample.
 

@@ -11,7 +11,7 @@ import numpy as np
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, image_part
-from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_prompts, score_samples
+from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
 from cosmos_rl_reward.rewards.weights import download_text
 
@@ -103,7 +103,7 @@ class UnifiedReward(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)
-        prompts = get_prompts(metadata, len(images))
+        prompts = get_per_sample(metadata, "prompts", len(images))
         pairs = zip(images, prompts, strict=True)
         answers = self._endpoint.run_concurrently([lambda p=p, t=t: self._rating(p, t) for p, t in pairs])
         return score_samples(self.score_keys, len(images), lambda k: {"unified_reward": answers[k].result()})

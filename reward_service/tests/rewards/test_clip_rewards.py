@@ -64,7 +64,7 @@ def test_pickscore_is_the_scaled_cosine_over_26(tmp_path):
     shuffled = reward.calculate_reward(IMAGES[order], {"prompts": [PROMPTS[i] for i in order]})["scores"]
     np.testing.assert_allclose(shuffled["pickscore"], np.array(result)[order], atol=2e-6)
     assert reward.provenance()["model_digest"].startswith("sha256:")
-    with pytest.raises(BadInput, match="1 prompts for 3"):
+    with pytest.raises(BadInput, match="1 entries for 3"):
         reward.calculate_reward(IMAGES, {"prompts": ["a"]})
 
 

@@ -11,7 +11,7 @@ from cosmos_rl_reward.rewards.samples import (
     as_images,
     as_videos,
     get_frame_rate,
-    get_prompts,
+    get_per_sample,
     score_samples,
 )
 
@@ -63,14 +63,10 @@ def test_videos_and_frames():
 
 
 def test_prompts_and_frame_rates():
-    assert get_prompts({"prompts": "one"}, 1) == ["one"]
-    for wrong, reason in [
-        ({}, "list of strings"),
-        ({"prompts": ["a"]}, "1 prompts for 2"),
-        ({"prompts": [1, 2]}, "strings"),
-    ]:
-        with pytest.raises(BadInput, match=reason):
-            get_prompts(wrong, 2)
+    assert get_per_sample({"prompts": ["a", "b"]}, "prompts", 2) == ["a", "b"]
+    for wrong, reason in [({}, "expected a list"), ({"prompts": ["a"]}, "1 entries for 2 samples")]:
+        with pytest.raises(BadInput, match=f"metadata.prompts: {reason}"):
+            get_per_sample(wrong, "prompts", 2)
     assert get_frame_rate([{"video_fps": 16}], 0) == 16.0
     with pytest.raises(SampleError, match=r"video_infos\[1\].video_fps is missing"):
         get_frame_rate([{"video_fps": 16}, {}], 1)

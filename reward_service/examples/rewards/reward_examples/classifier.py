@@ -12,7 +12,7 @@ from PIL import Image
 
 from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
-from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, get_prompts, score_samples
+from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, score_samples
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ class ClassifierReward(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)
         count = len(images)
-        prompts = get_prompts(metadata, count) if "labels" not in metadata else [""] * count
+        prompts = get_per_sample(metadata, "prompts", count) if "labels" not in metadata else [""] * count
         asked = get_per_sample(metadata, "labels", count) if "labels" in metadata else [None] * count
         probabilities = softmax(self._logits(self._inputs(images)).astype(np.float64))
 

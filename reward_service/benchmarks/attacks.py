@@ -1,11 +1,11 @@
-"""What strangers can do to a running service: ``python -m benchmarks.attacks [--only NAME ...]``.
+"""What unauthenticated clients can do to a running service: ``python -m benchmarks.attacks [--only NAME ...]``.
 
 Each attack runs against the same service while jobs come in one after the other and ``/healthz`` is asked all the
 time. Printed for each: the time of ``/healthz`` in ms, how far the front's memory grew at its peak in MiB, what the
 attacker got, and how many of the jobs accepted meanwhile were lost. Ends with 1 when memory grew by more than 64 MiB, a
 job was lost, or one answer of ``/healthz`` took more than 50 ms and more than twice the longest without any attack.
 
-Latencies are those of a busy machine when it is one: run it on an idle one, or read them beside the row ``nothing``.
+Latencies are those of a busy machine when it is one: run it on an idle one, or compare them with the row ``nothing``.
 """
 
 import argparse
@@ -274,7 +274,7 @@ def _held(one: dict[str, Any], usual: float) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10, help="of those attacks that go on")
+    parser.add_argument("--seconds", type=float, default=10, help="of those attacks that last")
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the service is compared with: one endpoint that scores in the request, and loses everything when it dies."""
+"""What the service is compared with: one endpoint that scores in the request, and loses everything when it crashes."""
 
 import io
 import json

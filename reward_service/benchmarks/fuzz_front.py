@@ -125,7 +125,7 @@ async def fuzz(folder: Path, requests: int, seed: int) -> dict[str, Any]:
                     for reward in list(entry.missing):
                         await tracker.end(job_id, reward, "failed", "fuzz")
                 front.queue.jobs.clear()
-                front.bus.told.clear()
+                front.bus.published.clear()
                 await asyncio.to_thread(tracker.spool.sweep, -1.0, 0)
         growth = (process.memory_info().rss - base) / 2**20
     return {

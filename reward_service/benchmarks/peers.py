@@ -1,4 +1,4 @@
-"""Jobs a second and latency beside other servers' designs: ``python -m benchmarks.peers [--seconds S] [--rounds N]``.
+"""Jobs a second and latency against other servers: ``python -m benchmarks.peers [--seconds S] [--rounds N]``.
 
 8 clients, each sending its next job (2 random images of 512 x 512, JPEG size as the reward) when it has the scores
 of the one before; the contenders take turns within one run. Rates and latencies depend on what else the machine does,

@@ -157,7 +157,7 @@ class ServiceConfig(_Table):
     fail_after_s: float = Field(15.0, ge=0)
     """Jobs of a reward that cannot start fail after this long."""
     no_worker_after_s: float = Field(600.0, ge=0)
-    """Jobs of a reward that nobody serves fail after this long."""
+    """Jobs of a reward without a worker fail after this long."""
     drain_s: float = Field(30.0, ge=0)
     """Time for running jobs after SIGTERM."""
 
@@ -188,7 +188,7 @@ class ServiceConfig(_Table):
 
     @property
     def external_broker(self) -> str:
-        """URL of a broker that is not ours, or an empty string."""
+        """URL of a broker that runs elsewhere, or an empty string."""
         url = os.environ.get("COSMOS_RL_REWARD_BROKER_URL") or self.broker_url
         if not url and self.redis_host not in LOOPBACK and self.redis_port > 0:
             url = f"redis://{self.redis_host}:{self.redis_port}"

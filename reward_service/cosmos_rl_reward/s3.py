@@ -1,4 +1,4 @@
-"""The spool in an S3-compatible store: what ``spool`` says of files holds for objects.
+"""The spool in an S3-compatible store, with objects in place of files.
 
 Below the prefix of ``blob_store``:
 
@@ -9,9 +9,9 @@ Below the prefix of ``blob_store``:
 - ``open/<id>/done-<reward>``: empty, written just before the result, so that one listing finds all new results.
 - ``results/<id>/<reward>``: a result.
 
-A job is accepted when its header is there, which comes after its body. Headers and results are written only if there
-is none (``If-None-Match: *``), so the first writer wins. Workers read plain files: each process has a folder of its own
-for uploads, for the bodies it works on and for latents it has decoded.
+A job is accepted when its header exists, which is written after its body. Headers and results are written only if
+there is none (``If-None-Match: *``), so the first writer wins. Workers read plain files: each process has a folder of
+its own for uploads, for the bodies it works on and for latents it has decoded.
 """
 
 from __future__ import annotations
@@ -418,10 +418,10 @@ class S3Spool(Spool):
                         times.append(entry["LastModified"].timestamp())
         order = sorted(range(len(times)), key=times.__getitem__)
         count = max(len(order) - keep, bisect.bisect_left(order, self._now - ttl_s, key=times.__getitem__))
-        gone = [str(uuid.UUID(bytes=bytes(names[16 * i : 16 * i + 16]))) for i in order[:count]]
-        for i in range(0, len(gone), _PAGE):
-            self._forget(gone[i : i + _PAGE])
-        return len(gone)
+        expired = [str(uuid.UUID(bytes=bytes(names[16 * i : 16 * i + 16]))) for i in order[:count]]
+        for i in range(0, len(expired), _PAGE):
+            self._forget(expired[i : i + _PAGE])
+        return len(expired)
 
     def _forget(self, job_ids: list[str]) -> None:
         def results(job_id: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Jobs and results as files: the state of the service. The broker only assigns work.
 
-One job is one file: a header of 4096 bytes (JSON), then the request's body exactly as it came. A job is accepted when
+One job is one file: a header of 4096 bytes (JSON), then the request's body exactly as received. A job is accepted when
 its file has its name and is on the disk; it is finished when each of its rewards has a result file; then the body is
-cut off and the header stays until the results expire. A result is created with ``link``, so the first writer wins.
+cut off, and the header is kept until the results expire. A result is created with ``link``, so the first writer wins.
 
 Only the standard library: workers in other environments read jobs through it.
 """
@@ -35,7 +35,7 @@ JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{1
 
 @dataclass(frozen=True)
 class Job:
-    """What the header of a job file says.
+    """The header of a job file.
 
     Attributes:
         id: a UUID, the name of the file.
@@ -301,19 +301,19 @@ class Spool:
         limit = self._clock.now() - ttl_s
         if keep < len(times):
             limit = max(limit, sorted(times, reverse=True)[keep - 1] if keep else math.inf)
-        gone = 0
+        removed = 0
         for path, status in self._finished():
             if status.st_mtime < limit:
                 self._forget(Path(path))
-                gone += 1
-        return gone
+                removed += 1
+        return removed
 
     def _sweep_incoming(self) -> None:
         now, before = uptime(), self._abandoned
         self._abandoned = {}
         for entry in os.scandir(self.incoming):
-            seen = self._abandoned[entry.path] = before.get(entry.path, now)
-            if now - seen > _ABANDONED_S:
+            found = self._abandoned[entry.path] = before.get(entry.path, now)
+            if now - found > _ABANDONED_S:
                 Path(entry.path).unlink(missing_ok=True)
 
     @functools.cached_property

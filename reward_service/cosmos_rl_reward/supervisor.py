@@ -150,7 +150,7 @@ def lock(folder: Path) -> IO[str]:
 
 
 def role_command(role: str, *arguments: str) -> list[str]:
-    """Command line of one of our own processes; its configuration comes through standard input."""
+    """Command line of a process of the service; its configuration is sent to standard input."""
     return [sys.executable, "-P", "-m", "cosmos_rl_reward.roles", role, *arguments]
 
 

@@ -1,4 +1,4 @@
-"""The front inside the test's own process, on a queue and a board in memory."""
+"""The front inside the test's own process, on a queue and an event bus in memory."""
 
 import asyncio
 import contextlib
@@ -43,10 +43,10 @@ class MemoryEventBus:
     def __init__(self) -> None:
         self.rewards: dict[str, dict[str, Any]] = {}
         self.name = "one"
-        self.told: list[dict[str, Any]] = []
+        self.published: list[dict[str, Any]] = []
 
     def set(self, reward: str, state: str, reason: str = "", **about: Any) -> None:
-        """Say how a reward is."""
+        """Set the state of a reward."""
         self.rewards[reward] = {
             "state": state,
             "reason": reason,
@@ -57,7 +57,7 @@ class MemoryEventBus:
         }
 
     async def publish(self, events: list[dict[str, Any]]) -> None:
-        self.told.extend(events)
+        self.published.extend(events)
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         return {"host": dict(self.rewards)} if self.rewards else {}

@@ -37,7 +37,7 @@ class Moody(BaseRewardHandler):
         for prompt in metadata["prompts"]:
             word, _, rest = prompt.partition(" ")
             if word == "die":
-                print("dying as told", flush=True)
+                print("exit as requested", flush=True)
                 os.kill(os.getpid(), 9)
             if word == "exit":
                 sys.exit(3)
@@ -54,7 +54,7 @@ class Moody(BaseRewardHandler):
             if word == "nothing":
                 return None
             if word == "envelope":
-                return {"scores": None, "error": "as told"}
+                return {"scores": None, "error": "as requested"}
             if word == "surrogate":
                 raise BadInput("bad prompt \ud800")
             if word == "leave":  # children in sessions of their own, one of them without our environment

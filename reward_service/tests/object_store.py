@@ -53,7 +53,7 @@ class Store:
         }
 
     def empty(self):
-        """Make the bucket anew."""
+        """Make the bucket again, empty."""
         bucket = boto3.resource("s3").Bucket(BUCKET)
         with contextlib.suppress(bucket.meta.client.exceptions.BucketAlreadyOwnedByYou):
             bucket.create()

@@ -1,4 +1,4 @@
-"""Connections of strangers: heads without end, half-sent requests, clients that do not read, other names."""
+"""Connections without a token: heads without end, half-sent requests, clients that do not read, other names."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The front's rules at the door, in memory: limits, tokens, states, broken clients."""
+"""The front's checks on arrival, in memory: limits, tokens, states, broken clients."""
 
 import asyncio
 import errno
@@ -64,7 +64,7 @@ def test_accepted_means_on_disk_and_queued(tmp_path):
         (body(np.zeros((1, 48, 1, 2, 2), np.float16), "a", media_type="latent"), 400, "wan2pt2_model_path"),
     ],
 )
-def test_refused_at_the_door(tmp_path, content, status, reason):
+def test_rejected_on_arrival(tmp_path, content, status, reason):
     async def test(front):
         sent = await front.enqueue(content)
 

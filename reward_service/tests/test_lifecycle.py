@@ -29,7 +29,7 @@ def test_kill_any_process_and_nothing_is_lost(tmp_path):
             if victim == "root":
                 service.process.kill()
                 service.process.wait()
-                service.until(lambda: not _children(service), 5, "the tree dies with its root")
+                service.until(lambda: not _children(service), 5, "the tree ends with its root")
                 service.start(ready=False)
             else:
                 service.kill(victim)
@@ -145,7 +145,7 @@ def test_ending_drains_and_leaves_nothing(tmp_path, number):
     service.until(lambda: other.get("/readyz").json()["draining"] or None, 5, "it is draining")
     assert other.post("/api/reward/enqueue", content=body(image())).status_code == 503
     answer = other.post("/api/reward/pull", data={"uuid": running, "type": "moody", "wait": "5"})
-    assert answer.json()["scores"]["mean"] == [1.0]  # the running job was finished, and its result handed out
+    assert answer.json()["scores"]["mean"] == [1.0]  # the running job was finished, and its result returned
     other.close()
     stopper.join(30)
     assert codes == [0]

@@ -217,7 +217,7 @@ def test_ages_count_across_a_restart_but_not_across_a_reboot(tmp_path, monkeypat
     monkeypatch.setattr("cosmos_rl_reward.front.job_tracker.uptime", lambda: here + 500)
     assert run(tmp_path, second) < 100
     monkeypatch.setattr("cosmos_rl_reward.front.job_tracker.boot", lambda: "another boot")
-    assert run(tmp_path, second) < -400  # since now, as the ledger has it
+    assert run(tmp_path, second) < -400  # since now, as the tracker has it
 
 
 def test_the_steady_clock(tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ IMAGE = np.zeros((2, 4, 4, 3), np.uint8)
         (header("'|u1'", False, (-1, 4, 4, 3)), "image", "not possible"),
         (header("'|u1'", False, (True, 4, 4, 3)) + bytes(48), "image", "not possible"),
         (b"\x93NUMPY\x09\x00" + bytes(20), "image", "version 9"),
-        (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + bytes(20), "image", "not believed"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + bytes(20), "image", "is too long"),
         (torch_file([torch.zeros(2), torch.ones(2)]), "image", "one plain tensor"),
         (torch_file({"a": 1}), "image", "one plain tensor"),
         (torch_file(torch.zeros(2, 4, 4, 3).to_sparse()), "image", "only a plain tensor is read"),

@@ -138,10 +138,10 @@ class Disk:
 def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
     """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
     monkeypatch.setattr(retries, "_PAUSES_S", (0.02,))
-    told = []
+    announced = []
 
     async def announce(event):
-        told.append(event)
+        announced.append(event)
 
     async def test():
         args = {"reward_type": reward, "device": "cpu", **more}
@@ -157,7 +157,7 @@ def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
         await asyncio.gather(serving, return_exceptions=True)
         return pool.health.restarts
 
-    return told, asyncio.run(test())
+    return announced, asyncio.run(test())
 
 
 @pytest.mark.process
@@ -165,12 +165,12 @@ def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     """The disk is full for long when a result is to be written; the job is not scored again and not lost."""
     spool, full = Spool(tmp_path), Disk(monkeypatch, "write_results", 40)
     job = spooled(spool, body(image(51), "mock"), ident(1))
-    # handed out twice, and once more after its end
-    told, restarts = served(spool, [(job.id, 1), (job.id, 2)], monkeypatch)
+    # delivered twice, and once more after its end
+    announced, restarts = served(spool, [(job.id, 1), (job.id, 2)], monkeypatch)
     again, _ = served(spool, [(job.id, 3)], monkeypatch)
     result = json.loads(spool.result(job.id, "mock"))
     assert (result["scores"], full.left, full.calls) == ({"mock": [0.2]}, 0, 41)
-    assert [event["state"] for event in told] == ["succeeded"]
+    assert [event["state"] for event in announced] == ["succeeded"]
     assert (again, restarts) == ([], 0)
     assert [j.id for j in spool.open_jobs()] == [job.id]  # the front, which knows all its rewards, cuts it off
     spool.finish(job)
@@ -193,22 +193,22 @@ def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, er
     spool = Spool(tmp_path)
     jobs = [spooled(spool, body(image(51 * n), "mock"), ident(n)) for n in range(1, 4)]
     disk = Disk(monkeypatch, name, 9, error)
-    told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch)
+    announced, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch)
     found = [json.loads(spool.result(job.id, "mock"))["scores"]["mock"] for job in jobs]
     assert (found, disk.left, restarts) == ([[0.2], [0.4], [pytest.approx(0.6)]], 0, 0)
-    assert len(told) == 3
+    assert len(announced) == 3
 
 
 @pytest.mark.process
 def test_a_result_that_cannot_be_written_for_another_reason_costs_its_own_job(tmp_path, monkeypatch):
-    """An error that is ours: the job goes back to its queue, the scorer and the host live on."""
+    """An internal error: the job is returned to its queue, the scorer and the host keep running."""
     spool = Spool(tmp_path)
     first, second = [spooled(spool, body(image(51 * n), "mock"), ident(n)) for n in (1, 2)]
     disk = Disk(monkeypatch, "write_results", 1, ValueError("of our own"))
-    told, restarts = served(spool, [(first.id, 1)], monkeypatch, max_wait_ms=0)
-    assert (told, disk.left, restarts, spool.result(first.id, "mock")) == ([], 0, 0, None)
-    told, restarts = served(spool, [(first.id, 2), (second.id, 1)], monkeypatch)
-    assert sorted(event["id"] for event in told) == [first.id, second.id]
+    announced, restarts = served(spool, [(first.id, 1)], monkeypatch, max_wait_ms=0)
+    assert (announced, disk.left, restarts, spool.result(first.id, "mock")) == ([], 0, 0, None)
+    announced, restarts = served(spool, [(first.id, 2), (second.id, 1)], monkeypatch)
+    assert sorted(event["id"] for event in announced) == [first.id, second.id]
 
 
 def test_text_that_is_no_unicode_becomes_escapes():
@@ -218,11 +218,11 @@ def test_text_that_is_no_unicode_becomes_escapes():
 
 
 @pytest.mark.process
-def test_deaths_of_jobs_that_were_tried_before_do_not_close_the_reward(tmp_path, monkeypatch):
+def test_crashes_by_jobs_that_were_tried_before_do_not_close_the_reward(tmp_path, monkeypatch):
     """Three jobs kill their scorer seven times, with no result in between; only the first time says anything."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
     spool = Spool(tmp_path)
     jobs = [spooled(spool, body(image(n), "mock", prompts=["die"]), ident(n)) for n in (1, 2, 3)]
-    told, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch, reward_class="moody_reward:Moody")
-    assert [event["error"].partition(" attempts")[0] for event in told] == ["gave up after 3"] * 3
+    announced, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch, reward_class="moody_reward:Moody")
+    assert [event["error"].partition(" attempts")[0] for event in announced] == ["gave up after 3"] * 3
     assert restarts >= 5

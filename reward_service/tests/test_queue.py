@@ -1,4 +1,4 @@
-"""The job queue on a real broker: nothing is lost, nothing is queued twice, leases move from consumers that died."""
+"""The job queue on a real broker: nothing is lost, nothing is queued twice, leases of stopped consumers move."""
 
 import asyncio
 import contextlib
@@ -193,7 +193,7 @@ def test_the_jobs_of_a_dead_consumer_move_and_those_of_a_live_one_stay(tmp_path,
 
 
 def test_a_broker_that_dies_and_comes_back_empty(tmp_path):
-    """What runs goes on; what is put afterwards is run; a job that is put again while it runs ends both times."""
+    """What runs continues; what is put afterwards is run; a job that is put again while it runs ends both times."""
 
     async def test():
         async with brokered(tmp_path) as (broker, queue), EventBus(broker.url) as bus:

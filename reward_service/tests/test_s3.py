@@ -207,7 +207,7 @@ def test_what_belongs_to_no_open_job_is_swept(store, tmp_path, monkeypatch):
     done, job, never = (put(spool)[0] for _ in range(3))
     spool.finish(done)
     spool.write_result(done.id, "a", b"late")
-    boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{PREFIX}/jobs/{never.id}")  # its front died before this
+    boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{PREFIX}/jobs/{never.id}")  # its front crashed before this
     spool.sweep(3600, keep=9)
     assert len([key for key in store.names() if key.startswith("open/")]) == 3  # they may be on their way
     monkeypatch.setattr(s3, "_ABANDONED_S", -10.0)
@@ -338,7 +338,7 @@ def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
             assert "Could not connect to the endpoint" in asked.json()["message"]
             again = await front.enqueue(body(image(), "a"))
             in_store(tmp_path / "two").write_result(job, "a", encode({"scores": {"a": [1]}, "state": "succeeded"}))
-            await Reconciler(front.front.tracker).reconcile()  # nobody told of the result
+            await Reconciler(front.front.tracker).reconcile()  # there was no event for the result
             assert list(front.front.tracker.open) == [again.json()["uuid"]]
             return (await front.client.post("/api/reward/pull", data={"uuid": job, "type": "a"})).json()
 

@@ -113,8 +113,11 @@ def test_a_bare_prompt_channels_first_and_fortran_order(service):
         ("bad", "metadata.prompts: bad"),
         ("short", "scores.mean has 1 entries for 2 samples"),
         ("nothing", "calculate_reward returned NoneType"),
-        ("envelope", "as told"),
-        ("die", "gave up after 3 attempts: the worker process ended by signal SIGKILL; its last lines: dying as told"),
+        ("envelope", "as requested"),
+        (
+            "die",
+            "gave up after 3 attempts: the worker process ended by signal SIGKILL; its last lines: exit as requested",
+        ),
         ("exit", "gave up after 3 attempts: RuntimeError: the reward raised SystemExit: 3"),
         ("sleep 60", "gave up after 3 attempts: no answer within 2 s (deadline_s)"),
     ],
@@ -131,7 +134,7 @@ def test_every_failure_ends_in_a_stated_state(service, words, expected):
 
 
 def test_a_job_that_killed_its_worker_once_is_scored_in_the_end(service, tmp_path):
-    job = service.submit(image(4), prompts=[f"diefirst {tmp_path / 'died'}"])
+    job = service.submit(image(4), prompts=[f"diefirst {tmp_path / 'crashed'}"])
     assert service.result(job)["scores"]["mean"] == [4.0]
 
 
@@ -172,7 +175,7 @@ def test_a_bad_job_does_not_spoil_those_it_was_merged_with(service):
 
 
 def test_jobs_that_kill_every_worker_end_and_the_others_are_scored(service):
-    """More deaths in a row than a reward is trusted with, but of jobs that were tried before."""
+    """More crashes in a row than a reward is allowed, but by jobs that were tried before."""
     jobs = [service.submit(image(i), prompts=["die" if i < 2 else "fine"]) for i in range(5)]
     states = [service.result(job, wait=60)["state"] for job in jobs]
     assert states == ["failed", "failed", "succeeded", "succeeded", "succeeded"]

@@ -25,7 +25,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def find_server() -> str:
-    """Path of a Valkey or Redis server: one on PATH, else the one that came with the package.
+    """Path of a Valkey or Redis server: one on PATH, else the one installed with the package.
 
     Raises:
         UserError: there is none.

@@ -1,1 +1,1 @@
-"""The HTTP front: takes jobs in, hands results out, keeps no state that the spool does not have."""
+"""The HTTP front: accepts jobs, returns results, keeps no state that the spool does not have."""

@@ -104,7 +104,7 @@ async def _report_store_unavailable(request: Request, error: Exception) -> Respo
 
 
 async def _ignore_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody is there to read it
+    return Response(status_code=499)  # the client has disconnected
 
 
 def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
@@ -155,7 +155,7 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
 
 
 def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -> None:
-    """Serve until SIGTERM; SIGUSR1 refuses new jobs while results are still handed out.
+    """Serve until SIGTERM; SIGUSR1 rejects new jobs while results are still returned.
 
     Raises:
         UserError: tokens are wrong or missing.

@@ -59,7 +59,7 @@ class Auth:
 
     @property
     def open(self) -> bool:
-        """Whether there is no token at all, so that everybody on this machine may do everything."""
+        """Whether there is no token at all, so that every local client may do everything."""
         return not self._tokens
 
     def _read(self) -> None:
@@ -88,7 +88,7 @@ class Auth:
         kind, _, token = header.partition(" ")
         given = hashlib.sha256(token.strip().encode()).digest()
         found: frozenset[str] | None = None
-        for digest, scopes in self._tokens.items():  # all of them, so that the time says nothing
+        for digest, scopes in self._tokens.items():  # all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
                 found = scopes
         if kind.lower() != "bearer" or found is None:

@@ -1,4 +1,4 @@
-"""What a connection may do before anybody looks at its token: little, and not for long.
+"""Limits of a connection before its token is checked.
 
 The parser of uvicorn's fast protocol has no limits of its own. Here the bytes that lead to nothing (a request line,
 headers, trailers, chunk extensions without end) are counted, every head and every rest of a body has its time, and when
@@ -59,7 +59,7 @@ class LimitedProtocol(HttpToolsProtocol):
     turns: ClassVar[Turns]
 
     _held_back = b""  # input that waits for its turn
-    _bytes_without_progress = 0  # bytes since something came of them
+    _bytes_without_progress = 0  # received since the last progress
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body; what comes after the answer is dropped and does not count as progress."""
+        """A part of a body; what arrives after the answer is dropped and does not count as progress."""
         self._bytes_without_progress = 0
         if self.cycle.response_complete:
             return
@@ -138,7 +138,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """The body is whole, or there is none."""
         self._progress()
         super().on_message_complete()
-        self.cycle.more_body = False  # also when the answer came first
+        self.cycle.more_body = False  # also when the answer was sent first
 
     def on_response_complete(self) -> None:
         """The answer is sent."""

@@ -33,7 +33,7 @@ async def read_fields(request: Request) -> dict[str, str]:
     """Fields of a form or of a JSON object, as texts.
 
     Raises:
-        Refused: the body is too long or is not what its type says.
+        Refused: the body is too long or does not match its type.
     """
     body = bytearray()
     async for chunk in iter_body(request, Front.of(request).config.receive_timeout_s):
@@ -66,7 +66,7 @@ async def _multipart(headers: Headers, body: bytes) -> dict[str, str]:
 @router.post("/api/reward/ping")
 @router.post("/api/reward/pin")
 async def ping(request: Request) -> Response:
-    """Say that the service is there."""
+    """Confirm that the service runs."""
     Front.of(request).allow(request, "read")
     fields = await read_fields(request)
     if fields and "info_data" not in fields:
@@ -87,7 +87,7 @@ async def enqueue(request: Request) -> Response:
 
 @router.post("/api/reward/pull")
 async def pull(request: Request) -> Response:
-    """The result of one reward of a job; 400 while there is none. ``wait`` (seconds) holds that answer back."""
+    """The result of one reward of a job; 400 while there is none. ``wait`` (seconds) delays that answer."""
     front = Front.of(request)
     front.allow(request, "read")
     fields = await read_fields(request)

@@ -16,7 +16,7 @@ A reward is a class like this, in any module of the reward's own environment::
             return {"scores": {"sharpness": values}}
 
 The worker runs ``set_up`` once, scores the two ``probes`` as a self-test, then calls ``calculate_reward`` for one job
-after the other from one thread. It checks what comes back (length B, numbers finite), so a handler never has to invent
+after the other from one thread. It checks the results (length B, numbers finite), so a handler never has to invent
 a number.
 """
 

@@ -80,10 +80,10 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def load(path: str, ref: ArrayRef) -> np.ndarray:
     """Read the array into memory, C-ordered, in this machine's byte order; bfloat16 arrives as uint16 bit patterns.
 
-    The file is read and not mapped: it may be cut off by somebody who no longer needs it.
+    The file is read and not mapped: it may be truncated when the job is finished elsewhere.
 
     Raises:
-        OSError: the file is gone or too short.
+        OSError: the file does not exist or is too short.
     """
     kind = _numpy_type(ref.dtype)
     with open(path, "rb") as file:
@@ -114,7 +114,7 @@ def read_npy(file: BinaryIO, start: int, end: int) -> ArrayRef:
     else:
         raise Refused(f"payload: .npy version {head[6]} is not known")
     if length > _MAX_HEADER:
-        raise Refused(f"payload: a .npy header of {length} bytes is not believed (at most {_MAX_HEADER})")
+        raise Refused(f"payload: a .npy header of {length} bytes is too long (at most {_MAX_HEADER})")
     file.seek(start + begin)
     text = file.read(length)
     dtype, fortran, shape = _npy_fields(text)

@@ -76,7 +76,7 @@ def read_payload(file: BinaryIO, start: int, end: int, media_type: str | None) -
 
 def _image(array: ArrayRef) -> ArrayRef:
     shape = array.shape
-    if len(shape) == 4 and shape[3] != 3 and shape[1] == 3:  # channels first: look at it the other way round
+    if len(shape) == 4 and shape[3] != 3 and shape[1] == 3:  # channels first: transpose the view
         order = (0, 2, 3, 1)
         array = replace(array, shape=tuple(shape[i] for i in order), strides=tuple(array.strides[i] for i in order))
     if len(array.shape) != 4 or array.shape[3] != 3 or not array.size:

@@ -130,7 +130,7 @@ class ChatEndpoint:
         """Run calls, as many at a time as allowed, and wait for all of them."""
         futures = [self._pool.submit(call) for call in calls]
         for future in futures:
-            future.exception()  # waits, and keeps the exception for whoever asks for the result
+            future.exception()  # waits; the exception is raised again by ``result``
         return futures
 
 

@@ -95,8 +95,8 @@ class ColorClassifier:
         size = self._model.config.vision_config.image_size
         crops = [clip.resize_and_crop(cut_out(image, d)[None], size, nearest_offset=True)[0] for d in detections]
         with torch.inference_mode():
-            seen = clip.image_features(self._model, clip.normalised(np.stack(crops)))
-            best = (seen @ self._sentences(name).T).argmax(-1).tolist()
+            features = clip.image_features(self._model, clip.normalised(np.stack(crops)))
+            best = (features @ self._sentences(name).T).argmax(-1).tolist()
         return [COLORS[index] for index in best]
 
     def _sentences(self, name: str) -> Any:

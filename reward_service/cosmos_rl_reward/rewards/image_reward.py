@@ -162,12 +162,12 @@ class ImageReward(BaseRewardHandler):
             prompts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt"
         ).to(self.device)
         with torch.inference_mode():
-            seen = self._vision(pixel_values=pixels.to(self.device, self._vision.dtype)).last_hidden_state
+            image_states = self._vision(pixel_values=pixels.to(self.device, self._vision.dtype)).last_hidden_state
             read = self._text(
                 input_ids=words["input_ids"],
                 attention_mask=words["attention_mask"],
-                encoder_hidden_states=seen,
-                encoder_attention_mask=torch.ones(seen.shape[:-1], dtype=torch.long, device=seen.device),
+                encoder_hidden_states=image_states,
+                encoder_attention_mask=image_states.new_ones(image_states.shape[:-1], dtype=torch.long),
                 is_decoder=False,
             )
             raw = self._head(read.last_hidden_state[:, 0].float())[:, 0]

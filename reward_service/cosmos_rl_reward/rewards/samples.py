@@ -41,7 +41,7 @@ def round_pixels(array: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def _check_pixels(array: np.ndarray, what: str) -> np.ndarray:
-    """The array, if it has what workers hand out: uint8."""
+    """The array, if it is uint8, as workers pass it."""
     if array.dtype != np.uint8:
         raise BadInput(f"{what}: dtype {array.dtype}; expected uint8 0..255")
     return array
@@ -117,7 +117,7 @@ def score_samples(keys: tuple[str, ...], count: int, score: Callable[[int], dict
         count: B.
         score: index -> value of each key. ``SampleError`` says that this sample can never be scored; any other
             exception is kept for this sample too, unless every sample failed so: then it is raised, because the fault
-            is ours and another try may help.
+            is in the service and another try may help.
 
     Returns:
         ``{"scores": {key: list}, "item_errors": {index: message}}``.

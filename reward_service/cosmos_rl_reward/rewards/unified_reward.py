@@ -86,7 +86,7 @@ class UnifiedReward(BaseRewardHandler):
         path = self._question_file()
         if not path.is_file():
             raise NotReady(f"reward_args.options.template: no file {path}")
-        if path.suffix == ".py":  # its image goes as a part of its own
+        if path.suffix == ".py":  # the image is sent as a part of its own
             self._template = read_constants(path, "question")[0].removeprefix("<image>").lstrip()
         else:
             self._template = path.read_text(encoding="utf-8")

@@ -80,12 +80,12 @@ def kill_leftovers() -> list[int]:
     """Kill leftover processes of scorers whose host has exited; returns the PIDs. Those of a running host are kept,
     and so is everything of another PID namespace, whose PIDs are not valid here."""
     here = _identity(os.getpid()).rpartition(":")[0].rpartition(":")[0] + ":"
-    gone = []
+    killed = []
     for process, mark in _marked():
         identity = mark.rpartition(":")[0]
         if identity.startswith(here) and not _alive(identity) and _end([process]):
-            gone.append(process.pid)
-    return gone
+            killed.append(process.pid)
+    return killed
 
 
 def _end(processes: Iterable[psutil.Process]) -> bool:

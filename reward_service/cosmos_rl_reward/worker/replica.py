@@ -69,27 +69,27 @@ class Replica:
         Raises:
             Failed: with the reason.
         """
-        ours, theirs = socket.socketpair()
+        own_end, scorer_end = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(self.python, str(_SCORER), str(theirs.fileno()), str(os.getpid())),
+                *(self.python, str(_SCORER), str(scorer_end.fileno()), str(os.getpid())),
                 env=self._environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[scorer_end.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the supervisor only; children of the reward are in it
             )
         except OSError as error:
-            ours.close()
+            own_end.close()
             raise Failed(
                 f"interpreter {self.python} cannot be started: {error.strerror}; run cosmos-rl-reward-prepare"
             ) from error
         finally:
-            theirs.close()
+            scorer_end.close()
         self.running.add(self._process.pid)
         self._logging = asyncio.create_task(self._keep_log(self._process))
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
         self._watching = asyncio.create_task(self._close_when_ended())
         try:
             answer = await self._ask(message, timeout_s)

@@ -17,7 +17,7 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """Wait for the next message; None when the other side is gone."""
+    """Wait for the next message; None when the other side has disconnected."""
     try:
         (length,) = HEAD.unpack(_read_exactly(channel, HEAD.size))
         return json.loads(_read_exactly(channel, length))

@@ -22,7 +22,7 @@ from cosmos_rl_reward.worker.scorer import Scorer
 
 MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 rng = np.random.default_rng(3)
-# one even colour each, so that a server can tell the videos apart after JPEG
+# one even colour each, so that a server can distinguish the videos after JPEG
 VIDEOS = np.broadcast_to(np.array([20, 90, 160, 230], np.uint8)[:, None, None, None, None], (4, 3, 5, 90, 120)).copy()
 INFOS = [{"video_fps": 8.0}] * 4
 
@@ -71,7 +71,7 @@ def result(server, count=1, **options):
 
 
 def by_colour(pairs):
-    """A reply that tells each of ``VIDEOS`` its own pair of log-probabilities."""
+    """A reply that gives each of ``VIDEOS`` its own pair of log-probabilities."""
 
     def reply(request):
         colour = frames_of(request)[0].mean()

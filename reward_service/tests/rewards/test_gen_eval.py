@@ -89,7 +89,7 @@ PLACED = [{"class": "dog", "count": 1}, {"class": "cat", "count": 1, "position":
         ({"cat": [at(0, 0)] * 7}, CATS, nothing, -1.5, False, True),
         ({"cat": [at(0, 0)] * 2}, RED, colors(cat=["red", "red"]), 1.0, True, True),
         ({"cat": [at(0, 0)] * 2}, RED, colors(cat=["red", "blue"]), 0.75, False, False),
-        # wrong count: (0.5 + 0) / 2 and no colour is looked at; the lenient verdict looks at the first two
+        # wrong count: (0.5 + 0) / 2 and no colour is looked at; the lenient score looks at the first two
         ({"cat": [at(0, 0)]}, RED, nothing, 0.25, False, False),
         ({"cat": [at(0, 0)] * 3}, RED, colors(cat=["red", "red", "blue"]), 0.25, False, True),
         ({"dog": [at(50, 0)], "cat": [at(0, 0)]}, PLACED, nothing, 1.0, True, True),
@@ -100,7 +100,7 @@ PLACED = [{"class": "dog", "count": 1}, {"class": "cat", "count": 1, "position":
         ({"dog": [at(50, 0)]}, PLACED, nothing, 1 / 3, False, False),
     ],
 )
-def test_verdicts_by_hand(objects, asked, seen, score, exact, enough):
+def test_scores_by_hand(objects, asked, seen, score, exact, enough):
     assert strict(objects, asked, seen) == (pytest.approx(score), exact)
     assert lenient(objects, asked, [], seen) is enough
 
@@ -110,7 +110,7 @@ def test_upstreams_slip_counts_a_wrong_position_twice():
     assert strict(objects, PLACED, nothing, upstream=True) == (pytest.approx(3 / 4), False)
 
 
-def test_what_is_excluded_fails_the_verdict():
+def test_what_is_excluded_fails_the_score():
     objects = {"cat": [at(0, 0)] * 3}
     assert lenient(objects, CATS, [{"class": "cat", "count": 4}], nothing)
     assert not lenient(objects, CATS, [{"class": "cat", "count": 3}], nothing)

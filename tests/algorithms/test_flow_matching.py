@@ -53,7 +53,7 @@ def test_density_is_the_logit_normal_and_stays_inside_the_grid() -> None:
     assert index_from_density(density(torch.tensor([0.0, 0.5, 0.9999]), "none"), 10).tolist() == [0, 5, 9]
 
 
-def test_per_frame_noise_levels_broadcast_over_space() -> None:
+def test_sigmas_by_frame_broadcast_over_space() -> None:
     clean, noise = torch.zeros(1, 2, 3, 4, 4), torch.ones(1, 2, 3, 4, 4)
     mixed = mix(clean, noise, torch.tensor([[0.0, 0.5, 1.0]]))
     assert mixed[0, 0, :, 0, 0].tolist() == [0.0, 0.5, 1.0]

@@ -77,7 +77,7 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path:
     ]
 
 
-def test_the_global_batch_takes_the_place_of_the_replica_batch(path: Path) -> None:
+def test_the_global_batch_replaces_the_replica_batch(path: Path) -> None:
     overrides = ["train.global_batch_size=48", "policy.parallelism.dp_shard_size=1", "train.train_policy.mini_batch=48"]
     load_config(path, overrides)
     [line] = problems_of(path, *overrides[:1])

@@ -193,7 +193,7 @@ def test_a_start_at_sigma_1_and_an_end_at_0_stay_finite(solver: str, eta: float,
         np.testing.assert_allclose(kl.numpy(), (means**2 / 2).flatten(1).mean(1).numpy(), rtol=1e-5)
 
 
-def test_the_first_step_of_the_hard_list_takes_the_next_level_for_1() -> None:
+def test_the_first_step_of_the_hard_list_takes_the_next_sigma_for_1() -> None:
     transition = noisy_kernel("flow", 0.7)(0, HARD)
     assert transition.s == pytest.approx(0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1))
     assert noisy_kernel("flow", 0.7)(1, HARD).s == pytest.approx(2.1 * math.sqrt(0.4))
@@ -207,7 +207,7 @@ def test_a_start_next_to_1_does_not_explode(start: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
-def test_equal_levels_do_not_move(name: str) -> None:
+def test_a_step_between_equal_sigmas_does_not_move(name: str) -> None:
     kernel = build_kernel(name, noise_level=0.9, deterministic=name.startswith("dpm"))
     levels = [1.0, 1.0, 0.6, 0.6, 0.6, 0.2, 0.0]
     transitions = [kernel(index, levels) for index in range(6)]
@@ -368,7 +368,7 @@ def test_the_log_probability_of_a_multistep_kernel_counts_its_history() -> None:
         torch.testing.assert_close(log_prob, density.flatten(1).mean(1), rtol=1e-5, atol=1e-6)  # float32
 
 
-def test_noise_is_asked_for_where_it_is_needed_and_demanded_before_the_first_forward() -> None:
+def test_noise_is_drawn_where_it_is_needed_and_required_before_the_first_forward() -> None:
     asked = []
 
     def noise(index: int) -> Tensor:

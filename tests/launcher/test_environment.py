@@ -16,7 +16,7 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from tests.support import patience
 
 
-def test_every_missing_thing_is_named_and_no_run_folder_is_made(
+def test_every_missing_thing_is_named_and_no_run_folder_is_created(
     tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [

@@ -149,7 +149,7 @@ def test_words_go_to_the_configuration_or_to_the_script(
     assert list(asked.script_args) == script_args
 
 
-def test_one_rank_is_started_without_torch_and_has_the_place_that_the_agent_would_give_it(
+def test_one_rank_is_started_without_torch_and_has_the_environment_that_the_agent_would_give_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second torch would cost seconds at the start, and half a gigabyte for the whole run."""

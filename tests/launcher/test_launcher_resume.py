@@ -31,7 +31,7 @@ def break_it(policy: Path) -> Path:
     return policy
 
 
-def test_a_new_run_is_made_whatever_is_there_when_nobody_asks_to_resume(tmp_path: Path) -> None:
+def test_a_new_run_is_created_whatever_is_there_unless_resume_is_set(tmp_path: Path) -> None:
     save(create_run(tmp_path, OLD), 5)
     assert plan_resume(config_for(tmp_path, resume=False)) == ResumePlan(None, None, "")
 
@@ -161,7 +161,7 @@ def test_folders_with_other_names_are_no_runs(tmp_path: Path) -> None:
     assert find_newest_run(tmp_path / "none") is None
 
 
-def test_a_real_folder_in_the_place_of_a_link_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_real_folder_where_a_link_should_be_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="move it away"):
         create_run(tmp_path)
@@ -174,7 +174,7 @@ def test_a_named_run_is_not_overwritten(tmp_path: Path) -> None:
         create_run(tmp_path, NEW)
 
 
-def test_a_file_in_the_place_of_the_output_folder_is_a_message(tmp_path: Path) -> None:
+def test_a_file_where_the_output_folder_should_be_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(UserError, match="out"):
         create_run(tmp_path / "out")

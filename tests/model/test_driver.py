@@ -115,7 +115,7 @@ def test_probability_ratio_is_exactly_one(pair: Pair, mode: str) -> None:
 
 
 @MODES
-def test_rows_of_different_levels_get_what_they_get_alone(pair: Pair, mode: str) -> None:
+def test_rows_of_different_sigmas_get_what_they_get_alone(pair: Pair, mode: str) -> None:
     guidance, driver = pair.guidance(mode), pair.driver
     cond = driver.encode(PROMPTS, guidance=guidance)
     loop = driver.rollout(cond, generators(3), STEPS, guidance, decode=False)

@@ -375,7 +375,7 @@ def test_check_model_refuses_with_exit_code_2(tiny_sd3: Path, tmp_path: Path, mo
     assert "Traceback" not in captured.err
 
 
-def test_levels_may_be_anything_that_broadcasts(driver: Driver) -> None:
+def test_sigmas_may_be_anything_that_broadcasts(driver: Driver) -> None:
     cond, x = driver.encode(PROMPTS), torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         one = driver.velocity(x, Level(torch.tensor(500.0), torch.tensor(0.5)), cond)

@@ -259,7 +259,7 @@ def test_the_ratios_that_alarm(now: Measurement, text: str) -> None:
     assert text in wrong[0]
 
 
-def test_norms_by_quarter_of_the_levels() -> None:
+def test_norms_by_quarter_of_the_sigmas() -> None:
     """Against NumPy; NaN rows are those that only fill up."""
     rng = np.random.default_rng(3)
     ratio, sigma = rng.lognormal(0, 0.2, 400), np.concatenate([rng.uniform(0, 0.5, 399), [1.0]])

@@ -127,7 +127,7 @@ def test_a_function_that_is_not_there_is_named_with_its_key(
         rewards_of(None, {"reward_fns": [{"function": function}]})
 
 
-def test_functions_of_the_script_take_the_place_of_those_of_the_table(
+def test_functions_of_the_script_replace_those_of_the_table(
     rewards_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fns = [{"function": "cosmos_rl.reward.examples:ink"}]

@@ -207,7 +207,7 @@ def test_norms_relative_to_the_reference_cost_no_pass() -> None:
     assert first["train/nfe"] == 8 * 10 + 8 * 10 * (3 + 1)  # rollout, both ways, reference
 
 
-def test_a_loss_that_is_not_finite_is_named_with_prompt_and_level(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_finite_is_named_with_prompt_and_sigma(capsys: pytest.CaptureFixture[str]) -> None:
     tables = {"train.train_batch_per_replica": 8, "rollout.n_generation": 8, "train.train_policy.mini_batch": 8}
     run = Recorder(tables)
     velocity, calls = run.trainer.model.velocity, []

@@ -42,7 +42,7 @@ def test_one_call_where_it_fits_and_else_calls_of_about_the_same_size(
     assert rollout_chunk(job(total, group, size)) == expected
 
 
-def test_a_service_scores_one_half_while_the_other_is_made() -> None:
+def test_a_service_scores_one_half_while_the_other_is_sampled() -> None:
     assert rollout_chunk(job(80, 8, 32, use_remote_reward=True)) == 40
     assert rollout_chunk(job(8, 8, 32, use_remote_reward=True)) == 8  # a prompt is not divided
     assert rollout_chunk(job(80, 8, 32, use_remote_reward=True, bypass_reward=True)) == 80

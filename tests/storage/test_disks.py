@@ -94,7 +94,7 @@ def test_a_usual_disk_lacks_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rename", "mkdir"])
-def test_a_disk_that_cannot_hold_a_run_is_refused_before_anything_is_made(
+def test_a_disk_that_cannot_hold_a_run_is_refused_before_anything_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write_toml: Toml, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = getattr(os, name)

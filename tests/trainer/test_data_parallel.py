@@ -32,7 +32,7 @@ def test_the_optimiser_batches_of_a_pass_are_as_equal_as_can_be(count: int, size
     assert optimizer_batches(kept, size=None, passes=1, seed=0, purpose="nft", step=1) == ([kept] if kept else [])
 
 
-def test_the_share_of_levels_is_that_of_the_decimal_number() -> None:
+def test_the_share_of_sigmas_is_that_of_the_decimal_number() -> None:
     """A float just below the product, 28.999999999999996 for 0.58 x 50, must not cost a level."""
     diffusers = {"timesteps_fraction": 0.58, "sample": {"num_steps": 50}}
     job = {"type": "grpo", "trainer_type": "diffusion_nft"}

@@ -235,7 +235,7 @@ def noising(**diffusers: Any) -> tuple[Noising, Encoder]:
     return Noising(cast(Any, SimpleNamespace(train_sampling_steps=1000)), cast(Any, encoder), config), encoder
 
 
-def test_noise_levels_are_those_of_numpy() -> None:
+def test_sigmas_are_those_of_numpy() -> None:
     ids = list(range(4000))
     items = [Item(torch.zeros(3, 2, 2), f"number {i}") for i in ids]
     normal = randomness.scalar_normal(5, "train/level", 3, ids).numpy()
@@ -273,7 +273,7 @@ def test_captions_are_dropped_with_the_given_share_and_noise_depends_on_step_and
     assert len({row.numpy().tobytes() for row in one.noise}) == 2000
 
 
-def test_levels_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
+def test_sigmas_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
     algorithm, levels, ones = DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=9), torch.linspace(1.0, 0.1, 10), torch.ones(6)
     share = Share(range(10, 16), ["a"] * 6, {"clean": torch.zeros(6, 2)}, ones, ones)
 
@@ -289,7 +289,7 @@ def test_levels_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
     assert not torch.equal(rows.sigma, drawn(1).sigma)
 
 
-def test_each_optimiser_step_draws_its_own_levels() -> None:
+def test_each_optimiser_step_draws_its_own_sigmas() -> None:
     trainer = plane_trainer({"train.train_policy.mu_iterations": 3, "policy.diffusers.timesteps_fraction": 0.3})
     seen = record_rows(trainer)
     trainer.train_step(0)

@@ -36,7 +36,7 @@ def captions() -> list[str]:
     tinted = [f"a photo of the {c} digit {d}" for c, d in itertools.product(_COLOURS, _DIGITS)]
     shapes = [f"a {s} {c} {x} on a white background" for s, c, x in itertools.product(_SIZES, _COLOURS, _SHAPES)]
     videos = [f"a video of a {c} {x} moving {m}" for c, x, m in itertools.product(_COLOURS, _SHAPES, _MOTIONS)]
-    return digits + tinted + shapes + videos + ["a picture with two objects and the text hello world"]
+    return digits + tinted + shapes + videos + ["an image with two objects and the text hello world"]
 
 
 def clip_tokenizer(max_length: int) -> CLIPTokenizer:

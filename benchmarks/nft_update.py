@@ -162,7 +162,7 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
     drift_apart(model, policies, others, old_too=not setting.old_is_current)
     rows, cond, row_cond = pairs_of(model)
     algorithm = DiffusionNft(BETA, -HIGH, HIGH, 0, num_sigmas=LEVELS)
-    conditions = StepConditions(model.encode_prompts)
+    conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
     conditions.encode_all(rows.prompts)
     counter = Counter(model.transformer, *others.values())
     plain = plain_update(model, rows, cond, row_cond, others)

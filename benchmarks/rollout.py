@@ -31,7 +31,7 @@ def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
     sampler = RolloutSampler(model, spec, seed=0)
 
     def run() -> torch.Tensor:
-        conditions = StepConditions(model.encode_prompts)
+        conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
         conditions.encode_all(PROMPTS)
         with model.eval_mode():
             chunks = [SAMPLES[i : i + chunk] for i in range(0, len(SAMPLES), chunk)]

@@ -13,6 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import estimate, machine
 from cosmos_rl.launcher.arguments import BUNDLED, Launch, read_launch, script_for
 from cosmos_rl.launcher.environment import DataForm, check_environment
+from cosmos_rl.launcher.families import in_diffusers
 from cosmos_rl.launcher.flags import add_launch_flags
 from cosmos_rl.launcher.machine import counted, shown_bytes
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, served_classes
@@ -191,7 +192,7 @@ class Report:
             lines.append(f"{self.selection.spare_adapters:,} weights {whose}")
         targets = self.selection.targets
         lines += [f"{name}: {count} layers" for name, count in list(targets.items())[:_SHOWN_TARGETS]]
-        if self.pipeline.class_name not in served_classes():
+        if self.pipeline.class_name not in served_classes() and not in_diffusers(self.pipeline.class_name):
             lines.append(f"no model is registered for {self.pipeline.class_name}; your script has to register one")
         return lines
 

@@ -1,46 +1,58 @@
 """Whether a family can be trained by the scripts of the package, known before anything is loaded."""
 
+import functools
+import importlib.util
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 from cosmos_rl.launcher.pipeline_files import Unknown, folder_of, served_classes
 from cosmos_rl.policy.config import PolicyConfig
 
-_BY_NAME = {
-    "sana": "SANA",
-    "wan": "Wan",
-    "cosmos": "Cosmos",
-    "flux": "Flux",
-    "qwen-image": "Qwen-Image",
-    "hunyuan": "Hunyuan",
-    "ltx": "LTX",
-    "cogvideox": "CogVideoX",
-    "stable-diffusion-xl": "Stable Diffusion XL",
-}
-"""Word of a hub name -> the family that models of that name are of."""
+_BY_NAME = {"cogvideox": "CogVideoX", "stable-diffusion-xl": "Stable Diffusion XL"}
+"""Word of a hub name -> a family whose models predict noise."""
 
 
 def family_not_runnable(policy: PolicyConfig) -> list[str]:
-    """One line for `not_runnable_yet` when no class serves the model, as far as its files or its hub name say."""
+    """One line for `not_runnable_yet` when no class can train the model, as far as its files or its hub name say."""
     if not policy.is_diffusers or not policy.model_name_or_path:
         return []
-    served = served_classes()
-    kind = _pipeline_class(policy)
-    if kind is None:
-        kind = _family_of_name(policy.model_name_or_path)
-    if kind is None or kind in served:
-        return []
     name = policy.model_name_or_path
-    return [f'policy.model_name_or_path = "{name}" ({kind}); today only {", ".join(sorted(served))}']
+    kind = _part_of(policy, "model_index.json").get("_class_name")
+    if kind is None:
+        family = _family_of_name(name)
+        return [] if family is None else [f'policy.model_name_or_path = "{name}" ({family}); it predicts noise']
+    if kind in served_classes():
+        return []
+    if not in_diffusers(kind):
+        served = ", ".join(sorted(served_classes()))
+        return [f'policy.model_name_or_path = "{name}" ({kind}); today only {served} and pipelines of diffusers']
+    scheduler = _part_of(policy, "scheduler/scheduler_config.json")
+    prediction = scheduler.get("prediction_type", "flow_prediction")
+    if "FlowMatch" not in scheduler.get("_class_name", "FlowMatch") and prediction != "flow_prediction":
+        return [f'policy.model_name_or_path = "{name}" ({kind}, {prediction}); today only flow matching']
+    return []
 
 
-def _pipeline_class(policy: PolicyConfig) -> str | None:
-    """`_class_name` of `model_index.json`, in the folder or in the hub cache; None: not there."""
+@functools.cache
+def in_diffusers(pipeline_class: str) -> bool:
+    """Whether the installed diffusers has the class, read from its source: importing it needs torch."""
+    found = importlib.util.find_spec("diffusers")
+    if found is None or found.origin is None:
+        return False
+    names = (Path(found.origin).parent / "pipelines" / "__init__.py").read_text(encoding="utf-8")
+    return f'"{pipeline_class}"' in names
+
+
+def _part_of(policy: PolicyConfig, file: str) -> dict[str, Any]:
+    """A JSON file of the pipeline, in its folder or in the hub cache; empty when it is not there."""
     try:
         folder = folder_of(policy.model_name_or_path, policy.model_revision)
-        return json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
-    except (Unknown, OSError, ValueError, AttributeError):
-        return None
+        found = json.loads((folder / file).read_text(encoding="utf-8"))
+    except (Unknown, OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _family_of_name(name: str) -> str | None:

@@ -12,11 +12,10 @@ from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
 
-Conditions = Callable[[Sequence[str]], Cond]
-"""Prompts -> their conditions on the device, with the negative ones where guidance needs them."""
+Conditions = Callable[..., Any]
+"""(prompts, negative prompts or None) -> conditions on the device; ``""`` leads guidance away from the default."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class RolloutSampler:
         self._model = model
         self.spec = spec
         self._seed = seed
-        self._accepted = frozenset(inspect.signature(model.pipeline_with_logprob).parameters)
 
     def sample(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> Rollouts:
         """Make all ``samples`` in one call; noise is keyed by (seed, purpose, step, sample id).
@@ -113,9 +111,8 @@ class RolloutSampler:
     ) -> tuple[Tensor, list[Tensor]]:
         """Media and states; with ``keep`` false the model may leave out all states but the last."""
         spec, model = self.spec, self._model
-        cond = conditions([sample.prompt for sample in samples])
-        if any(sample.negative for sample in samples):
-            cond = replace(cond, negative=conditions([sample.negative for sample in samples]).text)
+        negative = [sample.negative for sample in samples]
+        cond = conditions([sample.prompt for sample in samples], negative if any(negative) else None)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
@@ -127,15 +124,20 @@ class RolloutSampler:
             "solver": spec.solver,
             "num_frames": spec.frames,
             "generator": [self._generator(sample, purpose, step) for sample in samples],
-            **_text(cond.text, ""),
-            **_text(cond.negative or {}, "negative_"),
         }
-        if "latents" in self._accepted:  # a sampler of a user's own draws both from its generators
+        method = model.pipeline_with_logprob
+        own_sampler = getattr(method, "__func__", None) is not VelocityModel.pipeline_with_logprob
+        accepted = inspect.signature(method).parameters
+        if "latents" in accepted:  # a sampler of a user's own draws both from its generators
             keywords |= self._noise(keywords["generator"], samples, purpose, step)
-        if "keep_trajectory" in self._accepted:
+        if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
         with torch.no_grad():
-            visuals, states, _ = model.pipeline_with_logprob(**keywords)
+            if own_sampler:
+                text = {**_text(cond.text, ""), **_text(cond.negative or {}, "negative_")}
+                visuals, states, _ = method(**text, **keywords)
+            else:
+                visuals, states, _ = model.rollout(cond, **keywords)
         if len(visuals) != len(samples) or len(states[-1]) != len(samples):
             raise ValueError(
                 f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "

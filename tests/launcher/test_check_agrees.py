@@ -174,8 +174,19 @@ def test_ranks_of_a_kind_that_is_not_built_are_named_so_by_both(
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("[sc]*/*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_of_a_family_that_cannot_run_says_so(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", str(recipe)]) == 0
-    runs = recipe.parent.name.startswith("stable")
-    assert ("not runnable yet: policy.model_name_or_path = " in capsys.readouterr().out) != runs
+    trains_videos = "video" in recipe.name or "cosmos-predict" in recipe.name
+    assert ("not runnable yet: policy.diffusers.is_video = true" in capsys.readouterr().out) == trains_videos
+
+
+def test_a_fetched_pipeline_that_predicts_noise_says_so(
+    write_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other" / "scheduler").mkdir(parents=True)
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
+    scheduler = '{"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"}'
+    (tmp_path / "other" / "scheduler" / "scheduler_config.json").write_text(scheduler)
+    assert main(["check", "--config", str(write_toml()), f"--policy.model_name_or_path={tmp_path / 'other'}"]) == 0
+    assert "(StableDiffusionXLPipeline, epsilon); today only flow matching" in capsys.readouterr().out
 
 
 def test_a_fetched_pipeline_of_another_family_says_so_unless_a_script_may_bring_its_class(
@@ -186,7 +197,7 @@ def test_a_fetched_pipeline_of_another_family_says_so_unless_a_script_may_bring_
     option = f"--policy.model_name_or_path={tmp_path / 'other'}"
     path = write_toml()
     assert main(["check", "--config", str(path), option]) == 0
-    message = "(UnheardOfPipeline); today only StableDiffusion3Pipeline"
+    message = "(UnheardOfPipeline); today only StableDiffusion3Pipeline and pipelines of diffusers"
     assert message in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
         _checked(parse_launch(["--config", str(path), option], "0", ""))

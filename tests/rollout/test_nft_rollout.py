@@ -27,7 +27,7 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, tiny_sd3: Path, solver
     sampler = RolloutSampler(model, spec, seed=3)
     samples = [Sample(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
     with trainer.policies.using("old"), model.eval_mode():
-        ours = sampler.sample(samples, lambda texts: model.encode_prompts(texts, negative, each=True), "rollout", 2)
+        ours = sampler.sample(samples, lambda texts, _: model.encode_prompts(texts, negative, each=True), "rollout", 2)
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.set_progress_bar_config(disable=True)

@@ -13,7 +13,7 @@ from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 
 from cosmos_rl.policy.config import LoraConfig
-from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.model.lora import add_adapters, initialise
 
@@ -51,7 +51,7 @@ class ToyModel(VelocityModel):
     def _count_backward(self, rows: int) -> None:
         self.units += 2 * rows
 
-    def encode_prompts(self, prompts: Sequence[str], negative: str | None = None, *, each: bool = False) -> Cond:
+    def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
         """Labels int64 ``[N]``; one above the last stands for the empty prompt."""
         labels = torch.tensor([self._labels.get(prompt, len(self._labels)) for prompt in prompts])
         unconditional = None if negative is None else {TEXT: torch.full_like(labels, len(self._labels))}

@@ -69,7 +69,7 @@ def toy_trainer(
     held_out: HeldOut | None = None,
 ) -> OnlineTask:
     """The shipped trainer on a toy model, validated on its own prompts; its export is the network's weights."""
-    negative = "" if config.policy.diffusers.sample.guidance_scale > 1.0 else None
+    guided = config.policy.diffusers.sample.guidance_scale > 1.0
 
     def export() -> Callable[[Path], None]:
         weights = {name: value.detach().clone() for name, value in model.transformer.state_dict().items()}
@@ -84,7 +84,7 @@ def toy_trainer(
         model=model,
         prompts=prompts,
         rewards=make_rewards(config, reward_fns, validation=False),
-        encode=lambda texts: model.encode_prompts(texts, negative),
+        encode=lambda texts, negatives: model.encode_prompts(texts, negatives if guided else None),
         val_prompts=prompts if config.validation.enable else (),
         held_out=held_out,
         export=export,

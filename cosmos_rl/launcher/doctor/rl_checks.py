@@ -49,8 +49,8 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
         return
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
     samples = group_samples(enumerate(prompts), _GROUP)
-    negative = "" if config.policy.diffusers.sample.guidance_scale > 1 else None
-    conditions = StepConditions(lambda texts: model.encode_prompts(texts, negative))
+    guided = config.policy.diffusers.sample.guidance_scale > 1
+    conditions = StepConditions(lambda texts, away: model.encode_prompts(texts, away if guided else None))
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies = model.policies(keep_old=False, keep_reference=False)
     with policies.using("old"), model.eval_mode():
@@ -81,7 +81,7 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
     """The velocities that the sampler followed, read off its states, against those that training computes there."""
     solver = "euler" if spec.solver == "dance" else spec.solver
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
-    conditions = StepConditions(model.encode_prompts)
+    conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
     few = [samples[0], samples[-1]]
     levels = model.sampling_sigmas(spec.num_steps)
     with model.eval_mode(), torch.no_grad():

@@ -44,12 +44,18 @@ class ModelRegistry:
 
     @classmethod
     def model_class(cls, pipeline_class: str) -> type:
-        """The class registered for a pipeline class name.
+        """The class registered for a pipeline class name, else the one that drives the pipelines of diffusers.
 
         Raises:
-            UserError: nothing is registered for it.
+            UserError: nothing is registered for it, and diffusers has no such class either.
         """
+        import diffusers
+
         broken = _discover()
+        if pipeline_class not in cls._models and isinstance(getattr(diffusers, pipeline_class, None), type):
+            from cosmos_rl.policy.model.driver.model import DrivenModel  # it is built on classes that import this file
+
+            return DrivenModel
         if pipeline_class not in cls._models:
             known = ", ".join(sorted(cls._models))
             hint = difflib.get_close_matches(pipeline_class, cls._models, n=1)

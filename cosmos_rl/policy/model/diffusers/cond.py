@@ -40,6 +40,15 @@ class Cond:
         """The conditions of some samples: a view for a slice, a copy for indices int64 ``[N]``."""
         return self._map(lambda value: value[which if isinstance(which, slice) else which.to(value.device)])
 
+    def concat(self, other: "Cond") -> "Cond":
+        """The samples of both."""
+        negative = mask = None
+        if self.negative is not None and other.negative is not None:
+            negative = {k: torch.cat([v, other.negative[k]]) for k, v in self.negative.items()}
+        if self.element_mask is not None and other.element_mask is not None:
+            mask = torch.cat([self.element_mask, other.element_mask])
+        return Cond({k: torch.cat([v, other.text[k]]) for k, v in self.text.items()}, negative, mask)
+
     def to(self, device: torch.device) -> "Cond":
         """The same on ``device``."""
         return self._map(lambda value: value.to(device))

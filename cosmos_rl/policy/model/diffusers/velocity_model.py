@@ -48,6 +48,7 @@ class VelocityModel(abc.ABC):
         transformer: the module whose parameters are trained.
         device: where it computes.
         lora_config: None when all weights are trained.
+        caches_text: whether conditions are tensors that can be kept prompt by prompt.
         num_evaluations: samples that went through the transformer so far, on this rank.
     """
 
@@ -55,6 +56,7 @@ class VelocityModel(abc.ABC):
     scheduler: Any
     device: torch.device
     lora_config: LoraConfig | None
+    caches_text: bool = True
     num_evaluations: int = 0
 
     # ---- what a model gives ------------------------------------------------------------------------------------
@@ -86,6 +88,10 @@ class VelocityModel(abc.ABC):
     def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
         """Descending sigmas ``[num_steps + 1]`` float32, the last one 0, as the pipeline's scheduler has them."""
         return read_sigmas(scheduler or self.sampling_scheduler(), num_steps)
+
+    def start_state(self, noise: Tensor) -> Tensor:
+        """Noise ``[N, ...]`` of ``latent_shape`` -> where sampling starts; packed where a model packs its own."""
+        return noise
 
     def to_media(self, visuals: Tensor) -> Tensor:
         """Media in [0, 1] as ``decode`` gives them -> what rewards and galleries get: uint8 ``[N, H, W, 3]``, CPU."""
@@ -128,7 +134,7 @@ class VelocityModel(abc.ABC):
         sigmas = self.sampling_sigmas(num_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, 0.0, True, scheduler)
         cond, noise = cond.to(self.device), noise.to(self.device)
-        return self._integrate(cond, noise, sigmas, kernel, step, guidance).latents
+        return self._integrate(cond, self.start_state(noise), sigmas, kernel, step, guidance).latents
 
     def sample(
         self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
@@ -189,17 +195,50 @@ class VelocityModel(abc.ABC):
         """
         positives = (prompt_embeds, prompt_attention_mask, pooled_prompt_embeds)
         negatives = (negative_prompt_embeds, negative_prompt_attention_mask, negative_pooled_prompt_embeds)
-        text, negative = _keywords(positives), _keywords(negatives)
-        cond = Cond(text=text, negative=negative or None)
+        return self.rollout(
+            Cond(text=_keywords(positives), negative=_keywords(negatives) or None),
+            generator,
+            latents=latents,
+            height=height,
+            width=width,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            noise_level=noise_level,
+            deterministic=deterministic,
+            solver=solver,
+            output_type=output_type,
+            num_frames=num_frames,
+            keep_trajectory=keep_trajectory,
+        )
+
+    @torch.no_grad()
+    def rollout(
+        self,
+        cond: Any,
+        generator: Sequence[torch.Generator],
+        *,
+        height: int,
+        width: int,
+        num_inference_steps: int = 28,
+        guidance_scale: float = 1.0,
+        noise_level: float = 0.7,
+        deterministic: bool = False,
+        solver: str = "flow",
+        output_type: str = "pt",
+        num_frames: int | None = None,
+        latents: Tensor | None = None,
+        keep_trajectory: bool = True,
+    ) -> Visuals:
+        """``pipeline_with_logprob`` for conditions of any form, N samples each, as ``encode_prompts`` makes them."""
         if latents is None:
             shape = self.latent_shape(height, width)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generator])
-        noise = latents.to(self.device)
+        start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
         sigmas = self.sampling_sigmas(num_inference_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)
         sampled = self._integrate(
-            cond, noise, sigmas, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
+            cond, start, sigmas, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
         visuals = sampled.latents if output_type == "latent" else self.decode(sampled.latents)
         log_probs = [log_prob for log_prob in sampled.log_probs if log_prob is not None]

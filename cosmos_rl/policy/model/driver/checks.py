@@ -16,6 +16,7 @@ from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Rollout
 from cosmos_rl.policy.model.driver.driver import FEW_STEPS, Driver
 from cosmos_rl.policy.model.driver.facts import Facts
+from cosmos_rl.policy.model.driver.gradients import compute_gradients, sample_weights
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel
 from cosmos_rl.policy.model.driver.seams import Run
 from cosmos_rl.policy.model.driver.stock import stock_run
@@ -310,7 +311,7 @@ def check_gradients(probing: Probing) -> str:
     The pipeline's call cuts the graph.
     """
     driver, loop, cond = probing.driver, probing.loops["off"], probing.conds["off"]
-    groups = {name: _some_weights(module) for name, module in driver.denoisers.items()}
+    groups = {name: sample_weights(module) for name, module in driver.denoisers.items()}
     weights = [weight for group in groups.values() for weight in group]
     wanted = [weight.requires_grad for weight in weights]
     reached: set[int] = set()
@@ -321,8 +322,10 @@ def check_gradients(probing: Probing) -> str:
             with torch.enable_grad():
                 v = driver.velocity(x, level, cond, probing.guidance["off"])
                 if v.requires_grad:
-                    gradients = torch.autograd.grad(v.float().square().mean(), weights, allow_unused=True)
+                    gradients = compute_gradients(v.float().square().mean(), weights)
                     reached |= {k for k, gradient in enumerate(gradients) if gradient is not None and gradient.any()}
+            for module in driver.denoisers.values():
+                module.zero_grad(set_to_none=True)
     finally:
         for weight, before in zip(weights, wanted, strict=True):
             weight.requires_grad_(before)
@@ -460,12 +463,6 @@ def _repeats(probing: Probing, mode: str, loop: Rollout) -> None:
         if not torch.equal(again, recorded):
             at = f"guidance {mode}, sigma {float(level.sigma):.3g}"
             raise Failed(f"{at}: largest difference {_difference(again, recorded):.1e}")
-
-
-def _some_weights(module: torch.nn.Module, wanted: int = 8) -> list[torch.nn.Parameter]:
-    """Weights from all over a module."""
-    floating = [weight for weight in module.parameters() if weight.is_floating_point()]
-    return floating[:: max(1, len(floating) // wanted)]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,11 +28,27 @@ class DrivenCond:
     axes: list[Any]
     size: int
     guided: bool
+    element_mask: Tensor | None = None
+    """``[size, ...]``, broadcastable to the states: which elements count in means. None: all."""
 
-    def rows(self, index: Tensor) -> "DrivenCond":
-        """The rows ``index`` (int64 ``[K]``). Rows of a single one are views."""
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.size
+
+    def rows(self, index: Tensor | slice) -> "DrivenCond":
+        """The rows ``index`` (int64 ``[K]``, or a slice). Rows of a single one are views."""
+        if isinstance(index, slice):
+            index = torch.arange(self.size)[index]
         picked = [_pick(value, axis, index, self.size) for value, axis in zip(self.values, self.axes, strict=True)]
         return replace(self, values=picked, size=len(index))
+
+    def concat(self, other: "DrivenCond") -> "DrivenCond | None":
+        """The rows of both; None where they were made with other lengths."""
+        values = [_concat_nested(a, b, axis) for a, b, axis in zip(self.values, other.values, self.axes, strict=True)]
+        if any(value is _UNEQUAL for value in values):
+            return None
+        return replace(self, values=values, size=self.size + other.size, guided=self.guided and other.guided)
 
     def to(self, device: torch.device | str) -> "DrivenCond":
         """The same on another device."""
@@ -94,6 +110,24 @@ def _pick(value: Any, axis: Any, index: Tensor, size: int) -> Any:
     if isinstance(axis, list):
         return type(value)(_pick(v, a, index, size) for v, a in zip(value, axis, strict=True))
     return value
+
+
+_UNEQUAL = object()
+
+
+def _concat_nested(a: Any, b: Any, axis: Any) -> Any:
+    """Two results as one along the axis of the prompts; `_UNEQUAL` where they do not fit."""
+    if isinstance(axis, int):
+        sides = [[side for k, side in enumerate(value.shape) if k != axis] for value in (a, b)]
+        return torch.cat([a, b], axis) if sides[0] == sides[1] else _UNEQUAL
+    if axis == RAGGED:
+        return [*a, *b]
+    if isinstance(axis, list):
+        parts = [_concat_nested(x, y, inner) for x, y, inner in zip(a, b, axis, strict=True)]
+        return _UNEQUAL if any(part is _UNEQUAL for part in parts) else type(a)(parts)
+    if isinstance(a, Tensor) and not (isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)):
+        return _UNEQUAL
+    return a
 
 
 def _move_nested(value: Any, device: torch.device | str) -> Any:

@@ -18,7 +18,7 @@ from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, des
 from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.facts import Facts
 from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size
-from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves, swap
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves, scalar_levels, swap
 from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
 
@@ -203,7 +203,7 @@ class Driver:
         """
         guidance = self.guidance_off if guidance is None else guidance
         size, state = size or self.size, self._to_loop_dtype(state)
-        levels = _scalar_levels(level, len(state))
+        levels = scalar_levels(level, len(state))
         if len(set(levels)) == 1:
             return self._velocity(state, levels[0], cond, guidance, size)
         out = None
@@ -291,8 +291,9 @@ class Driver:
         *,
         decode: bool = True,
         keep_velocities: bool = False,
+        start: Tensor | None = None,
     ) -> Rollout:
-        """The stock loop, see `FlowModel`."""
+        """The stock loop, see `FlowModel`. It starts from the state ``start`` ``[N, ...]`` where there is one."""
         guidance = self.guidance_off if guidance is None else guidance
         states: list[Tensor] = []
         levels: list[Level] = []
@@ -316,7 +317,11 @@ class Driver:
 
         self._check_guided(cond, guidance)
         run = Run(self.device, text=cond.values, on_step=on_step)
-        output = {"output_type": "pt" if decode else "latent", "generator": list(generators)}
+        output: dict[str, Any] = {"output_type": "pt" if decode else "latent"}
+        if start is None:
+            output["generator"] = list(generators)
+        else:
+            self._put_in(run, start, guidance, size or self.size)
         media_or_latents = self.go(run, cond.size, guidance, size or self.size, steps=steps, **output)
         return Rollout(media_or_latents[0] if decode else None, states, levels, velocities if keep_velocities else None)
 
@@ -474,11 +479,6 @@ class Driver:
         if negatives is not None and "negative_prompt" in self._accepted:
             made["negative_prompt"] = list(negatives)
         return made
-
-
-def _scalar_levels(level: Level, n: int) -> list[ScalarLevel]:
-    t, sigma = level.t.detach().expand(n).tolist(), level.sigma.detach().expand(n).tolist()
-    return list(zip(t, sigma, strict=True))
 
 
 def _copy_cond(cond: DrivenCond) -> DrivenCond:

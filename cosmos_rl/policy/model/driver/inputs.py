@@ -5,10 +5,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as tree
 
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.driver.seams import OnDenoiser, Run
 
 ScalarLevel = tuple[float, float]
 """(t, sigma)"""
+
+
+def scalar_levels(level: Level, n: int) -> list[ScalarLevel]:
+    """The level of each of n rows."""
+    t, sigma = level.t.detach().expand(n).tolist(), level.sigma.detach().expand(n).tolist()
+    return list(zip(t, sigma, strict=True))
 
 
 class Inputs(NamedTuple):

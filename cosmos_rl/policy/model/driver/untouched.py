@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl.distributed.sharding import local_part
 from cosmos_rl.policy.model.driver.checks import Probing
 from cosmos_rl.policy.model.driver.contract import Level
 
@@ -30,9 +31,9 @@ def not_degenerate(probing: Probing) -> Iterator[None]:
                 break
             probing.facts.perturbed = True
             with torch.no_grad():
-                for weight in group:
-                    kept.append((weight, weight.detach().clone()))
-                    weight.add_(0.02 * torch.randn(weight.shape, generator=generator).to(weight))
+                for part in map(local_part, group):  # of a shard what is here
+                    kept.append((part, part.detach().clone()))
+                    part.add_(0.02 * torch.randn(part.shape, generator=generator).to(part))
         yield
     finally:
         with torch.no_grad():

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
@@ -32,6 +33,11 @@ class Encoding:
         self._at_once = images_at_once(config)
         self.latent_cache: TensorCache | None = None
         self.text_cache: TensorCache | None = None
+        if job.cached_text and not model.caches_text:
+            raise UserError(
+                "train.train_policy.cache.text = true (or enable_dataset_cache): the text features of a driven "
+                f"{type(model.pipeline).__name__} cannot be kept prompt by prompt; set it to false"
+            )
         if not job.cached_latents and not job.cached_text:
             return
         folder = Path(job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(config.train.output_dir) / "cache")
@@ -65,21 +71,19 @@ class Encoding:
         return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)
 
     @memory_phase("encoding")
-    def conditions(self, prompts: Sequence[str], negative: str | None = None) -> Cond:
-        """Conditions of B prompts on the device; ``negative`` is the text that guidance leads away from."""
+    def conditions(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> Any:
+        """Conditions of B prompts on the device, with those of their negative prompts where guidance needs them."""
         if self.text_cache is None:
-            return self._model.encode_prompts(prompts, negative)
-        texts = {text: text for text in (*prompts, negative) if text is not None}
+            return self._model.encode_prompts(prompts, negatives)
+        texts = {text: text for text in (*prompts, *(negatives or ()))}
 
         def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
             rows = self._model.encode_prompts(batch, each=True).text
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
         found = _fill_from_cache(self.text_cache, texts, CACHED_AT_ONCE, encode)
-        negatives = None
-        if negative is not None:
-            negatives = self._stack(found, [negative] * len(prompts))
-        return Cond(text=self._stack(found, prompts), negative=negatives)
+        negative = None if negatives is None else self._stack(found, negatives)
+        return Cond(text=self._stack(found, prompts), negative=negative)
 
     def _stack(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
         names = found[prompts[0]].keys()
@@ -117,46 +121,39 @@ def _fill_from_cache(
     return found
 
 
-Encode = Callable[[Sequence[str]], Cond]
+Encode = Callable[[Sequence[str], Sequence[str]], Any]
+"""(prompts, negative prompts) -> their conditions on the device."""
 
 
 class StepConditions:
-    """The conditions of a step's prompts: each distinct prompt is encoded once, whoever asks for it.
+    """The conditions of a step's prompts: each distinct pair of prompt and negative prompt is encoded once.
 
     Make a new one for each step, so that the last one's memory is freed.
     """
 
     def __init__(self, encode: Encode) -> None:
-        """``encode``: distinct prompts -> their conditions on the device."""
+        """``encode``: distinct pairs -> their conditions on the device."""
         self._encode = encode
-        self._index: dict[str, int] = {}
-        self._cond: Cond | None = None
+        self._index: dict[tuple[str, str], int] = {}
+        self._cond: Any = None
 
-    def encode_all(self, prompts: Sequence[str]) -> None:
+    def encode_all(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> None:
         """Encode those that are new, in one go."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._index]
+        pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._index]
         if not new:
             return
-        found = self._encode(new)
+        found = self._encoded(new)
+        self._index |= {pair: len(self._index) + i for i, pair in enumerate(new)}
         if self._cond is not None:
-            found = concat_conditions(self._cond, found)
-        self._cond = found
-        self._index |= {prompt: len(self._index) + i for i, prompt in enumerate(new)}
+            found = self._cond.concat(found)
+        self._cond = found if found is not None else self._encoded(list(self._index))  # their lengths differ
 
-    def __call__(self, prompts: Sequence[str]) -> Cond:
-        """Conditions of N prompts, repeated ones too."""
-        self.encode_all(prompts)
-        assert self._cond is not None, "no prompts were given"
-        return self._cond.rows(torch.tensor([self._index[prompt] for prompt in prompts]))
+    def _encoded(self, pairs: Sequence[tuple[str, str]]) -> Any:
+        return self._encode([prompt for prompt, _ in pairs], [negative for _, negative in pairs])
 
-
-def concat_conditions(first: Cond, second: Cond) -> Cond:
-    """The samples of both."""
-    text = {k: torch.cat([v, second.text[k]]) for k, v in first.text.items()}
-    negative = None
-    if first.negative is not None and second.negative is not None:
-        negative = {k: torch.cat([v, second.negative[k]]) for k, v in first.negative.items()}
-    mask = None
-    if first.element_mask is not None and second.element_mask is not None:
-        mask = torch.cat([first.element_mask, second.element_mask])
-    return Cond(text, negative, mask)
+    def __call__(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> Any:
+        """Conditions of N prompts, repeated ones too; ``negatives`` default to the empty text."""
+        self.encode_all(prompts, negatives)
+        pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)
+        return self._cond.rows(torch.tensor([self._index[pair] for pair in pairs]))

@@ -73,14 +73,12 @@ def build_online(
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
     encoding = Encoding(model, config)
-    negative = None
-    if config.policy.diffusers.sample.guidance_scale > 1.0:
-        negative = ""
+    guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(
         model=model,
         prompts=prompts,
         rewards=rewards,
-        encode=lambda texts: encoding.conditions(texts, negative),
+        encode=lambda texts, negatives: encoding.conditions(texts, negatives if guided else None),
         val_prompts=val_prompts,
         val_rewards=val_rewards,
         held_out=_encode_held_out(config, job, encoding),

@@ -18,11 +18,10 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, rollout_chunk, validation_chunk
-from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
@@ -53,7 +52,7 @@ class Parts:
     model: VelocityModel
     prompts: Sequence[PromptRecord]
     rewards: Rewards
-    encode: Callable[[Sequence[str]], Cond]
+    encode: Encode
     """Distinct prompts -> their conditions on the device."""
     val_prompts: Sequence[PromptRecord] = ()
     val_rewards: Rewards | None = None
@@ -290,7 +289,8 @@ class OnlineTask(TaskBase):
         config, names, context = self._config, self._val_rewards.names, self._context
         samples = build_validation_samples(self._val_prompts, config.validation.n_generation)
         conditions = self._new_conditions()
-        conditions.encode_all([sample.prompt for sample in samples[context.dp_rank :: context.dp_size]])
+        mine = samples[context.dp_rank :: context.dp_size]
+        conditions.encode_all([sample.prompt for sample in mine], [sample.negative for sample in mine])
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
             notify("pre_per_step_validation_hook", {"batch_index": number})

@@ -1,0 +1,211 @@
+"""The trainable model of every pipeline class that has no class of its own: the stock pipeline, driven."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.diffusion.kernels import STOCK
+from cosmos_rl.diffusion.schedule import loss_weight
+from cosmos_rl.distributed.sharding import Sharding
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
+from cosmos_rl.policy.model.diffusers.diffuser_model import DECODED_AT_ONCE, DiffuserModel
+from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
+from cosmos_rl.policy.model.driver.conditions import DrivenCond
+from cosmos_rl.policy.model.driver.contract import Level, Size
+from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.facts import default_cache
+from cosmos_rl.policy.model.driver.probe import prove
+from cosmos_rl.utils.logging import logger
+
+_GUIDED = 2.0
+"""Any value that switches guidance on: conditions made with it serve every other one."""
+
+
+class DrivenModel(DiffuserModel):
+    """A pipeline of any class that passes the checks of the driver, with all its maths left to diffusers.
+
+    Latents are states in the pipeline's own layout, which may be packed; noise has the layout in which the pipeline
+    draws it, see ``start_state``.
+
+    Attributes:
+        driver: what runs the pipeline.
+    """
+
+    def __init__(self, config: DiffusersConfig, *, sharding: Sharding | None = None, **kwargs: Any) -> None:
+        """Load the pipeline and prove that it can be driven, see ``DiffuserModel``.
+
+        Raises:
+            UserError: a check failed, or the pipeline does not fit the configuration.
+        """
+        super().__init__(config, sharding=sharding, **kwargs)
+        call = {}
+        if "max_prompt_length" in config.model_fields_set:
+            call["max_sequence_length"] = config.max_prompt_length
+        self.size = Size(*config.inference_size, config.train_frames if config.is_video else 1)
+        probed = Driver(self.pipeline, call=call, device=self.device)  # at the smallest size
+        self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
+        # ranks that read the cache would not meet those that run the checks
+        cache = default_cache() if sharding is None else None
+        with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
+            self.driver.facts = prove(probed, cache=cache)
+        if self.driver.path != "flow":
+            raise UserError(f"{type(self.pipeline).__name__}: its path is x0 + s e; training knows (1 - s) x0 + s e")
+        logger.info(
+            f"{type(self.pipeline).__name__} has no class of its own: the stock pipeline is driven "
+            f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
+        )
+        self._timesteps: dict[float, Tensor] = {}
+        self.set_scheduler_timestep(self.train_sampling_steps)
+
+    caches_text = False
+
+    @staticmethod
+    def supported_model_types() -> list[str]:
+        """Every class that no other model serves."""
+        return []
+
+    # ---- sigmas ------------------------------------------------------------------------------------------------
+
+    def set_scheduler_timestep(self, num_steps: int) -> None:
+        """Cache the pipeline's own grid of training, ascending."""
+        levels = self._levels(num_steps)[:-1][::-1]
+        self.timestep_map = torch.stack([level.t for level in levels]).float()
+        self.sigma_map = torch.stack([level.sigma for level in levels])
+
+    def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
+        """Descending sigmas ``[num_steps + 1]`` float32 as the pipeline has them at the configured size."""
+        return torch.stack([level.sigma for level in self._levels(num_steps)])
+
+    def _levels(self, num_steps: int) -> list[Level]:
+        with self.on_device(*self._encoders()):
+            levels = self.driver.levels(num_steps)
+        self._timesteps |= {float(level.sigma): level.t for level in levels}
+        return levels
+
+    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
+        """The pipeline's own t where it samples or trains at that sigma, else the t that belongs to it."""
+        known = [self._timesteps.get(value) for value in sigma.tolist()]
+        if all(t is not None for t in known):
+            return torch.stack(known)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return self.driver.training_level(sigma.cpu()).t
+
+    # ---- conditions --------------------------------------------------------------------------------------------
+
+    def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Tensor | None]:
+        """Not used: conditions keep the form that the pipeline gives them."""
+        raise NotImplementedError("a driven pipeline has no text_embedding: encode_prompts")
+
+    def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> DrivenCond:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Prompts -> conditions, see ``DiffuserModel``. An empty negative prompt is the pipeline's own default."""
+        away = negatives(negative, len(prompts))
+        pairs = list(zip(prompts, away or [""] * len(prompts), strict=True))
+        distinct = pairs if each else list(dict.fromkeys(pairs))
+        texts, away = [prompt for prompt, _ in distinct], [other for _, other in distinct]
+        with torch.no_grad(), self.on_device(*self._encoders()):
+            cond = self.driver.encode(
+                texts, away if any(away) else None, guidance=None if negative is None else _GUIDED
+            )
+        if len(distinct) == len(pairs):
+            return cond
+        return cond.rows(torch.tensor([distinct.index(pair) for pair in pairs]))
+
+    # ---- velocity ----------------------------------------------------------------------------------------------
+
+    def velocity(self, latents: Tensor, sigma: Tensor, cond: DrivenCond, *, guidance: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What the pipeline hands to its scheduler's step, see ``VelocityModel``."""
+        guided = guidance > 1.0
+        self.num_evaluations += len(latents) * (2 if guided and self._doubles else 1)
+        sigma = sigma.detach().float().cpu()
+        level = Level(self.timestep_from_sigma(sigma), sigma)
+        with self._autocast():
+            found = self.driver.velocity(latents, level, cond, guidance if guided else None, self.size)
+        return found.to(latents.dtype)
+
+    @property
+    def _doubles(self) -> bool:
+        """Whether guidance takes a second pass; in distilled models it is one more input."""
+        return not self.driver.facts.guidance_style.startswith("embedded")
+
+    def training_sft_step(
+        self,
+        clean_latents: Tensor,
+        cond: DrivenCond,
+        *,
+        timestep: Tensor,
+        noise: Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> tuple[Tensor, Tensor]:
+        """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``, see ``DiffuserModel``."""
+        noised, noise, _ = self.add_noise(clean_latents, timestep=timestep, noise=noise)
+        sigma = self.sigma_map[timestep.cpu()]
+        velocity = self.velocity(noised, sigma, cond)
+        weight = loss_weight(sigma.to(clean_latents.device), self.config.weighting_scheme)
+        return flow_matching_loss(velocity, clean_latents, noise, weight_B=weight)
+
+    # ---- media -------------------------------------------------------------------------------------------------
+
+    def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
+        """Images ``[3, H, W]`` in [-1, 1] -> clean states float32 (the posterior's mean)."""
+        media = torch.stack(visual_list).to(device)
+        if media.shape[-2:] != (height, width):
+            raise UserError(
+                f"the data set gives images of {tuple(media.shape[-2:])} pixels, policy.diffusers.inference_size is "
+                f"({height}, {width})"
+            )
+        return self.driver.encode_media(media, self.size._replace(height=height, width=width)).float()
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's noise as the pipeline draws it."""
+        return self.driver.noise_shape(self.size._replace(height=height, width=width))
+
+    def start_state(self, noise: Tensor) -> Tensor:
+        """Noise ``[N, ...]`` as the pipeline draws it -> the state that its loop starts from."""
+        return self.driver.pack(noise, self.size)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clean states -> images ``[N, 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
+        pixels = self.size.height * self.size.width * self.size.frames
+        parts = latents.split(max(DECODED_AT_ONCE // pixels, 1))
+        with torch.no_grad(), self.on_device(self.vae):
+            return torch.cat([self.driver.decode(part, self.size).float() for part in parts])
+
+    # ---- sampling ----------------------------------------------------------------------------------------------
+
+    def sample_latents(
+        self,
+        cond: DrivenCond,  # pyright: ignore[reportIncompatibleMethodOverride]
+        noise: Tensor,
+        *,
+        num_steps: int,
+        guidance: float,
+        solver: str = STOCK,
+    ) -> Tensor:
+        """Noise ``[N, ...]`` -> clean states; stock: by the steps of the pipeline's own scheduler."""
+        if solver == STOCK:
+            return self._stock_states(cond, noise, num_steps, guidance)[-1]
+        return super().sample_latents(cond, noise, num_steps=num_steps, guidance=guidance, solver=solver)  # pyright: ignore[reportArgumentType]
+
+    def rollout(self, cond: DrivenCond, generator: Sequence[torch.Generator], **options: Any) -> Visuals:
+        """See ``VelocityModel``; with the solver ``stock`` the whole loop is the pipeline's own."""
+        if options.get("solver") != STOCK:
+            return super().rollout(cond, generator, **options)
+        noise = options.get("latents")
+        if noise is None:
+            shape = self.latent_shape(options["height"], options["width"])
+            noise = torch.stack([torch.randn(shape, generator=one) for one in generator])
+        states = self._stock_states(cond, noise, options["num_inference_steps"], options["guidance_scale"])
+        return self.decode(states[-1]), states, None
+
+    def _stock_states(self, cond: DrivenCond, noise: Tensor, num_steps: int, guidance: float) -> list[Tensor]:
+        value = guidance if guidance > 1.0 else None
+        self.num_evaluations += len(noise) * num_steps * (2 if value is not None and self._doubles else 1)
+        with self._autocast():
+            start = self.start_state(noise.to(self.device))
+            found = self.driver.rollout(
+                cond.to(self.device), [], num_steps, value, size=self.size, start=start, decode=False
+            )
+        return found.states

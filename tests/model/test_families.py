@@ -1,0 +1,143 @@
+"""Families without a class of their own, trained: the same claims for each, against the stock pipeline."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_rl.distributed import randomness
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Sample
+from tests.support.family_runs import (
+    PARAMS,
+    TEXTS,
+    TrainedFamily,
+    family_toml,
+    first_step_of,
+    folder_of,
+    stock_pipeline,
+)
+from tests.support.nft_runs import nft_train, nft_trainer
+from tests.support.trainer_runs import train
+
+pytestmark = pytest.mark.parametrize("family", PARAMS)
+
+
+def loaded(folder: Path, family: TrainedFamily, *options: str, job: str = "nft", **kwargs: Any) -> DrivenModel:
+    config = load_config(family_toml(folder, family, job=job, **kwargs), list(options))
+    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
+    assert isinstance(model, DrivenModel)
+    return model
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("solver", ["stock", "euler"])
+def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily, solver: str, guidance: float) -> None:
+    model = loaded(tmp_path, family)
+    conditions = StepConditions(lambda texts, away: model.encode_prompts(texts, away if guidance > 1 else None))
+    samples = [Sample(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
+    spec = RolloutSpec(4, guidance, solver, 0.0, deterministic=True, height=32, width=32)
+    with model.eval_mode():
+        ours = RolloutSampler(model, spec, seed=3).sample(samples, conditions, "rollout", 2)
+
+    pipeline = stock_pipeline(folder_of(family.name))
+    generators = [randomness.generator(3, "rollout", 2, 10 + i) for i in range(len(TEXTS))]
+    arguments = {**family.call(TEXTS, guidance), "generator": generators, "return_dict": False}
+    with torch.no_grad():
+        media = pipeline(**arguments, output_type="pt")[0]
+    media = (media.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    if solver == "stock":
+        assert torch.equal(ours.media, media)
+    elif type(pipeline.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # SANA's has another order
+        assert (ours.media.int() - media.int()).abs().max() <= 1
+    assert ours.media.shape == (3, 32, 32, 3)
+
+
+def test_the_loss_of_fine_tuning_is_that_of_the_stock_velocity(
+    tmp_path: Path, family: TrainedFamily, image_folder: Path
+) -> None:
+    model = loaded(tmp_path, family, job="sft", images=image_folder)
+    pixels = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    clean = model.encode_visuals(list(pixels), 32, 32)
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(2))
+    pipeline = stock_pipeline(folder_of(family.name))
+    _, sigma = first_step_of(pipeline, family.call(TEXTS, 1.0))
+    index = int((model.sigma_map - sigma).abs().argmin())
+    sigma = float(model.sigma_map[index])
+    noised = (1 - sigma) * clean + sigma * noise
+    velocity, there = first_step_of(pipeline, {**family.call(TEXTS, 1.0), "latents": family.latents(noised)})
+    assert there == pytest.approx(sigma, abs=1e-6)  # the stock call begins where the grid of training ends
+    squares = (velocity.double().reshape(noise.shape) - (noise - clean).double()).square()
+    expected = float(squares.flatten(1).mean(1).sum())
+    with torch.no_grad(), model.eval_mode():
+        cond = model.encode_prompts(TEXTS)
+        total, weight = model.training_sft_step(clean, cond, timestep=torch.full((3,), index), noise=noise)
+    assert float(total) / float(weight) == pytest.approx(expected / 3, rel=1e-4)
+
+
+def test_only_the_trained_policy_has_a_gradient_and_the_old_one_follows(tmp_path: Path, family: TrainedFamily) -> None:
+    trainer = nft_trainer(family_toml(tmp_path, family, job="nft"))
+    before = {name: p.detach().clone() for name, p in trainer.model.transformer.named_parameters()}
+    report = trainer.train_step(0)
+    assert report.metrics["optim/grad_norm"] > 0
+    moved = {name for name, p in trainer.model.transformer.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all(".default." in name or ".old." in name for name in moved)
+    assert any(".default." in name for name in moved)
+
+
+@pytest.mark.parametrize("job", ["sft", "nft"])
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffusers(
+    tmp_path: Path, family: TrainedFamily, job: str, lora: bool, image_folder: Path
+) -> None:
+    config = family_toml(tmp_path, family, job=job, lora=lora, images=image_folder)
+    run_job = train if job == "sft" else nft_train
+    whole = run_job(config)
+    again = run_job(config, "--train.max_num_steps=3", resume=(_copy(whole, tmp_path / "copy"), 1))
+    for file in _weights(whole, lora):
+        ours, theirs = load_file(whole / file), load_file(again / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+    plain, exported = stock_pipeline(folder_of(family.name)), whole / "safetensors/step_3"
+    trained = stock_pipeline(folder_of(family.name) if lora else exported)
+    if lora:
+        trained.load_lora_weights(exported / "lora")
+    model = loaded(tmp_path, family, f"--policy.lora.lora_path={exported / 'lora'}") if lora else None
+    images = [_image(pipeline, family) for pipeline in (plain, trained)]
+    assert (images[0] - images[1]).abs().max() > 1e-6
+    if model is not None:
+        ours = model.sample(TEXTS[:1], _noise(model), num_steps=4, guidance=1.0)
+        assert (ours - images[1]).abs().max() <= 1e-4
+
+
+def _copy(run: Path, target: Path) -> Path:
+    import shutil
+
+    shutil.copytree(run, target, symlinks=True)
+    return target
+
+
+def _weights(run: Path, lora: bool) -> list[str]:
+    part = "lora/" if lora else "transformer/"
+    found = sorted((run / "safetensors/step_3" / part).glob("*.safetensors"))
+    assert found
+    return [str(file.relative_to(run)) for file in found]
+
+
+def _noise(model: DrivenModel) -> Tensor:
+    return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
+
+
+def _image(pipeline: Any, family: TrainedFamily) -> Tensor:
+    arguments = {**family.call(TEXTS[:1], 1.0), "generator": [torch.Generator().manual_seed(11)]}
+    with torch.no_grad():
+        return pipeline(**arguments, output_type="pt", return_dict=False)[0].float()

@@ -1,0 +1,26 @@
+"""Families without a class of their own on two ranks: the numbers of one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.family_runs import PARAMS, TrainedFamily, family_toml
+from tests.support.nft_runs import Job, run_forked
+
+pytestmark = [pytest.mark.process, pytest.mark.parametrize("family", PARAMS)]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_two_ranks_have_the_losses_of_one(tmp_path: Path, family: TrainedFamily, lora: bool) -> None:
+    config = family_toml(tmp_path, family, job="nft", lora=lora)
+    for ranks in (1, 2):
+        run_forked([Job(config, tmp_path / f"{ranks}")], ranks, tmp_path)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("1", "2")
+    )
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two, strict=True):
+        for key in ("train/loss_mean", "optim/grad_norm", "reward/mean"):
+            assert a[key] == pytest.approx(b[key], rel=2e-3), key

@@ -1,0 +1,155 @@
+"""Small SFT and NFT jobs on the tiny pipeline of any family."""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_rl.policy.model import tiny
+from tests.support.driven import SPELT
+from tests.support.nft_runs import prompt_file
+
+TEXTS = ("a red square", "two birds & a boat", "the sea")
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+@dataclass(frozen=True)
+class TrainedFamily:
+    """What the public call of a family needs beyond a prompt, written down from its documentation."""
+
+    name: str
+    guidance: str = "guidance_scale"
+    off: float = 1.0
+    negative: str | None = None
+    length: bool = True
+    """Whether the call takes ``max_sequence_length``."""
+    side: int = 0
+    """Of the square that the call unpacks ``latents`` from; 0: it takes states."""
+
+    def call(self, prompts: Sequence[str], guidance: float) -> dict[str, Any]:
+        """Keyword arguments of the stock pipeline at that guidance; 1: off."""
+        given: dict[str, Any] = {"prompt": list(prompts), "height": 32, "width": 32, "num_inference_steps": 4}
+        given[self.guidance] = self.off if guidance == 1.0 else guidance
+        if self.length:
+            given["max_sequence_length"] = 48
+        if self.negative is not None:
+            given["negative_prompt"] = [self.negative] * len(prompts)
+        if self.name == "sana":
+            given |= {"use_resolution_binning": SPELT["use_resolution_binning"]}
+        return given
+
+    def latents(self, state: Tensor) -> Tensor:
+        """A state ``[B, ...]`` as the stock call takes it."""
+        if self.side == 0:
+            return state
+        return state.movedim(-1, 1).reshape(len(state), -1, self.side, self.side)
+
+
+ORDINARY = [TrainedFamily("sana"), TrainedFamily("flux", "true_cfg_scale", negative="")]
+ZOO = [
+    TrainedFamily("flux2-klein", side=8),
+    TrainedFamily("qwen-image", "true_cfg_scale", negative=" "),
+    TrainedFamily("z-image", off=0.0),
+    TrainedFamily("cogview4"),
+    TrainedFamily("lumina2"),
+    TrainedFamily("chroma"),
+    TrainedFamily("aura-flow"),
+]
+PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY]
+PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
+
+
+@functools.cache
+def folder_of(family: str) -> Path:
+    """The tiny pipeline of a family, built once for the session."""
+    torch.set_num_threads(1)
+    return tiny.build(family, Path(tempfile.mkdtemp(prefix="family.")) / family, "unit", seed=0)
+
+
+def family_toml(
+    folder: Path, family: TrainedFamily, *, job: str, lora: bool = True, images: Path | None = None
+) -> Path:
+    """A job of three steps: ``sft`` on the folder of pairs, or ``nft`` on prompts with a smooth reward."""
+    path = folder / f"{family.name}_{job}_{'lora' if lora else 'full'}.toml"
+    adapter = f"""
+[policy.lora]
+r = 4
+lora_alpha = 8
+lora_names = {'["default", "old"]' if job == "nft" else '["default"]'}
+init_lora_weights = "gaussian"
+target_modules = {TARGETS}
+"""
+    trained = {
+        "sft": f'type = "sft"\nmini_batch = 2\ndataset.local_dir = "{images}"',
+        "nft": f"""type = "grpo"
+trainer_type = "diffusion_nft"
+uncentralized_training = true
+mini_batch = 4
+kl_beta = 1e-2
+dataset.local_dir = "{prompt_file(folder)}"
+local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:smooth" }}]
+reward_hacking_guard.enable = false""",
+    }
+    path.write_text(f"""
+mode = "colocated"
+[policy]
+model_name_or_path = "{folder_of(family.name)}"
+is_diffusers = true
+model_gradient_checkpointing = false
+[policy.diffusers]
+inference_size = [32, 32]
+max_prompt_length = 48
+timesteps_fraction = 0.5
+weight_copy_decay_type = 1
+sample = {{ num_steps = 4, guidance_scale = 1.0, solver = "euler", deterministic_sampling = true }}
+{adapter if lora else ""}
+[rollout]
+n_generation = 4
+[train]
+output_dir = "{folder / "out"}"
+epoch = 100
+max_num_steps = 3
+train_batch_per_replica = {8 if job == "nft" else 4}
+param_dtype = "float32"
+optm_lr = 1e-2
+optm_warmup_steps = 0
+[train.ckpt]
+save_freq = 1
+max_keep = -1
+[train.train_policy]
+{trained[job]}
+""")
+    return path
+
+
+def stock_pipeline(folder: Path | str) -> Any:
+    """The pipeline as diffusers loads it."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def first_step_of(pipeline: Any, arguments: dict[str, Any]) -> tuple[Tensor, float]:
+    """What the stock call hands to the first step of its scheduler, and sigma there."""
+    seen: list[tuple[Tensor, float]] = []
+    scheduler, stock_step = pipeline.scheduler, pipeline.scheduler.step
+
+    def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((model_output.clone(), float(scheduler.sigmas[0])))
+        return stock_step(model_output, *args, **kwargs)
+
+    scheduler.step = step
+    try:
+        with torch.no_grad():
+            pipeline(**arguments, output_type="latent")
+    finally:
+        del scheduler.step
+    return seen[0]

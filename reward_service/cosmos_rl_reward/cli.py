@@ -17,7 +17,7 @@ from cosmos_rl_reward.errors import UserError
 _PASSWORD = "COSMOS_RL_REWARD_REDIS_PASSWORD"
 
 
-def _guarded(action: Callable[[], int]) -> int:
+def _report_user_errors(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return asyncio.run(Service(config, workers=not options.front_only).run())
 
-    return _guarded(serve)
+    return _report_user_errors(serve)
 
 
 def _work(config: ServiceConfig, rewards: list[str]) -> int:
@@ -92,7 +92,7 @@ def redis_main(argv: list[str] | None = None) -> int:
     parser.add_argument("--logfile", help="default: redis.log in a new folder that only you can enter")
     parser.add_argument("--bind", default="127.0.0.1", help=f"another address needs a password in ${_PASSWORD}")
     options = parser.parse_args(argv)
-    return _guarded(lambda: _redis(options))
+    return _report_user_errors(lambda: _redis(options))
 
 
 def _redis(options: argparse.Namespace) -> int:
@@ -164,7 +164,7 @@ def prepare_main(argv: list[str] | None = None) -> int:
         where = (options.wheels, options.locks)
         return asyncio.run(prepare(config, options.reward, options.check, options.offline, *where))
 
-    return _guarded(run)
+    return _report_user_errors(run)
 
 
 if __name__ == "__main__":

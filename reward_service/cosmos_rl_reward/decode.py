@@ -15,7 +15,7 @@ import numpy as np
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.payload.arrays import BFLOAT16, ArrayRef, load, row_major
 from cosmos_rl_reward.rewards.samples import round_pixels
-from cosmos_rl_reward.rewards.weights import find_folder, need
+from cosmos_rl_reward.rewards.weights import find_folder, require_packages
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
 from cosmos_rl_reward.worker.inputs import describe, read_header
 
@@ -45,7 +45,7 @@ class LatentDecoder:
         Raises:
             NotReady: they are neither here nor available from the hub.
         """
-        need("torch", "diffusers")
+        require_packages("torch", "diffusers")
         names = [path for path in self.paths.values() if path]
         for name in names:
             if not Path(name).expanduser().exists():

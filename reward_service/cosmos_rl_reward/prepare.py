@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from cosmos_rl_reward.config import RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.rewards.weights import write_atomically
-from cosmos_rl_reward.worker.host import decode_spec, reward_spec
-from cosmos_rl_reward.worker.replica import Failed, Replica, interpreter
+from cosmos_rl_reward.worker.host import make_decode_spec, make_reward_spec
+from cosmos_rl_reward.worker.replica import Failed, Replica, find_interpreter
 from cosmos_rl_reward.worker.spec import PoolSpec
 
 _ALWAYS = ("numpy", "pillow")  # what every reward's environment needs
@@ -32,7 +32,7 @@ class _Tools:
     locks: Path | None
 
 
-def requirements(reward: str) -> list[str]:
+def list_requirements(reward: str) -> list[str]:
     """What pip installs for a reward: the extra of that name, and what every worker needs."""
     found: list[str] = [*_ALWAYS]
     for line in importlib.metadata.requires("cosmos_rl_reward") or []:
@@ -56,7 +56,7 @@ async def prepare(
     if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
         raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
     tools = _Tools(offline, wheels, locks)
-    jobs = [(args.reward_type, args, reward_spec(args, config.max_attempts)) for args in chosen]
+    jobs = [(args.reward_type, args, make_reward_spec(args, config.max_attempts)) for args in chosen]
     failed, wants_decoder = 0, False
     for name, args, spec in jobs:
         try:
@@ -69,7 +69,7 @@ async def prepare(
                 wants_decoder = True
                 fields = {"reward_type": "latent", "venv_python": config.decode_args.venv_python}
                 latent = RewardArgs.model_validate(fields)
-                jobs.append(("latent decoder", latent, decode_spec(config)))
+                jobs.append(("latent decoder", latent, make_decode_spec(config)))
         except (Failed, UserError) as error:
             failed += 1
             print(f"{name}: failed: {error}", flush=True)
@@ -100,7 +100,7 @@ async def _start(spec: PoolSpec, more: dict[str, Any] | None = None, downloads: 
 
 async def _install(args: RewardArgs, tools: _Tools) -> None:
     """Make the environment and install into it: by the reward's script, by a lock file, or by the package's extra."""
-    python = interpreter(args.venv_python)
+    python = find_interpreter(args.venv_python)
     folder = Path(python).parents[1]
     if not Path(python).exists() or (args.setup_script and await _half_made(python)):
         venv.EnvBuilder(with_pip=bool(args.setup_script)).create(folder)
@@ -125,7 +125,7 @@ async def _install_packages(reward: str, python: str, tools: _Tools) -> None:
         if lock.exists():  # it names everything, and pip would reject what is installed without its dependencies
             await _run([*install, "--no-deps", "-r", str(lock)], "pip")
             return
-    await _run([*install, *requirements(reward)], "pip")
+    await _run([*install, *list_requirements(reward)], "pip")
     if bare := _WITHOUT_DEPENDENCIES.get(reward):
         await _run([*install, "--no-deps", *bare], "pip")
     if lock is not None:

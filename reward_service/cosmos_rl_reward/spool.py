@@ -297,12 +297,12 @@ class Spool:
         uploads are removed after an hour. Returns how many jobs were removed."""
         self._clock.save()
         self._sweep_incoming()
-        times = array("d", (status.st_mtime for _, status in self._finished()))  # 8 bytes each, there may be many
+        times = array("d", (status.st_mtime for _, status in self._list_finished()))  # 8 bytes each, there may be many
         limit = self._clock.now() - ttl_s
         if keep < len(times):
             limit = max(limit, sorted(times, reverse=True)[keep - 1] if keep else math.inf)
         removed = 0
-        for path, status in self._finished():
+        for path, status in self._list_finished():
             if status.st_mtime < limit:
                 self._forget(Path(path))
                 removed += 1
@@ -320,7 +320,7 @@ class Spool:
     def _clock(self) -> SteadyClock:
         return SteadyClock(self.root / "clock")
 
-    def _finished(self) -> Iterator[tuple[str, os.stat_result]]:
+    def _list_finished(self) -> Iterator[tuple[str, os.stat_result]]:
         for entry in self._entries("jobs"):
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()

@@ -17,8 +17,8 @@ from typing import IO
 from cosmos_rl_reward.broker.embedded import (
     BROKER_LOG,
     die_with_parent,
-    private_folder,
-    server_command,
+    make_private_folder,
+    make_server_command,
     wait_for_socket,
 )
 from cosmos_rl_reward.config import RESTARTS_VARIABLE, ServiceConfig
@@ -56,7 +56,7 @@ class Child:
     restarts: int = 0
     log: Path | None = None  # its last lines are shown when the process exits
 
-    async def keep(self) -> int:
+    async def run(self) -> int:
         """Run the process, and restart it when it exits, until ``end``. Returns 2 when its settings are wrong."""
         failures = 0
         while self.wanted:
@@ -140,7 +140,7 @@ def lock(folder: Path) -> IO[str]:
         UserError: another service has it, or it cannot be written.
     """
     try:
-        private_folder(folder)
+        make_private_folder(folder)
         file = try_lock(folder / "lock")
     except OSError as error:
         raise UserError(f"state_dir {folder}: {error.strerror}; set state_dir to a folder of your own") from error
@@ -149,7 +149,7 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-def role_command(role: str, *arguments: str) -> list[str]:
+def make_role_command(role: str, *arguments: str) -> list[str]:
     """Command line of a process of the service; its configuration is sent to standard input."""
     return [sys.executable, "-P", "-m", "cosmos_rl_reward.roles", role, *arguments]
 
@@ -163,21 +163,21 @@ class Service:
         self._lock = lock(config.state)
         open_spool(config).check()
         self._listener = bind(config)
-        self._run = private_folder(config.state / "run")
+        self._run = make_private_folder(config.state / "run")
         if len(str(self._run)) > _MAX_SOCKET - len("/broker.sock"):
             self._run = Path(tempfile.mkdtemp(prefix="cosmos-rl-reward-"))
         self._socket = self._run / "broker.sock"
         self._broker_url = config.external_broker or f"unix://{self._socket}"
         text = config.model_dump_json().encode()
         fd = self._listener.fileno()
-        self.front = Child("front", role_command("front", str(fd)), text, (fd,))
-        self.workers = Child("workers", role_command("workers"), text)
+        self.front = Child("front", make_role_command("front", str(fd)), text, (fd,))
+        self.workers = Child("workers", make_role_command("workers"), text)
         self.broker = Child("broker", [], before=lambda: self._socket.unlink(missing_ok=True))
         self._children = [self.front]
         if workers:
             self._children.append(self.workers)
         if not config.external_broker:
-            self.broker.command = server_command(self._socket, self._run)
+            self.broker.command = make_server_command(self._socket, self._run)
             self.broker.log = self._run / BROKER_LOG
             self._children.insert(0, self.broker)
 
@@ -199,7 +199,7 @@ class Service:
         code = 0
         try:
             for child in self._children:
-                keeping.append(asyncio.create_task(child.keep()))
+                keeping.append(asyncio.create_task(child.run()))
                 if child is self.broker:
                     await wait_for_socket(self._socket, 10)
             host, port = self._listener.getsockname()[:2]

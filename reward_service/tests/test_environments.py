@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_reward import cli
-from cosmos_rl_reward.prepare import requirements
+from cosmos_rl_reward.prepare import list_requirements
 from cosmos_rl_reward.rewards.weights import write_atomically
 from tests.service import MOODY, Service, image, toml
 
@@ -162,6 +162,6 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_requirements_come_from_the_extra_of_the_reward():
-    assert requirements("mock") == ["numpy", "pillow"]
-    assert "torch" in requirements("pickscore")
-    assert not any(r.startswith("fastapi") for r in requirements("pickscore"))
+    assert list_requirements("mock") == ["numpy", "pillow"]
+    assert "torch" in list_requirements("pickscore")
+    assert not any(r.startswith("fastapi") for r in list_requirements("pickscore"))

@@ -15,7 +15,7 @@ from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.results import encode, without_scores
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
 from cosmos_rl_reward.worker import retries
-from cosmos_rl_reward.worker.host import reward_spec
+from cosmos_rl_reward.worker.host import make_reward_spec
 from cosmos_rl_reward.worker.inputs import Input, group_inputs, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
 from cosmos_rl_reward.worker.pool import Pool
@@ -145,7 +145,7 @@ def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
 
     async def test():
         args = {"reward_type": reward, "device": "cpu", **more}
-        pool = Pool(reward_spec(RewardArgs(**args), 3), spool, announce, requeue or announce)
+        pool = Pool(make_reward_spec(RewardArgs(**args), 3), spool, announce, requeue or announce)
         serving = asyncio.create_task(pool.serve())
         runs = [pool.run(*job) for job in jobs]
         done, _ = await asyncio.wait(

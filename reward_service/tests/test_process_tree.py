@@ -15,7 +15,7 @@ from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker import process_tree
 from cosmos_rl_reward.worker.environment import filter_environment
-from cosmos_rl_reward.worker.host import reward_spec
+from cosmos_rl_reward.worker.host import make_reward_spec
 from cosmos_rl_reward.worker.replica import Replica
 from tests.service import MOODY, TESTS, Service, body, image
 from tests.test_pool import ident, spooled
@@ -135,7 +135,7 @@ def test_leftovers_of_a_host_that_is_gone_are_ended_and_no_others():
 @pytest.mark.process
 def test_a_replica_that_is_killed_takes_everything_along(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
-    spec = reward_spec(RewardArgs(**MOODY), 3)
+    spec = make_reward_spec(RewardArgs(**MOODY), 3)
 
     async def run():
         replica = Replica(spec.name, spec.workers.venv_python, spec.workers.environment)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cosmos_rl_reward.broker import queue as queue_module
-from cosmos_rl_reward.broker.embedded import server_command, wait_for_socket
+from cosmos_rl_reward.broker.embedded import make_server_command, wait_for_socket
 from cosmos_rl_reward.broker.event_bus import EventBus
 from cosmos_rl_reward.broker.queue import Control, StreamQueue
 
@@ -21,7 +21,7 @@ class Broker:
     def __init__(self, folder):
         self.socket = folder / "b.sock"
         self.url = f"unix://{self.socket}"
-        self.command = server_command(self.socket, folder)
+        self.command = make_server_command(self.socket, folder)
         self.process: subprocess.Popen | None = None
 
     async def start(self):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from cosmos_rl_reward.broker.embedded import server_command
+from cosmos_rl_reward.broker.embedded import make_server_command
 from tests.object_store import SECRET, URL, until
 from tests.service import MOODY, Service, body, image
 from tests.test_clients import reference, tiny_vae
@@ -20,7 +20,7 @@ from tests.test_clients import reference, tiny_vae
 @pytest.fixture
 def broker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("b")
-    server = subprocess.Popen(server_command(folder / "s", folder), stdin=subprocess.PIPE)
+    server = subprocess.Popen(make_server_command(folder / "s", folder), stdin=subprocess.PIPE)
     yield f"unix://{folder / 's'}"
     server.kill()
     server.wait()

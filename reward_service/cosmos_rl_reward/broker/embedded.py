@@ -41,7 +41,7 @@ def find_server() -> str:
     raise UserError("no broker: install valkey-server or redis-server, or set broker_url to one that runs elsewhere")
 
 
-def server_command(socket: Path, folder: Path) -> list[str]:
+def make_server_command(socket: Path, folder: Path) -> list[str]:
     """Command line of the private broker: unix socket only, nothing stored, refuses instead of evicting."""
     settings = {
         "port": "0",
@@ -79,7 +79,7 @@ async def wait_for_socket(socket: Path, timeout_s: float) -> None:
             await asyncio.sleep(0.02)
 
 
-def private_folder(path: Path) -> Path:
+def make_private_folder(path: Path) -> Path:
     """Make ``path`` a folder that only we can enter."""
     path.mkdir(parents=True, exist_ok=True)
     os.chmod(path, 0o700)

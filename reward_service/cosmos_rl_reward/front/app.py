@@ -48,7 +48,7 @@ async def healthz() -> Response:
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
     """200 when all required rewards are ready and jobs are taken, else 503; with the state of each reward."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     rewards = front.describe()["rewards"]
     states = {name: {k: r[k] for k in ("state", "queued", "last_success")} for name, r in rewards.items()}
     ready = not front.draining and all(r["state"] == "ready" for r in rewards.values() if r["required"])
@@ -58,7 +58,7 @@ async def readyz(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     return Response(front.metrics.render(), media_type="text/plain; version=0.0.4")
 
@@ -66,7 +66,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/api/reward/rewards")
 async def rewards(request: Request) -> Response:
     """Names, states, score keys, versions and limits."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     return JSONResponse(front.describe())
 
@@ -79,7 +79,7 @@ async def page() -> Response:
 
 async def _reject(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.metrics.rejected.labels(str(error.status)).inc()
     await discard_body(request)
     retry = {"Retry-After": str(front.tracker.retry_after())} if error.status in (429, 503, 507) else {}
@@ -88,7 +88,7 @@ async def _reject(request: Request, error: Exception) -> Response:
 
 async def _deny(request: Request, error: Exception) -> Response:
     assert isinstance(error, Denied)
-    front = Front.of(request)
+    front = Front.from_request(request)
     if error.status != 503:
         front.metrics.denied.inc()
     await discard_body(request)
@@ -97,7 +97,7 @@ async def _deny(request: Request, error: Exception) -> Response:
 
 
 async def _report_store_unavailable(request: Request, error: Exception) -> Response:
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.metrics.rejected.labels("503").inc()
     text = f"the object store does not answer: {error}"
     return JSONResponse({"message": text, "error": text}, 503, headers={"Retry-After": "5"})

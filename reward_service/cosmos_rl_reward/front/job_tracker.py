@@ -251,7 +251,7 @@ class JobTracker:
         entry.missing.discard(reward)
         self._depth[reward] -= 1
         self.completed[reward] += 1
-        self.metrics.finished(event)
+        self.metrics.count_finished(event)
         if "score_s" in event:
             self.recent[reward].add(uptime() - entry.since, event["items"], event.get("means", {}))
         if event.get("error"):

@@ -36,7 +36,7 @@ class Metrics:
         batches = (1, 2, 4, 8, 16, 32, 64)
         self.batch = Histogram("reward_batch_size", "Samples per call", ["reward"], registry=registry, buckets=batches)
 
-    def finished(self, event: dict[str, Any]) -> None:
+    def count_finished(self, event: dict[str, Any]) -> None:
         """Count a job's end."""
         reward = event["reward"]
         self.jobs.labels(reward, event["state"]).inc()

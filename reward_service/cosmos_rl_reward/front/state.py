@@ -29,7 +29,7 @@ class Front:
     polls: int = 0
 
     @staticmethod
-    def of(request: Request) -> "Front":
+    def from_request(request: Request) -> "Front":
         """The front that got the request."""
         return request.app.state.front
 

@@ -36,7 +36,7 @@ async def read_fields(request: Request) -> dict[str, str]:
         Refused: the body is too long or does not match its type.
     """
     body = bytearray()
-    async for chunk in iter_body(request, Front.of(request).config.receive_timeout_s):
+    async for chunk in iter_body(request, Front.from_request(request).config.receive_timeout_s):
         body += chunk
         if len(body) > _MAX_FORM:
             raise Refused(f"the form has more than {_MAX_FORM} bytes", 413)
@@ -67,7 +67,7 @@ async def _multipart(headers: Headers, body: bytes) -> dict[str, str]:
 @router.post("/api/reward/pin")
 async def ping(request: Request) -> Response:
     """Confirm that the service runs."""
-    Front.of(request).allow(request, "read")
+    Front.from_request(request).allow(request, "read")
     fields = await read_fields(request)
     if fields and "info_data" not in fields:
         return missing_field("info_data")
@@ -77,7 +77,7 @@ async def ping(request: Request) -> Response:
 @router.post("/api/reward/enqueue")
 async def enqueue(request: Request) -> Response:
     """Take a job: one line of JSON metadata, then the bytes of an array."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     answer = {"uuid": ticket.job.id}
     if replica := os.environ.get("LEPTON_REPLICA_ID"):
@@ -88,7 +88,7 @@ async def enqueue(request: Request) -> Response:
 @router.post("/api/reward/pull")
 async def pull(request: Request) -> Response:
     """The result of one reward of a job; 400 while there is none. ``wait`` (seconds) delays that answer."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     fields = await read_fields(request)
     if "uuid" not in fields:

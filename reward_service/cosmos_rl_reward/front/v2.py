@@ -40,7 +40,7 @@ async def _job(front: Front, job_id: str, wait_s: float) -> dict[str, Any] | Non
 @router.post("/jobs")
 async def submit(request: Request) -> Response:
     """Take a job (the body of v1's enqueue): 202, or 200 when it ended within ``Prefer: wait=N``."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     with front.poll(_preferred_wait(request)) as wait_s:
         state = await collect_results(front.tracker, ticket.job, wait_s)
@@ -51,7 +51,7 @@ async def submit(request: Request) -> Response:
 @router.post("/score")
 async def score(request: Request) -> Response:
     """Take a job and answer with its end: 200, or 504 with the job's id when it takes longer than a minute."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     ticket = await front.receiver.receive(request, front.allow(request, "submit"))
     with front.poll(MAX_WAIT_S) as wait_s:
         state = await collect_results(front.tracker, ticket.job, wait_s)
@@ -61,7 +61,7 @@ async def score(request: Request) -> Response:
 @router.get("/jobs/{job_id}")
 async def get(job_id: str, request: Request) -> Response:
     """All rewards of a job; ``Prefer: wait=N`` waits for the end."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     with front.poll(_preferred_wait(request)) as wait_s:
         state = await _job(front, job_id, wait_s)
@@ -73,7 +73,7 @@ async def get(job_id: str, request: Request) -> Response:
 @router.delete("/jobs/{job_id}")
 async def cancel(job_id: str, request: Request) -> Response:
     """Cancel what has no result yet; results that are there stay."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "submit")
     job = await asyncio.to_thread(front.tracker.spool.job, job_id)
     if job is None:
@@ -86,7 +86,7 @@ async def cancel(job_id: str, request: Request) -> Response:
 @router.post("/jobs:batchGet")
 async def batch_get(request: Request) -> Response:
     """States of many jobs: ``{"ids": [...], "wait": seconds}``. Jobs that are not known are null."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     fields = await read_fields(request)
     try:
@@ -103,6 +103,6 @@ async def batch_get(request: Request) -> Response:
 @router.get("/rewards")
 async def rewards(request: Request) -> Response:
     """The rewards of this service."""
-    front = Front.of(request)
+    front = Front.from_request(request)
     front.allow(request, "read")
     return JSONResponse(front.describe())

@@ -100,9 +100,9 @@ class BaseRewardHandler:
         self.endpoint_url: str = kwargs.get("endpoint_url", "")
         self.endpoint_api_key: str = kwargs.get("endpoint_api_key", "")
         self.warning = self.model_digest = ""
-        self.options: dict[str, Any] = {**self.OPTIONS, **self._checked(kwargs.get("options") or {})}
+        self.options: dict[str, Any] = {**self.OPTIONS, **self._check_options(kwargs.get("options") or {})}
 
-    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _check_options(self, options: dict[str, Any]) -> dict[str, Any]:
         for name in options:
             if name not in self.OPTIONS:
                 hint = f"known are: {', '.join(self.OPTIONS) or 'none'}"

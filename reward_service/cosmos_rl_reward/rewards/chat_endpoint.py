@@ -46,7 +46,7 @@ class ChatEndpoint:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="chat")
 
     @classmethod
-    def of(cls, reward: BaseRewardHandler) -> ChatEndpoint:
+    def from_reward(cls, reward: BaseRewardHandler) -> ChatEndpoint:
         """The server that a reward's configuration names (``model`` and ``ENDPOINT_OPTIONS`` are among its options).
 
         Raises:
@@ -148,16 +148,16 @@ def image_part(image: np.ndarray, size: int = 0) -> dict[str, Any]:
     image = Image.fromarray(image)
     if size:
         image = image.resize((size, size), Image.Resampling.BICUBIC)
-    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + _encoded(image, format="PNG")}}
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + _encode_image(image, format="PNG")}}
 
 
 def video_part(frames: np.ndarray) -> dict[str, Any]:
     """Frames, uint8 ``[T, H, W, 3]``, as part of a message: JPEGs one after the other, which vLLM takes as a video."""
-    jpegs = [_encoded(Image.fromarray(f), format="JPEG", quality=JPEG_QUALITY, subsampling=0) for f in frames]
+    jpegs = [_encode_image(Image.fromarray(f), format="JPEG", quality=JPEG_QUALITY, subsampling=0) for f in frames]
     return {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join(jpegs)}}
 
 
-def _encoded(image: Image.Image, **how: Any) -> str:
+def _encode_image(image: Image.Image, **how: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, **how)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -30,7 +30,7 @@ def resize_and_crop(images: np.ndarray, size: int, *, nearest_offset: bool = Fal
     target = (size * height // short, size * width // short)
     offset = [(round((n - size) / 2) if nearest_offset else (n - size) // 2) for n in target]
     rows, columns = (slice(n, n + size) for n in offset)
-    return np.stack([_resized(image, *target)[rows, columns] for image in images])
+    return np.stack([_resize(image, *target)[rows, columns] for image in images])
 
 
 def resize_and_pad(images: np.ndarray, size: int) -> np.ndarray:
@@ -41,22 +41,22 @@ def resize_and_pad(images: np.ndarray, size: int) -> np.ndarray:
     top, left = (size - target[0]) // 2, (size - target[1]) // 2
     canvas = np.zeros((len(images), size, size, 3), np.uint8)
     for index, image in enumerate(images):
-        canvas[index, top : top + target[0], left : left + target[1]] = _resized(image, *target)
+        canvas[index, top : top + target[0], left : left + target[1]] = _resize(image, *target)
     return canvas
 
 
-def normalised(images: np.ndarray) -> np.ndarray:
+def normalize(images: np.ndarray) -> np.ndarray:
     """uint8 ``[B, H, W, 3]`` -> float32 ``[B, 3, H, W]`` with CLIP's mean and standard deviation."""
     return np.ascontiguousarray(((images.astype(np.float32) / 255 - MEAN) / STD).transpose(0, 3, 1, 2))
 
 
-def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     if image.shape[:2] == (height, width):
         return image
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def image_features(model: Any, pixels: np.ndarray) -> Any:
+def encode_images(model: Any, pixels: np.ndarray) -> Any:
     """Features of a transformers CLIP model, each of norm 1: float32 ``[B, D]``."""
     import torch
 
@@ -64,7 +64,7 @@ def image_features(model: Any, pixels: np.ndarray) -> Any:
     return _unit(model.get_image_features(pixel_values=inputs))
 
 
-def text_features(model: Any, tokenizer: Any, texts: list[str]) -> Any:
+def encode_texts(model: Any, tokenizer: Any, texts: list[str]) -> Any:
     """Features of texts (at most the tokenizer's 77 tokens), each of norm 1: float32 ``[B, D]``."""
     length = min(77, model.config.text_config.max_position_embeddings)
     inputs = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(model.device)
@@ -92,8 +92,8 @@ class ClipReward(BaseRewardHandler):
         prompts = get_per_sample(metadata, "prompts", len(batch))
         size = self._model.config.vision_config.image_size
         with torch.inference_mode():
-            image = image_features(self._model, normalised(self._pixels(batch, size)))
-            text = text_features(self._model, self._tokenizer, prompts)
+            image = encode_images(self._model, normalize(self._pixels(batch, size)))
+            text = encode_texts(self._model, self._tokenizer, prompts)
             scores = self._score((image * text).sum(-1))
         return {"scores": {self.reward_name: scores.tolist()}}
 

@@ -13,7 +13,7 @@ from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoin
 from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_probability
 from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, choose_dtype, download_text, find_folder, need
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, choose_dtype, download_text, find_folder, require_packages
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = Path(__file__).parent / "cosmos_reason1.txt"
@@ -66,14 +66,14 @@ class CosmosReason1(BaseRewardHandler):
     }
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers", "torchvision")  # frames are sized with them too
+        require_packages("transformers", "torchvision")  # frames are sized with them too
         texts = Path(self.download_path, "cosmos_reason1", _PUBLISHED)
-        if not offline and not self._configured() and not texts.is_file():
+        if not offline and not self._has_own_texts() and not texts.is_file():
             download_text(_PUBLISHED_URL, texts)
         system, question = _SYSTEM.read_text(encoding="utf-8"), _QUESTION
         if texts.is_file():
             system, question = read_constants(texts, "SYSTEM_PROMPT", "USER_PROMPT")
-        elif not self._configured():
+        elif not self._has_own_texts():
             self.warning = _OWN_QUESTION
         if path := self.options["system_prompt"]:
             if not Path(path).is_file():
@@ -85,7 +85,7 @@ class CosmosReason1(BaseRewardHandler):
         self._folder = find_folder(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         return f"cosmos_reason1: {self._folder}"
 
-    def _configured(self) -> bool:
+    def _has_own_texts(self) -> bool:
         """Whether the configuration has all words that are sent."""
         return bool(self.options["system_prompt"] and (self.options["question"] or self.options["ask_prompts"]))
 
@@ -93,7 +93,7 @@ class CosmosReason1(BaseRewardHandler):
         """Load model and processor, or see that the server has the model."""
         self.fetch(offline=True)  # a start never downloads
         if self.endpoint_url:
-            self._critic = EndpointCritic(ChatEndpoint.of(self))
+            self._critic = EndpointCritic(ChatEndpoint.from_reward(self))
             self.score_keys = ("prediction", "no_score")
         else:
             self._critic = LocalCritic(self._folder, self.device, choose_dtype(self.dtype))
@@ -110,7 +110,7 @@ class CosmosReason1(BaseRewardHandler):
             video = videos[index]
             indices, fps = video_frames.sample_every_nth(video.shape[1], get_frame_rate(infos, index))
             most = _ALL_PIXELS // len(indices)
-            frames = video_frames.resized(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, most)
+            frames = video_frames.resize_frames(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, most)
             return self._critic.yes_and_no(frames, fps, self._system, questions[index])
 
         answers = self._critic.answers([partial(ask, index) for index in range(count)])
@@ -124,7 +124,7 @@ class CosmosReason1(BaseRewardHandler):
 
     def provenance(self) -> dict[str, Any]:
         """Adds digests of the weights, or the server, and of the system prompt."""
-        about = {**super().provenance(), **self._critic.about()}
+        about = {**super().provenance(), **self._critic.describe()}
         about["system_prompt_digest"] = "sha256:" + hashlib.sha256(self._system.encode()).hexdigest()
         about["question"] = self._question
         if self.endpoint_url:

@@ -67,7 +67,7 @@ class LocalCritic:
         """The calls themselves: one runs when its result is wanted."""
         return calls
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What its numbers depend on."""
         return {"model_digest": self._digest}
 
@@ -113,7 +113,7 @@ class EndpointCritic:
         """Results of the calls, which run as many at a time as the options allow."""
         return [future.result for future in self._endpoint.run_concurrently(calls)]
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What its numbers depend on; the model's name is among the options."""
         return {"endpoint": self._endpoint.address, "frames": f"JPEG, quality {JPEG_QUALITY}"}
 

@@ -19,7 +19,7 @@ from cosmos_rl_reward.rewards.weights import (
     download_text,
     find_folder,
     load_state,
-    need,
+    require_packages,
 )
 
 _MODEL = "KwaiVGI/VideoReward"
@@ -56,7 +56,7 @@ class DanceGRPO(BaseRewardHandler):
     OPTIONS: ClassVar[dict[str, Any]] = {"template": "", "base_model": ""}
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers", "torchvision")
+        require_packages("transformers", "torchvision")
         self._folder = find_folder(
             self.model_path or _MODEL, (*MODEL_FILES, "*.pth"), offline=offline, published=_MODEL
         )
@@ -134,7 +134,9 @@ class DanceGRPO(BaseRewardHandler):
     def _one(self, video: np.ndarray, prompt: str, video_fps: float) -> dict[str, float]:
         data, norm = self._settings["data_config"], self._settings["inference_config"]
         indices = video_frames.sample_evenly(video.shape[1], video_fps, data["fps"], number=data.get("num_frames"))
-        frames = video_frames.resized(video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, data["max_frame_pixels"])
+        frames = video_frames.resize_frames(
+            video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, data["max_frame_pixels"]
+        )
         question = self._template.replace("{text_prompt}", prompt)
         content = [{"type": "video"}, {"type": "text", "text": question}]
         text = self._processor.apply_chat_template(

@@ -12,7 +12,7 @@ from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import gen_eval_rules as rules
 from cosmos_rl_reward.rewards.gen_eval_models import ColorClassifier, Detector
 from cosmos_rl_reward.rewards.samples import as_images, get_per_sample, score_samples
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, find_folder, need, torch_dtype
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, find_folder, require_packages, torch_dtype
 
 _DETECTOR, _CLIP = "facebook/mask2former-swin-small-coco-instance", "openai/clip-vit-large-patch14"
 _KEYS = ("gen_eval_score", "gen_eval_reward", "gen_eval_strict")
@@ -42,7 +42,7 @@ class GenEval(BaseRewardHandler):
     OPTIONS: ClassVar[dict[str, Any]] = {"clip_model": _CLIP, "upstream_scoring": False}
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers", "torchvision", "scipy")
+        require_packages("transformers", "torchvision", "scipy")
         self._folders = [
             find_folder(self.model_path or _DETECTOR, MODEL_FILES, offline=offline),
             find_folder(self.options["clip_model"], MODEL_FILES, offline=offline),
@@ -91,9 +91,9 @@ class GenEval(BaseRewardHandler):
             return [known[id(d)] for d in detections]
 
         upstream = bool(self.options["upstream_scoring"])
-        share, exact = rules.strict(objects, includes, colors_of, upstream=upstream)
+        share, exact = rules.score_strictly(objects, includes, colors_of, upstream=upstream)
         excludes = [] if upstream else excludes
-        correct = not only_strict and rules.lenient(objects, includes, excludes, colors_of)
+        correct = not only_strict and rules.score_leniently(objects, includes, excludes, colors_of)
         return {
             "gen_eval_score": share,
             "gen_eval_strict": float(exact and rules.contains_none(objects, excludes)),

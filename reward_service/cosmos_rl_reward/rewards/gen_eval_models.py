@@ -93,9 +93,9 @@ class ColorClassifier:
         if not detections:
             return []
         size = self._model.config.vision_config.image_size
-        crops = [clip.resize_and_crop(cut_out(image, d)[None], size, nearest_offset=True)[0] for d in detections]
+        crops = [clip.resize_and_crop(crop_object(image, d)[None], size, nearest_offset=True)[0] for d in detections]
         with torch.inference_mode():
-            features = clip.image_features(self._model, clip.normalised(np.stack(crops)))
+            features = clip.encode_images(self._model, clip.normalize(np.stack(crops)))
             best = (features @ self._sentences(name).T).argmax(-1).tolist()
         return [COLORS[index] for index in best]
 
@@ -105,7 +105,7 @@ class ColorClassifier:
             rows = []
             for color in COLORS:
                 texts = [f"a photo of a {color} {name}", f"a photo of a {color}-colored {name}"]
-                rows.append(clip.text_features(self._model, self._tokenizer, [*texts, f"a photo of a {color} object"]))
+                rows.append(clip.encode_texts(self._model, self._tokenizer, [*texts, f"a photo of a {color} object"]))
             import torch
 
             mean = torch.stack([row.mean(0) for row in rows])
@@ -113,7 +113,7 @@ class ColorClassifier:
         return self._known[name]
 
 
-def cut_out(image: np.ndarray, detection: Detection) -> np.ndarray:
+def crop_object(image: np.ndarray, detection: Detection) -> np.ndarray:
     """The detection's box of an image, grey where its mask is not; at least one pixel."""
     left, top, right, bottom = (round(x) for x in detection.box)
     if detection.mask is not None:

@@ -51,7 +51,7 @@ def select_detections(detections: Iterable[Detection], tag: str) -> list[Detecti
     return [d for d in ranked if d.confidence > bound][:_MOST]
 
 
-def relations(a: Detection, b: Detection) -> set[str]:
+def find_relations(a: Detection, b: Detection) -> set[str]:
     """Where a lies as seen from b: any of ``left of``, ``right of``, ``above``, ``below``."""
     box_a, box_b = (np.asarray(d.box, float).reshape(2, 2) for d in (a, b))
     offset = box_a.mean(0) - box_b.mean(0)
@@ -65,10 +65,10 @@ def relations(a: Detection, b: Detection) -> set[str]:
 
 
 def _in_relation(relation: str, found: list[Detection], targets: list[Detection]) -> bool:
-    return all(relation in relations(a, b) for a in found for b in targets)
+    return all(relation in find_relations(a, b) for a in found for b in targets)
 
 
-def strict(
+def score_strictly(
     objects: Objects, requirements: list[dict], colors_of: ColorsOf, *, upstream: bool = False
 ) -> tuple[float, bool]:
     """Exact counts. Returns the share of what is asked that holds (may be negative), and whether all of it does.
@@ -103,7 +103,7 @@ def strict(
     return float(np.mean(parts)) if parts else 0.0, correct
 
 
-def lenient(objects: Objects, requirements: list[dict], excluded: list[dict], colors_of: ColorsOf) -> bool:
+def score_leniently(objects: Objects, requirements: list[dict], excluded: list[dict], colors_of: ColorsOf) -> bool:
     """GenEval's own score: enough objects of each kind, of which the most confident count; none ``excluded``."""
     correct = True
     groups: list[list[Detection] | None] = []

@@ -13,11 +13,11 @@ from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
-    fill,
     find_folder,
     find_or_download,
     load_state,
-    need,
+    load_weights,
+    require_packages,
     torch_dtype,
 )
 
@@ -128,7 +128,7 @@ def clip_from_open_clip(state: dict[str, Any], heads: tuple[int, int], eos_token
     for tower in (model.vision_model, model.text_model):  # not part of a state dict, so they would stay on "meta"
         count = tower.embeddings.position_embedding.num_embeddings
         tower.embeddings.register_buffer("position_ids", torch.arange(count)[None], persistent=False)
-    return fill(model, rename_to_transformers(state), source)
+    return load_weights(model, rename_to_transformers(state), source)
 
 
 @RewardRegistry.register()
@@ -148,7 +148,7 @@ class HPSv2(clip.ClipReward):
     _heads = (16, 16)
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers", "huggingface_hub")
+        require_packages("transformers", "huggingface_hub")
         self._tokenizer_folder = find_folder(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
         path = Path(self.download_path, "hpsv2", "ckpts", _FILE)
         self._file = find_or_download(self.model_path, path, _REPOSITORY, offline=offline)

@@ -21,7 +21,7 @@ from cosmos_rl_reward.rewards.weights import (
     find_folder,
     find_or_download,
     load_state,
-    need,
+    require_packages,
 )
 
 _REPOSITORY, _FILE = "MizzenAI/HPSv3", "HPSv3.safetensors"
@@ -54,7 +54,7 @@ class HPSv3(BaseRewardHandler):
     def fetch(self, offline: bool) -> str | None:
         if self.options["engine"] not in ("transformers", "package"):
             raise NotReady(f"options.engine: {self.options['engine']!r} is not 'transformers' or 'package'")
-        need("transformers", "huggingface_hub", "hpsv3")
+        require_packages("transformers", "huggingface_hub", "hpsv3")
         path = Path(self.download_path, "hpsv3", _FILE)
         self._file = find_or_download(self.model_path, path, _REPOSITORY, offline=offline)
         if self.options["engine"] == "transformers":
@@ -108,12 +108,12 @@ class HPSv3(BaseRewardHandler):
             message = [{"role": "user", "content": content}]
             texts.append(self._processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         inputs = self._processor(
-            text=texts, images=[sized(p) for p in images], do_resize=False, padding=True, return_tensors="pt"
+            text=texts, images=[resize_to_budget(p) for p in images], do_resize=False, padding=True, return_tensors="pt"
         )
         return self._model(inputs)[:, 0, 0].tolist()
 
 
-def sized(image: np.ndarray) -> Image.Image:
+def resize_to_budget(image: np.ndarray) -> Image.Image:
     """A uint8 ``[H, W, 3]`` image with 256 * 28 * 28 pixels, as far as sides that are multiples of 28 allow."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 

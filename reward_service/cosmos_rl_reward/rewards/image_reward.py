@@ -13,11 +13,11 @@ from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
-    fill,
     find_file,
     find_folder,
     load_state,
-    need,
+    load_weights,
+    require_packages,
     torch_dtype,
 )
 
@@ -102,7 +102,11 @@ def build(state: dict[str, Any], heads: tuple[int, int], source: Path) -> tuple[
         )
     positions = torch.arange(text_config.max_position_embeddings)[None]
     text.embeddings.register_buffer("position_ids", positions, persistent=False)
-    return fill(vision, vision_state, source), fill(text, text_state, source), fill(head, head_state, source)
+    return (
+        load_weights(vision, vision_state, source),
+        load_weights(text, text_state, source),
+        load_weights(head, head_state, source),
+    )
 
 
 def _layers(state: dict[str, Any], pattern: str) -> int:
@@ -129,7 +133,7 @@ class ImageReward(BaseRewardHandler):
     _image_heads = 16
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers")
+        require_packages("transformers")
         name = _MODEL if self.model_path in ("", _OLD_NAME) else self.model_path
         self._folder = find_folder(name, (*_FILES, "med_config.json"), offline=offline)
         self._tokenizer_folder = find_folder(self.options["tokenizer"], TOKENIZER_FILES, offline=offline)
@@ -157,7 +161,7 @@ class ImageReward(BaseRewardHandler):
         images = as_images(images)
         prompts = get_per_sample(metadata, "prompts", len(images))
         size = self._vision.config.image_size
-        pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(images, size, nearest_offset=True)))
+        pixels = torch.from_numpy(clip.normalize(clip.resize_and_crop(images, size, nearest_offset=True)))
         words = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt"
         ).to(self.device)

@@ -90,11 +90,11 @@ class OcrReward(BaseRewardHandler):
 
         def score(index: int) -> dict[str, Any]:
             target = (ocr_scoring.find_first_quoted if upstream else ocr_scoring.find_quoted_text)(prompts[index])
-            if not target or not ocr_scoring.normalised(target):
+            if not target or not ocr_scoring.normalize_text(target):
                 raise SampleError(f"no quoted text in the prompt {prompts[index][:80]!r}")
             answer = engine(np.ascontiguousarray(images[index][:, :, ::-1]))  # RGB -> BGR
             lines = zip(answer.txts or (), answer.scores or (), strict=True)
-            text = ocr_scoring.joined(lines, float(self.options["min_confidence"]))
+            text = ocr_scoring.join_lines(lines, float(self.options["min_confidence"]))
             value = ocr_scoring.ocr_score(target, text, upstream=upstream)
             return {"ocr_reward": value, **ocr_scoring.diagnostics(target, text), "ocr_text": text}
 

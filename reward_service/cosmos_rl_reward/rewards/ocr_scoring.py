@@ -92,12 +92,12 @@ def find_first_quoted(prompt: str) -> str | None:
     return parts[1] if len(parts) > 2 and parts[1] else None
 
 
-def joined(lines: Iterable[tuple[str, float]], min_confidence: float) -> str:
+def join_lines(lines: Iterable[tuple[str, float]], min_confidence: float) -> str:
     """Texts with a confidence above the bound, one after the other."""
     return "".join(text for text, confidence in lines if confidence > min_confidence)
 
 
-def normalised(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Lower case without white space."""
     return "".join(text.lower().split())
 
@@ -109,14 +109,14 @@ def ocr_score(target: str, text: str, *, upstream: bool = False) -> float:
     with ``upstream`` its length including spaces, so that a miss of a text with spaces scores above 0
     ("Hello World": 1 - 10/11).
     """
-    t, r = normalised(target), normalised(text)
+    t, r = normalize_text(target), normalize_text(text)
     distance = 0 if t in r else min(Levenshtein.distance(r, t), len(t))
     return 1.0 - distance / max(1, len(target) if upstream else len(t))
 
 
 def diagnostics(target: str, text: str) -> dict[str, float]:
     """Other views of the same two strings, each in [0, 1]."""
-    t, r = normalised(target), normalised(text)
+    t, r = normalize_text(target), normalize_text(text)
     have, want = Counter(r), Counter(t)
     union = (have | want).total()
     return {

@@ -9,7 +9,7 @@ import numpy as np
 from cosmos_rl_reward.handler import RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.weights import MODEL_FILES, TOKENIZER_FILES, find_folder, need, torch_dtype
+from cosmos_rl_reward.rewards.weights import MODEL_FILES, TOKENIZER_FILES, find_folder, require_packages, torch_dtype
 
 _MODEL = "yuvalkirstain/PickScore_v1"
 _TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -31,7 +31,7 @@ class PickScore(clip.ClipReward):
     OPTIONS: ClassVar[dict[str, Any]] = {"tokenizer": ""}
 
     def fetch(self, offline: bool) -> str | None:
-        need("transformers")
+        require_packages("transformers")
         self._folder = find_folder(self.model_path or _MODEL, MODEL_FILES, offline=offline)
         tokenizer = self.options["tokenizer"]
         if not tokenizer and not any((self._folder / name).exists() for name in ("tokenizer.json", "vocab.json")):

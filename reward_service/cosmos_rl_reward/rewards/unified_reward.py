@@ -59,20 +59,20 @@ class UnifiedReward(BaseRewardHandler):
         **ENDPOINT_OPTIONS,
     }
 
-    def _published(self) -> Path:
+    def _published_path(self) -> Path:
         return Path(self.download_path, "unified_reward", _PUBLISHED)
 
     def _question_file(self) -> Path:
         if self.options["template"]:
             return Path(self.options["template"])
-        if self._published().is_file():
-            return self._published()
+        if self._published_path().is_file():
+            return self._published_path()
         self.warning = _OWN_QUESTION
         return _TEMPLATE
 
     def fetch(self, offline: bool) -> str | None:
         """See ``BaseRewardHandler.fetch``: the published question, unless another one is configured."""
-        path = self._published()
+        path = self._published_path()
         if self.options["template"]:
             return None
         if not path.is_file() and not offline:
@@ -99,7 +99,7 @@ class UnifiedReward(BaseRewardHandler):
         if self._pattern.groups < 1:
             raise NotReady("reward_args.options.pattern: needs a group around the number")
         self._digest = digest([path])
-        self._endpoint = ChatEndpoint.of(self)
+        self._endpoint = ChatEndpoint.from_reward(self)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)

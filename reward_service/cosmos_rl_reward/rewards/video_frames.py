@@ -44,7 +44,7 @@ def sample_every_nth(frames: int, video_fps: float, most: int = 160) -> tuple[np
     return indices, video_fps / step
 
 
-def resized(frames: np.ndarray, min_pixels: int, max_pixels: int) -> Any:
+def resize_frames(frames: np.ndarray, min_pixels: int, max_pixels: int) -> Any:
     """Frames at the size Qwen2-VL takes: sides are multiples of 28, the aspect ratio stays, pixels within bounds.
 
     Args:

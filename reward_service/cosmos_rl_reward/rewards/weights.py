@@ -16,7 +16,7 @@ _HINT = "run cosmos-rl-reward-prepare, which downloads it (a start never does), 
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
-def need(*packages: str) -> None:
+def require_packages(*packages: str) -> None:
     """Check that packages are installed, without importing them.
 
     Raises:
@@ -43,7 +43,7 @@ def find_folder(name: str, patterns: Iterable[str], *, offline: bool = False, pu
     """
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
-    need("huggingface_hub")
+    require_packages("huggingface_hub")
     import huggingface_hub
 
     place: dict[str, Any] = {"local_files_only": offline}
@@ -72,7 +72,7 @@ def find_or_download(configured: str, path: Path, repository: str, *, offline: b
         return path
     if offline:
         raise NotReady(f"weights {path} are missing; {_HINT}")
-    need("huggingface_hub")
+    require_packages("huggingface_hub")
     from huggingface_hub import hf_hub_download
 
     try:
@@ -139,7 +139,7 @@ def load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def fill(model: Any, state: dict[str, Any], source: Path) -> Any:
+def load_weights(model: Any, state: dict[str, Any], source: Path) -> Any:
     """Put weights into a model made on the meta device; in evaluation mode.
 
     Raises:

@@ -27,11 +27,11 @@ def filter_environment(variables: Mapping[str, str], downloads: bool = False) ->
         downloads: it may fetch weights from the hub, with the user's token. Else it is kept from asking the hub, unless
             ``HF_HUB_OFFLINE`` says otherwise.
     """
-    kept = {name: value for name, value in variables.items() if _allowed(name.upper())}
+    kept = {name: value for name, value in variables.items() if _is_allowed(name.upper())}
     if downloads:
         return kept | {name: variables[name] for name in _HUB_TOKENS if name in variables}
     return {"HF_HUB_OFFLINE": "1", **kept}
 
 
-def _allowed(name: str) -> bool:
+def _is_allowed(name: str) -> bool:
     return name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET.search(name))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _REAP_S = 30.0
 
 
-def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
+def make_reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
     """How to run one configured reward."""
     kwargs = {
         name: getattr(args, name)
@@ -43,7 +43,7 @@ def reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
     return PoolSpec(args.reward_type, message, args, max_attempts, args.max_batch, args.max_wait_ms / 1000)
 
 
-def decode_spec(config: ServiceConfig) -> PoolSpec:
+def make_decode_spec(config: ServiceConfig) -> PoolSpec:
     """How to run the latent decoder."""
     args = config.decode_args
     kwargs = {name: getattr(args, name) for name in ("model_path", "wan2pt2_model_path", "dtype", "device")}
@@ -61,9 +61,9 @@ class Host:
         self.config, self.broker_url = config, broker_url
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.spool = open_spool(config)
-        self._specs = [reward_spec(args, config.max_attempts) for args in chosen]
+        self._specs = [make_reward_spec(args, config.max_attempts) for args in chosen]
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
-            self._specs.append(decode_spec(config))
+            self._specs.append(make_decode_spec(config))
         self._controls: dict[str, Control] = {}
         self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 

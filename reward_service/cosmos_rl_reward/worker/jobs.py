@@ -49,9 +49,9 @@ class Jobs:
     async def _admit(self, job_id: str, tries: int) -> Item | None:
         """Add a job, with its files, to those that wait for a replica; None when there is nothing to do for it here."""
         job = await self.retrying.call(self.spool.job, job_id)
-        if job is None or not await self.unfinished([job]):
+        if job is None or not await self.find_unfinished([job]):
             return None
-        if job.media == "latent" and not self.spec.decoding and not await self._decoded(job_id):
+        if job.media == "latent" and not self.spec.decoding and not await self._is_decoded(job_id):
             await self.requeue(DECODE_QUEUE, job_id)
             return None
         done = asyncio.get_running_loop().create_future()
@@ -67,7 +67,7 @@ class Jobs:
         self.waiting.put(item)
         return item
 
-    async def _decoded(self, job_id: str) -> bool:
+    async def _is_decoded(self, job_id: str) -> bool:
         return await self.retrying.call(self.spool.has_decoded, job_id)
 
     async def _acquire(self, job: Job) -> Files:
@@ -84,11 +84,11 @@ class Jobs:
         if not coming.cancelled() and coming.exception() is None:
             self.spool.release(coming.result())
 
-    async def unfinished(self, jobs: list[Job]) -> set[str]:
+    async def find_unfinished(self, jobs: list[Job]) -> set[str]:
         """Ids of those jobs that are not finished."""
-        return await self.retrying.call(self._unfinished, jobs)
+        return await self.retrying.call(self._find_unfinished, jobs)
 
-    def _unfinished(self, jobs: list[Job]) -> set[str]:
+    def _find_unfinished(self, jobs: list[Job]) -> set[str]:
         if self.spec.decoding:
             return {job.id for job in jobs if self.spool.missing_rewards(job) and not self.spool.has_decoded(job.id)}
         return self.spool.without_result([job.id for job in jobs], self.spec.name)

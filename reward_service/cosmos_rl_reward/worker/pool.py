@@ -72,16 +72,16 @@ class Pool:
         """Keep all replicas running until cancelled."""
         async with asyncio.TaskGroup() as group:
             for number in range(self.spec.workers.replicas):
-                group.create_task(self._keep(number))
+                group.create_task(self._run_replica(number))
 
-    async def _keep(self, number: int) -> None:
+    async def _run_replica(self, number: int) -> None:
         while True:
             await self.wanted.wait()
             replica = Replica(self.spec.name, self.spec.workers.venv_python, self.spec.workers.environment)
             writing: list[asyncio.Task[None]] = []
             failures = self._failures.get(number, 0)
             try:
-                await self._work(replica, number, writing)
+                await self._serve_batches(replica, number, writing)
             except asyncio.CancelledError:
                 if writing:  # the store may stay unavailable; what is not written then is scored elsewhere
                     await asyncio.wait(writing, timeout=_LAST_S)
@@ -110,17 +110,17 @@ class Pool:
             self._failures[number] = failures
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
 
-    async def _work(self, replica: Replica, number: int, writing: list[asyncio.Task[None]]) -> None:
+    async def _serve_batches(self, replica: Replica, number: int, writing: list[asyncio.Task[None]]) -> None:
         """Start a replica and have batches scored until it ends. ``writing`` has the task that writes the last one."""
         if not self.health.reason:
-            self._set("loading", "")
+            self._set_state("loading", "")
         self.health.about = await replica.start(self.spec.message, self.spec.workers.start_timeout_s)
         self._up.add(number)
-        self._set("ready", "")
+        self._set_state("ready", "")
         if self.health.about["warning"]:
             logger.warning("%s: %s", self.spec.name, self.health.about["warning"])
         waiting = self._jobs.waiting
-        ending = asyncio.create_task(replica.ended())
+        ending = asyncio.create_task(replica.wait_until_ended())
         ending.add_done_callback(lambda _: waiting.wake())
         try:
             while batch := await waiting.take(lambda: not ending.done(), self.limit, self.spec.max_wait_s):
@@ -134,7 +134,7 @@ class Pool:
         finally:
             ending.cancel()
 
-    def _set(self, state: str, reason: str) -> None:
+    def _set_state(self, state: str, reason: str) -> None:
         if (state, reason) != (self.health.state, self.health.reason):
             self.health.state, self.health.reason, self.health.since = state, reason, time.time()
             logger.info("%s: %s", self.spec.name, ": ".join(filter(None, (state, reason))))
@@ -146,7 +146,7 @@ class Pool:
         if self._up:
             logger.error("%s: replica %d: %s", self.spec.name, number, reason)
             return
-        self._set("failed", reason)
+        self._set_state("failed", reason)
         if self.spec.lazy:  # the jobs that need it get the reason; the next one restarts it
             self.wanted.clear()
             await self._jobs.fail_all(reason)
@@ -166,7 +166,7 @@ class Pool:
             raise
 
     async def _score_unfinished(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
-        unfinished = await self._jobs.unfinished([item.job for item in batch])
+        unfinished = await self._jobs.find_unfinished([item.job for item in batch])
         for item in batch:
             if item.job.id not in unfinished:
                 self._jobs.finish(item)

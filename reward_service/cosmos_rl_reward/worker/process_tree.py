@@ -43,7 +43,7 @@ def _alive(identity: str) -> bool:
         return False
 
 
-def _marked() -> Iterator[tuple[psutil.Process, str]]:
+def _find_marked() -> Iterator[tuple[psutil.Process, str]]:
     """All processes of this user with a mark, and the mark."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -63,7 +63,7 @@ def kill_marked(mark: str, known: Iterable[psutil.Process] = ()) -> None:
     everybody = list(known)
     for _ in range(_ROUNDS):
         everybody += [child for process in everybody for child in list_descendants(process.pid)]
-        everybody += [process for process, found in _marked() if found == mark]
+        everybody += [process for process, found in _find_marked() if found == mark]
         if not _end(everybody):
             return
         everybody = []
@@ -81,7 +81,7 @@ def kill_leftovers() -> list[int]:
     and so is everything of another PID namespace, whose PIDs are not valid here."""
     here = _identity(os.getpid()).rpartition(":")[0].rpartition(":")[0] + ":"
     killed = []
-    for process, mark in _marked():
+    for process, mark in _find_marked():
         identity = mark.rpartition(":")[0]
         if identity.startswith(here) and not _alive(identity) and _end([process]):
             killed.append(process.pid)

@@ -37,7 +37,7 @@ class ReplicaExited(Exception):
     repeated = False
 
 
-def interpreter(venv_python: str) -> str:
+def find_interpreter(venv_python: str) -> str:
     """``python`` is the service's own interpreter; anything else is taken as it is."""
     if venv_python == "python":
         return sys.executable
@@ -52,7 +52,7 @@ class Replica:
     def __init__(self, name: str, venv_python: str, environment: dict[str, str], downloads: bool = False) -> None:
         """``environment``: variables on top of those that every reward gets; ``downloads``: it may use the hub."""
         self.name = name
-        self.python = interpreter(venv_python)
+        self.python = find_interpreter(venv_python)
         self._mark = process_tree.new_mark()
         self._environment = {**filter_environment(os.environ, downloads), **environment, "PYTHONUNBUFFERED": "1"}
         self._environment[process_tree.MARK] = self._mark
@@ -138,14 +138,14 @@ class Replica:
                 raise
             raise ReplicaExited(await self.exit_reason()) from None
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait until the process has ended."""
         assert self._process is not None
         await self._process.wait()
 
     async def _close_when_ended(self) -> None:
         """Close the channel when the process has ended, even when a child of it still holds the other end."""
-        await self.ended()
+        await self.wait_until_ended()
         await asyncio.sleep(_GRACE_S)  # its last answer may be on the way
         assert self._writer is not None
         self._writer.close()

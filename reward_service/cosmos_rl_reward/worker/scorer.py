@@ -71,7 +71,7 @@ class Scorer:
             self.warning = _join(self.warning, self._self_test())
         self.provenance = _to_json_types(self.handler.provenance())
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What the front has to know of this reward."""
         return {
             "media_types": list(self.handler.media_types),
@@ -184,7 +184,7 @@ class DecoderWorker:
         else:
             self.decoder.set_up()
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What the host has to know."""
         about = {"mergeable": False, "max_batch": 1, "warning": "", "python": sys.executable}
         return {**about, "versions": _versions()}
@@ -282,7 +282,7 @@ def serve(channel: socket.socket, log: Any) -> None:
             reason = f"{type(error).__name__}: {error}"
         channel.sendall(pack({"ready": False, "reason": reason}))
         return
-    about = worker.fetched or worker.about()
+    about = worker.fetched or worker.describe()
     channel.sendall(pack({"ready": True, "about": about}))
     while (message := receive(channel)) is not None:
         replies = worker.score(message["jobs"])

@@ -22,7 +22,7 @@ def test_cropping_is_that_of_the_library(shape):
     images = rng.integers(0, 256, (2, *shape, 3), dtype=np.uint8)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     expected = processor(images=list(images), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(clip.normalised(clip.resize_and_crop(images, 28)), expected, atol=1e-5)
+    np.testing.assert_allclose(clip.normalize(clip.resize_and_crop(images, 28)), expected, atol=1e-5)
 
 
 def test_padding_centres_and_never_skips_it():
@@ -53,7 +53,7 @@ def test_pickscore_is_the_scaled_cosine_over_26(tmp_path):
     reward = PickScore(model_path=str(tmp_path), device="cpu", dtype="float16")
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_crop(IMAGES, 28)), PROMPTS)
+    expected = by_hand(model, tokenizer, clip.normalize(clip.resize_and_crop(IMAGES, 28)), PROMPTS)
     with torch.inference_mode():
         expected = expected * model.logit_scale.exp().item() / 26
     result = reward.calculate_reward(torch.from_numpy(IMAGES), {"prompts": PROMPTS})["scores"]["pickscore"]
@@ -117,7 +117,7 @@ def test_hpsv2_is_the_cosine_of_an_open_clip_checkpoint(tmp_path):
     reward._heads = (2, 2)
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = by_hand(model, tokenizer, clip.normalised(clip.resize_and_pad(IMAGES, 28)), PROMPTS)
+    expected = by_hand(model, tokenizer, clip.normalize(clip.resize_and_pad(IMAGES, 28)), PROMPTS)
     result = reward.calculate_reward(IMAGES, {"prompts": PROMPTS})["scores"]["hpsv2"]
     np.testing.assert_allclose(result, expected, atol=2e-6)
     assert np.ptp(result) > 0.01

@@ -159,7 +159,7 @@ def test_what_is_sent(server, tmp_path):
     other.calculate_reward(VIDEOS[:1], {"prompts": ["is the cat real?"], "video_infos": INFOS[:1]})
     assert server.requests[-1]["messages"][1]["content"][1]["text"] == "is the cat real?"
     # 90 x 120 is below the least size: the same frames as for the model in the process
-    local = video_frames.resized(VIDEOS[0, :, :4].transpose(1, 0, 2, 3), 25_088, 10**7)
+    local = video_frames.resize_frames(VIDEOS[0, :, :4].transpose(1, 0, 2, 3), 25_088, 10**7)
     assert [frame.shape for frame in frames_of(server.requests[-1])] == [(*local.shape[2:], 3)] * 4
 
 
@@ -249,7 +249,7 @@ def test_the_worker_starts_it_and_tests_it(server):
     scorer = Scorer({**start, "kwargs": kwargs})
     assert scorer.warning.startswith("system prompt or question are in our own words")
     assert len(server.requests) == 2
-    about = scorer.about()
+    about = scorer.describe()
     assert about["score_keys"] == ["prediction", "no_score"]
     assert about["provenance"]["endpoint"] == server.url
     server.reply = lambda request: completion({"Yes": -1, "No": -1})

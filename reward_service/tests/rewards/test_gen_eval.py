@@ -18,15 +18,15 @@ from transformers import (
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import gen_eval_rules as rules
 from cosmos_rl_reward.rewards.gen_eval import GenEval
-from cosmos_rl_reward.rewards.gen_eval_models import ColorClassifier, Detector, cut_out
+from cosmos_rl_reward.rewards.gen_eval_models import ColorClassifier, Detector, crop_object
 from cosmos_rl_reward.rewards.gen_eval_rules import (
     COLORS,
     NAMES,
     Detection,
-    lenient,
-    relations,
+    find_relations,
+    score_leniently,
+    score_strictly,
     select_detections,
-    strict,
 )
 
 rng = np.random.default_rng(0)
@@ -71,7 +71,7 @@ def test_which_detections_count():
     ],
 )
 def test_relations_by_hand(a, b, found):
-    assert relations(a, b) == found
+    assert find_relations(a, b) == found
 
 
 CATS = [{"class": "cat", "count": 2}]
@@ -101,19 +101,19 @@ PLACED = [{"class": "dog", "count": 1}, {"class": "cat", "count": 1, "position":
     ],
 )
 def test_scores_by_hand(objects, asked, seen, score, exact, enough):
-    assert strict(objects, asked, seen) == (pytest.approx(score), exact)
-    assert lenient(objects, asked, [], seen) is enough
+    assert score_strictly(objects, asked, seen) == (pytest.approx(score), exact)
+    assert score_leniently(objects, asked, [], seen) is enough
 
 
 def test_upstreams_slip_counts_a_wrong_position_twice():
     objects = {"dog": [at(0, 0)], "cat": [at(50, 0)]}
-    assert strict(objects, PLACED, nothing, upstream=True) == (pytest.approx(3 / 4), False)
+    assert score_strictly(objects, PLACED, nothing, upstream=True) == (pytest.approx(3 / 4), False)
 
 
 def test_what_is_excluded_fails_the_score():
     objects = {"cat": [at(0, 0)] * 3}
-    assert lenient(objects, CATS, [{"class": "cat", "count": 4}], nothing)
-    assert not lenient(objects, CATS, [{"class": "cat", "count": 3}], nothing)
+    assert score_leniently(objects, CATS, [{"class": "cat", "count": 4}], nothing)
+    assert not score_leniently(objects, CATS, [{"class": "cat", "count": 3}], nothing)
 
 
 ONE = {"class": "cat", "count": 1}
@@ -203,11 +203,11 @@ def test_cut_out_is_grey_around_the_object():
     mask = np.zeros((20, 30), bool)
     mask[5:9, 10:20] = True
     mask[6, 12] = False
-    cut = cut_out(image, Detection((10.0, 5.0, 20.0, 9.0), 1.0, mask))
+    cut = crop_object(image, Detection((10.0, 5.0, 20.0, 9.0), 1.0, mask))
     assert cut.shape == (4, 10, 3)
     assert cut[1, 2].tolist() == [0x99] * 3
     np.testing.assert_array_equal(cut[0], image[5, 10:20])
-    assert cut_out(image, Detection((29.9, 19.9, 31.0, 21.0), 1.0)).shape == (1, 1, 3)
+    assert crop_object(image, Detection((29.9, 19.9, 31.0, 21.0), 1.0)).shape == (1, 1, 3)
 
 
 COCO = {

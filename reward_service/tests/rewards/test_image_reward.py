@@ -132,7 +132,7 @@ def test_scores_are_those_of_the_architecture(folder):
     reward._image_heads = HEADS
     reward.set_up()
     state = torch.load(folder / "ImageReward.pt", weights_only=True)
-    pixels = torch.from_numpy(clip.normalised(clip.resize_and_crop(IMAGES, SIZE, nearest_offset=True)))
+    pixels = torch.from_numpy(clip.normalize(clip.resize_and_crop(IMAGES, SIZE, nearest_offset=True)))
     words = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")
     expected = [score_by_hand(state, pixels[k], words["input_ids"][k], words["attention_mask"][k]) for k in range(3)]
     result = reward.calculate_reward(IMAGES, {"prompts": PROMPTS})["scores"]["image_reward"]
@@ -146,7 +146,7 @@ def test_cropping_is_torchvisions(shape):
     image = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
     steps = [Resize(28, interpolation=InterpolationMode.BICUBIC), CenterCrop(28), ToTensor()]
     expected = Compose([*steps, Normalize(clip.MEAN.tolist(), clip.STD.tolist())])(Image.fromarray(image))
-    found = clip.normalised(clip.resize_and_crop(image[None], 28, nearest_offset=True))[0]
+    found = clip.normalize(clip.resize_and_crop(image[None], 28, nearest_offset=True))[0]
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 

@@ -116,7 +116,7 @@ def test_a_warning_is_shown_with_the_reward_and_in_each_result(server, tmp_path)
     (reply,) = scorer.score([{"id": job.id, "path": str(spool.job_path(job.id)), "decoded": ""}])
     result = json.loads(reply["body"])
     assert result["scores"] == {"unified_reward": [1.0]}
-    assert result["warning"] == scorer.about()["warning"]
+    assert result["warning"] == scorer.describe()["warning"]
     assert "own words" in result["warning"]
-    assert {"python", "torch", "transformers"} <= set(scorer.about()["versions"])
+    assert {"python", "torch", "transformers"} <= set(scorer.describe()["versions"])
     assert "dtype" not in result["provenance"]  # no model runs here

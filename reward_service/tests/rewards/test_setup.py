@@ -15,7 +15,7 @@ from cosmos_rl_reward.rewards import MODULES
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_an_environment_for_it_has_what_it_imports(name):
     importlib.import_module(f"cosmos_rl_reward.rewards.{MODULES[name]}")
-    wanted = {r.split(">")[0].split("<")[0] for r in prepare.requirements(name)}
+    wanted = {r.split(">")[0].split("<")[0] for r in prepare.list_requirements(name)}
     assert {"numpy", "pillow"} <= wanted
     if RewardRegistry.get_reward_class(name).array_type == "torch":
         assert {"torch", "transformers"} <= wanted

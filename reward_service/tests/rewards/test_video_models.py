@@ -17,7 +17,7 @@ from cosmos_rl_reward.handler import NotReady
 from cosmos_rl_reward.rewards import special_tokens, video_frames
 from cosmos_rl_reward.rewards.cosmos_reason1 import CosmosReason1
 from cosmos_rl_reward.rewards.dance_grpo import DanceGRPO
-from cosmos_rl_reward.rewards.hpsv3 import HPSv3, sized
+from cosmos_rl_reward.rewards.hpsv3 import HPSv3, resize_to_budget
 from cosmos_rl_reward.rewards.samples import SampleError
 
 rng = np.random.default_rng(0)
@@ -61,14 +61,14 @@ def test_one_frame_is_no_video():
 
 def test_sizes_are_multiples_of_28_within_bounds():
     frames = rng.integers(0, 256, (2, 3, 100, 300), dtype=np.uint8)
-    result = video_frames.resized(frames, 16 * 28 * 28 * 2, 200_704)
+    result = video_frames.resize_frames(frames, 16 * 28 * 28 * 2, 200_704)
     assert result.shape == (2, 3, 112, 308)
     assert result.min() >= 0
     assert result.max() <= 255
     assert torch.equal(result, result.round())
-    assert video_frames.resized(frames, 128 * 28 * 28, 448 * 448).shape == (2, 3, 196, 560)
+    assert video_frames.resize_frames(frames, 128 * 28 * 28, 448 * 448).shape == (2, 3, 196, 560)
     whole = rng.integers(0, 256, (2, 3, 56, 84), dtype=np.uint8)
-    np.testing.assert_array_equal(video_frames.resized(whole, 0, 10_000).numpy(), whole)
+    np.testing.assert_array_equal(video_frames.resize_frames(whole, 0, 10_000).numpy(), whole)
 
 
 # Cosmos-Reason1
@@ -333,7 +333,7 @@ def test_hpsv3_is_the_first_output_of_its_head(package, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(base)
     (token,) = special_tokens.add_tokens(tokenizer, ["<|Reward|>"])
     for image, prompt, score in zip(IMAGES, prompts, result, strict=True):
-        image = sized(image)
+        image = resize_to_budget(image)
         assert image.size == (448, 448)  # 256 * 28 * 28 pixels
         still = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).astype(np.float32))
         pixels, grid = patches(torch.stack([still, still]))  # an image is two equal frames

@@ -102,7 +102,7 @@ def test_signal_handlers_are_as_before_after_a_launch(place: Place) -> None:
 def test_a_restarted_worker_continues_its_own_run(place: Place) -> None:
     folder, script = place
     script(
-        "from cosmos_rl.checkpoint.layout import COMMIT_MARKER, marker_text, policy_dir\n"
+        "from cosmos_rl.checkpoint.layout import COMMIT_MARKER, build_marker_text, policy_dir\n"
         "from cosmos_rl.launcher.resume import resume_from\n"
         "from cosmos_rl.policy.config import load_config\n"
         "from cosmos_rl.storage.run_folder import RunFolder\n"
@@ -117,7 +117,7 @@ def test_a_restarted_worker_continues_its_own_run(place: Place) -> None:
         "    policy = policy_dir(run.checkpoints, 10 * count + 10)\n"
         "    policy.mkdir(parents=True, exist_ok=True)\n"
         "    (policy / 'state').write_text('x')\n"
-        "    (policy / COMMIT_MARKER).write_text(marker_text(policy))\n"
+        "    (policy / COMMIT_MARKER).write_text(build_marker_text(policy))\n"
         "    os._exit(1)\n"
         "supervised(body)\n"
     )

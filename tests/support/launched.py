@@ -24,13 +24,13 @@ import json, os, sys, time
 from pathlib import Path
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.supervised import supervised as supervised_by_us
-from cosmos_rl.storage.run_folder import RunFolder, begin
+from cosmos_rl.storage.run_folder import RunFolder, begin_run
 
 here = Path(__file__).parent
 
 def supervised(body):
     def begun(stop):
-        begin(RunFolder(Path(os.environ["COSMOS_RUN_DIR"])))
+        begin_run(RunFolder(Path(os.environ["COSMOS_RUN_DIR"])))
         return body(stop)
     supervised_by_us(begun)
 

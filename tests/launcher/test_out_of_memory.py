@@ -24,7 +24,7 @@ def run_out(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("method", "phase", "remedy"),
     [
-        ("trainable", "loading", "train.train_policy.mini_batch = 1, now 2"),
+        ("trainable_parameters", "loading", "train.train_policy.mini_batch = 1, now 2"),
         ("encode_visuals", "encoding", 'train.param_dtype = "bfloat16"'),
         ("training_sft_step", "training", 'train.optm_name = "AdamW8bit"'),
         ("sample", "validating", "validation.batch_size = 1, now 2"),

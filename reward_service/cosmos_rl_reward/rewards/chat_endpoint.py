@@ -143,9 +143,9 @@ def _completion(answer: httpx.Response, address: str) -> dict[str, Any]:
     return completion
 
 
-def image_part(image: np.ndarray, size: int = 0) -> dict[str, Any]:
+def image_part(pixels: np.ndarray, size: int = 0) -> dict[str, Any]:
     """A uint8 ``[H, W, 3]`` image as part of a message: PNG, scaled to ``size`` x ``size`` unless that is 0."""
-    image = Image.fromarray(image)
+    image = Image.fromarray(pixels)
     if size:
         image = image.resize((size, size), Image.Resampling.BICUBIC)
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + _encode_image(image, format="PNG")}}

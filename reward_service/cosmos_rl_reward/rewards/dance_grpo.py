@@ -79,11 +79,10 @@ class DanceGRPO(BaseRewardHandler):
                 f"reward_args.options.template: no file {path}; the model was trained with one fixed question, which is"
                 f" in {_TEMPLATE_FILE} of the VideoAlign repository: run cosmos-rl-reward-prepare, or copy it there"
             )
-        text = (
-            special_tokens.read_constants(path, _TEMPLATE)[0]
-            if path.suffix == ".py"
-            else path.read_text(encoding="utf-8")
-        )
+        if path.suffix == ".py":
+            (text,) = special_tokens.read_constants(path, _TEMPLATE)
+        else:
+            text = path.read_text(encoding="utf-8")
         if "{text_prompt}" not in text or any(text.count(token) != 1 for token in _TOKENS):
             raise NotReady(f"reward_args.options.template: {path} needs {{text_prompt}} and once each {_TOKENS}")
         self._template_digest = digest([path])

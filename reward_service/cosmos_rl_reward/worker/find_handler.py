@@ -36,7 +36,10 @@ def find_handler(name: str, reward_class: str, function: str) -> type[BaseReward
     if name in offered:
         return _attribute(offered[name].value, f"entry point {GROUP}")
     known = ", ".join(sorted([*modules, *offered]))
-    raise NotReady(f"no reward is called {name!r}; known are {known}; others need reward_class or an entry point")
+    raise NotReady(
+        f"no reward is called {name!r}; known are {known}; others need reward_class, or a package with an entry point"
+        " (sharpness, classifier and the like: pip install ./reward_service/examples/rewards)"
+    )
 
 
 def _module(name: str) -> Any:

@@ -18,17 +18,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import email.utils
-import errno
 import fcntl
-import importlib
-import logging
-import math
 import os
 import shutil
 import tempfile
 import threading
-import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Iterator
@@ -36,47 +30,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from cosmos_rl_reward.bucket import PAGE, Bucket
 from cosmos_rl_reward.errors import StoreUnavailable, UserError
 from cosmos_rl_reward.locks import try_lock
 from cosmos_rl_reward.spool import HEADER_BYTES, JOB_ID, Files, Job, Spool, Upload, pack_header, unpack_header
 
-logger = logging.getLogger(__name__)
-_PAGE = 1000  # keys per listing and per removal, the most that S3 takes
 _FEW = 4  # up to so many objects are requested one by one rather than by a listing
 _PARALLEL = 8  # requests at a time of one call
 _ABANDONED_S = 3600.0  # objects without an open job are removed after this long
-_LOG_S = 10.0  # between two log lines about an unavailable store
-_CONNECT_S, _READ_S, _ATTEMPTS = 5, 20, 3
-
-
-class _Conflict(StoreUnavailable):
-    """Two conditional writes of one object conflicted; neither is known to have won."""
-
-
-def connect() -> Any:
-    """A client of the store; endpoint, region and credentials are those of the AWS environment.
-
-    Raises:
-        UserError: boto3 is missing, or the environment's settings are wrong.
-    """
-    try:
-        boto3, config = importlib.import_module("boto3"), importlib.import_module("botocore.config")
-    except ImportError as error:
-        raise UserError(f'blob_store: s3:// needs boto3 ({error}); pip install "cosmos_rl_reward[s3]"') from error
-    for name in ("boto3", "botocore", "s3transfer"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # at DEBUG they show signatures and session tokens
-    settings = config.Config(
-        connect_timeout=_CONNECT_S,
-        read_timeout=_READ_S,
-        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        max_pool_connections=64,
-        request_checksum_calculation="when_required",  # stores other than Amazon's may not know the newer checksums
-        response_checksum_validation="when_required",
-    )
-    try:
-        return boto3.client("s3", config=settings)
-    except (ValueError, importlib.import_module("botocore.exceptions").BotoCoreError) as error:
-        raise UserError(f"blob_store: the AWS environment variables or files are wrong: {error}") from error
 
 
 def make_process_folder(base: Path) -> tuple[Path, IO[str]]:
@@ -112,140 +73,29 @@ class S3Spool(Spool):
     poll_s = 5.0  # results are also announced by events and found by ``find_results``
     sweep_s = 600.0  # a listing of all finished jobs
 
-    def __init__(
-        self, folder: Path, client: Any, bucket: str, prefix: str, limits: tuple[int, int], lock: IO[str]
-    ) -> None:
+    def __init__(self, folder: Path, bucket: Bucket, limits: tuple[int, int], lock: IO[str]) -> None:
         """``limits``: bytes of bodies that may lie in ``folder`` at a time, and bytes to leave free on its disk."""
         super().__init__(folder)
-        self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
-        self._client, self._lock = client, lock
+        self._bucket, self._lock = bucket, lock
         self._max_bytes, self._min_free = limits
-        self._errors = importlib.import_module("botocore.exceptions")
         self._threads = ThreadPoolExecutor(_PARALLEL)
         self._mutex = threading.Lock()
         self._users: dict[str, set[Files]] = {}
         self._sizes: dict[Path, int] = {}  # of files that are here or on their way
         self._headers: dict[str, Job] = {}  # of the open jobs of the last listing
-        self._logged_at = -math.inf
-        self._now = 0.0  # unix time as the store's last listing had it: ages are those of the store's clock
-
-    # requests
-
-    def _call(self, action: str, **arguments: Any) -> dict[str, Any]:
-        """One request.
-
-        Raises:
-            FileNotFoundError: no such object.
-            FileExistsError: the object is there already.
-            StoreUnavailable: anything else.
-        """
-        try:
-            return getattr(self._client, action)(Bucket=self.bucket, **arguments)
-        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
-            raise self._explain(error) from error
-
-    def _explain(self, error: Any) -> OSError:
-        response = getattr(error, "response", None) or {}
-        code = response.get("Error", {}).get("Code", "")
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if status == 404 and code != "NoSuchBucket":
-            return FileNotFoundError(errno.ENOENT, "no such object")
-        if status == 412:
-            return FileExistsError(errno.EEXIST, "the object exists")
-        if status == 409:
-            return _Conflict(str(error))
-        if time.monotonic() - self._logged_at > _LOG_S:
-            self._logged_at = time.monotonic()
-            logger.error("blob_store s3://%s/%s: %s", self.bucket, self.prefix, error)
-        return StoreUnavailable(f"s3://{self.bucket}: {error}")
-
-    def _create(self, key: str, data: bytes) -> bool:
-        """Write an object that must not exist; False when it does."""
-        for pause in (0.1, 0.2, 0.5, 1.0, None):
-            try:
-                self._call("put_object", Key=self.prefix + key, Body=data, IfNoneMatch="*")
-                return True
-            except FileExistsError:
-                return False
-            except _Conflict:
-                if pause is None:
-                    raise
-                time.sleep(pause)
-        raise AssertionError("not reached")
-
-    def _send(self, key: str, path: Path) -> None:
-        """Write a file of any size; the object appears when it is whole."""
-        try:
-            with open(path, "rb") as file:
-                self._client.upload_fileobj(file, self.bucket, self.prefix + key)
-        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
-            raise self._explain(error) from error
-        except importlib.import_module("boto3.exceptions").Boto3Error as error:
-            raise StoreUnavailable(f"s3://{self.bucket}: {error}") from error
-
-    def _get(self, key: str) -> bytes | None:
-        try:
-            return self._call("get_object", Key=self.prefix + key)["Body"].read()
-        except FileNotFoundError:
-            return None
-        except self._errors.BotoCoreError as error:
-            raise self._explain(error) from error
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self._call("head_object", Key=self.prefix + key)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _pages(self, below: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Objects whose keys begin with ``below``, a page at a time: key without prefix, and the listing's entry."""
-        where = {"Bucket": self.bucket, "Prefix": self.prefix + below, "PaginationConfig": {"PageSize": _PAGE}}
-        try:
-            for page in self._client.get_paginator("list_objects_v2").paginate(**where):
-                self._now = _date(page)
-                yield [(entry["Key"].removeprefix(self.prefix), entry) for entry in page.get("Contents", ())]
-        except (self._errors.BotoCoreError, self._errors.ClientError) as error:
-            raise self._explain(error) from error
-
-    def _remove(self, keys: list[str]) -> None:
-        for i in range(0, len(keys), _PAGE):
-            objects = [{"Key": self.prefix + key} for key in keys[i : i + _PAGE]]
-            answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
-            if failed := answer.get("Errors"):
-                raise StoreUnavailable(f"s3://{self.bucket}: {len(failed)} objects cannot be removed: {failed[0]}")
 
     def check(self) -> None:
-        """Test the store: write an object, and try to write it again.
-
-        Raises:
-            UserError: the store does not answer, rejects a request, or ignores the condition.
-        """
-        key = f"probe/{uuid.uuid4().hex}"
-        try:
-            self._create(key, b"")
-            again = self._create(key, b"")
-            if not self._exists(key) or self._get(key) is None or not any(self._pages(key)):
-                raise StoreUnavailable(f"s3://{self.bucket}: the object just written is missing")
-            self._remove([key])
-        except OSError as error:
-            raise UserError(
-                f"blob_store: {error}; check the bucket, AWS_ENDPOINT_URL_S3 (for other stores than Amazon's) and the "
-                "credentials, which need to put, get, list and delete"
-            ) from error
-        if again:
-            raise UserError(
-                f"blob_store: the store of s3://{self.bucket} ignores If-None-Match on put, so two results of one job "
-                "could replace each other; use a store that honours it (Amazon S3, a recent MinIO) or a shared folder"
-            )
+        self._bucket.check()
 
     # jobs
 
     def _header(self, job_id: str) -> tuple[Job, bool] | None:
         """Header of an accepted job, and whether the job is finished."""
-        data = self._get(f"jobs/{job_id}")
+        data = self._bucket.get(f"jobs/{job_id}")
+        if data is None:
+            return None
         try:
-            return (unpack_header(data), len(data) < HEADER_BYTES) if data is not None else None
+            return unpack_header(data), len(data) < HEADER_BYTES
         except ValueError:
             return None
 
@@ -253,25 +103,26 @@ class S3Spool(Spool):
         """Put a sealed upload into the store. Returns None, or the job that already has this id."""
         if (older := self.job(job.id)) is not None:
             return older
-        self._send(_body(job), upload.path)
-        if self._create(f"jobs/{job.id}", pack_header(job)):
+        self._bucket.upload(_body(job), upload.path)
+        if self._bucket.create(f"jobs/{job.id}", pack_header(job)):
             return None
         older = self.job(job.id)
         if older is None:
             raise StoreUnavailable(f"job {job.id} disappeared while it was sent again")
         if older.sha256 != job.sha256:
-            self._remove([_body(job)])
+            self._bucket.remove([_body(job)])
         return None if older == job else older  # equal: our first write had succeeded, its response was lost
 
     def job(self, job_id: str) -> Job | None:
-        found = self._header(job_id) if JOB_ID.fullmatch(job_id) else None
-        return found[0] if found else None
+        if JOB_ID.fullmatch(job_id) and (found := self._header(job_id)) is not None:
+            return found[0]
+        return None
 
     def open_jobs(self) -> Iterator[Job]:
         """See ``Spool``. Headers that an earlier call has read are not read again."""
         heads: dict[str, Job] = {}
-        for page in self._pages("open/"):
-            bodies = [key.split("/")[1:] for key, _ in page if "/body-" in key]
+        for page in self._bucket.list_pages("open/"):
+            bodies = [key.split("/")[1:] for key, *_ in page if "/body-" in key]
             known = {job_id: self._headers[job_id] for job_id, _ in bodies if job_id in self._headers}
             new = [job_id for job_id, _ in bodies if job_id not in known]
             known.update((job.id, job) for job in self._threads.map(self.job, new) if job is not None)
@@ -285,17 +136,19 @@ class S3Spool(Spool):
         """See ``Spool``. The header stays, marked as finished."""
         found = self._header(job.id)
         if found is not None and not found[1]:
-            self._call("put_object", Key=f"{self.prefix}jobs/{job.id}", Body=pack_header(job).rstrip())
-        done = [f"open/{job.id}/done-{reward}" for reward in job.rewards]
-        self._remove([_body(job), *done, *([f"open/{job.id}/decoded"] if job.media == "latent" else [])])
+            self._bucket.put(f"jobs/{job.id}", pack_header(job).rstrip())
+        keys = [_body(job), *(f"open/{job.id}/done-{reward}" for reward in job.rewards)]
+        if job.media == "latent":
+            keys.append(f"open/{job.id}/decoded")
+        self._bucket.remove(keys)
 
     # results
 
     def result(self, job_id: str, reward: str) -> bytes | None:
-        return self._get(f"results/{job_id}/{reward}")
+        return self._bucket.get(f"results/{job_id}/{reward}")
 
     def has_result(self, job_id: str, reward: str) -> bool:
-        return self._exists(f"results/{job_id}/{reward}")
+        return self._bucket.exists(f"results/{job_id}/{reward}")
 
     def without_result(self, job_ids: Iterable[str], reward: str) -> set[str]:
         ids = list(job_ids)
@@ -307,18 +160,18 @@ class S3Spool(Spool):
 
     def _write(self, result: tuple[str, str, bytes]) -> bool:
         job_id, reward, data = result
-        self._call("put_object", Key=f"{self.prefix}open/{job_id}/done-{reward}", Body=b"")
-        return self._create(f"results/{job_id}/{reward}", data)
+        self._bucket.put(f"open/{job_id}/done-{reward}", b"")
+        return self._bucket.create(f"results/{job_id}/{reward}", data)
 
     def missing_rewards(self, job: Job) -> list[str]:
-        there = {key.rpartition("/")[2] for page in self._pages(f"results/{job.id}/") for key, _ in page}
+        there = {key.rpartition("/")[2] for page in self._bucket.list_pages(f"results/{job.id}/") for key, *_ in page}
         return [reward for reward in job.rewards if reward not in there]
 
     def find_results(self, wanted: Collection[tuple[str, str]]) -> Iterator[tuple[str, str, bytes]]:
         """See ``Spool``. One listing, and a request for each result that is there."""
         places = {f"open/{job_id}/done-{reward}": (job_id, reward) for job_id, reward in wanted}
-        for page in self._pages("open/") if places else ():
-            done = [places[key] for key, _ in page if key in places]
+        for page in self._bucket.list_pages("open/") if places else ():
+            done = [places[key] for key, *_ in page if key in places]
             for (job_id, reward), data in zip(done, self._threads.map(lambda p: self.result(*p), done), strict=True):
                 if data is not None:
                     yield job_id, reward, data
@@ -326,18 +179,18 @@ class S3Spool(Spool):
     # latents
 
     def has_decoded(self, job_id: str) -> bool:
-        return self._exists(f"open/{job_id}/decoded")
+        return self._bucket.exists(f"open/{job_id}/decoded")
 
     def find_undecoded(self, jobs: Iterable[Job]) -> set[str]:
         ids = {job.id for job in jobs if job.media == "latent"}
         if len(ids) <= _FEW:
             return {job_id for job_id in ids if not self.has_decoded(job_id)}
-        for page in self._pages("open/"):
-            ids -= {key.split("/")[1] for key, _ in page if key.endswith("/decoded")}
+        for page in self._bucket.list_pages("open/"):
+            ids -= {key.split("/")[1] for key, *_ in page if key.endswith("/decoded")}
         return ids
 
     def publish_decoded(self, job: Job) -> None:
-        self._send(f"open/{job.id}/decoded", self.decoded_path(job.id))
+        self._bucket.upload(f"open/{job.id}/decoded", self.decoded_path(job.id))
 
     # files of this process
 
@@ -363,10 +216,9 @@ class S3Spool(Spool):
     def _fetch(self, key: str, path: Path) -> None:
         if path.exists():
             return
-        answer = self._call("get_object", Key=self.prefix + key)
-        with contextlib.closing(answer["Body"]) as body:
-            self._make_room(path, answer["ContentLength"])
-            self._save(body, answer["ContentLength"], path)
+        with self._bucket.open(key) as (body, size):
+            self._make_room(path, size)
+            self._save(body, size, path)
 
     def _make_room(self, path: Path, size: int) -> None:
         with self._mutex:
@@ -383,12 +235,8 @@ class S3Spool(Spool):
             with open(aside, "wb") as file:
                 shutil.copyfileobj(body, file, 1 << 20)
                 if file.tell() != size:
-                    raise StoreUnavailable(
-                        f"s3://{self.bucket}: received {file.tell()} bytes of an object instead of {size}"
-                    )
+                    raise StoreUnavailable(f"received {file.tell()} bytes of an object instead of {size}")
             os.replace(aside, path)
-        except self._errors.BotoCoreError as error:
-            raise self._explain(error) from error
         finally:
             aside.unlink(missing_ok=True)
 
@@ -407,42 +255,38 @@ class S3Spool(Spool):
     # removal
 
     def sweep(self, ttl_s: float, keep: int) -> int:
-        """See ``Spool``. Bodies, marks and latents that belong to no open job go after an hour as well."""
+        """See ``Spool``. Bodies, marks and latents without an open job are removed after an hour as well."""
         self._sweep_abandoned()
         times, names = array("d"), bytearray()  # 24 bytes each, there may be many
-        for page in self._pages("jobs/"):
-            for key, entry in page:
-                if entry["Size"] < HEADER_BYTES:
+        for page in self._bucket.list_pages("jobs/"):
+            for entry in page:
+                if entry.size < HEADER_BYTES:
                     with contextlib.suppress(ValueError):
-                        names += uuid.UUID(key.rpartition("/")[2]).bytes
-                        times.append(entry["LastModified"].timestamp())
+                        names += uuid.UUID(entry.key.rpartition("/")[2]).bytes
+                        times.append(entry.modified)
         order = sorted(range(len(times)), key=times.__getitem__)
-        count = max(len(order) - keep, bisect.bisect_left(order, self._now - ttl_s, key=times.__getitem__))
+        count = max(len(order) - keep, bisect.bisect_left(order, self._bucket.now - ttl_s, key=times.__getitem__))
         expired = [str(uuid.UUID(bytes=bytes(names[16 * i : 16 * i + 16]))) for i in order[:count]]
-        for i in range(0, len(expired), _PAGE):
-            self._forget(expired[i : i + _PAGE])
+        for i in range(0, len(expired), PAGE):
+            self._forget(expired[i : i + PAGE])
         return len(expired)
 
     def _forget(self, job_ids: list[str]) -> None:
         def results(job_id: str) -> list[str]:
-            return [key for page in self._pages(f"results/{job_id}/") for key, _ in page]
+            return [key for page in self._bucket.list_pages(f"results/{job_id}/") for key, *_ in page]
 
-        self._remove([key for keys in self._threads.map(results, job_ids) for key in keys])
-        self._remove([f"jobs/{job_id}" for job_id in job_ids])  # last: after an interruption they are found again
+        self._bucket.remove([key for keys in self._threads.map(results, job_ids) for key in keys])
+        self._bucket.remove(
+            [f"jobs/{job_id}" for job_id in job_ids]
+        )  # last: after an interruption they are found again
 
     def _sweep_abandoned(self) -> None:
-        for page in self._pages("open/"):
-            old = [key for key, entry in page if entry["LastModified"].timestamp() < self._now - _ABANDONED_S]
+        for page in self._bucket.list_pages("open/"):
+            old = [entry.key for entry in page if entry.modified < self._bucket.now - _ABANDONED_S]
             ids = {key.split("/")[1] for key in old}
             found = dict(zip(ids, self._threads.map(self._header, ids), strict=True))
             over = {job_id for job_id, header in found.items() if header is None or header[1]}
-            self._remove([key for key in old if key.split("/")[1] in over])
-
-
-def _date(answer: dict[str, Any]) -> float:
-    """When the store responded, by its own clock."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+            self._bucket.remove([key for key in old if key.split("/")[1] in over])
 
 
 def _body(job: Job) -> str:

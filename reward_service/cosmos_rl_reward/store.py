@@ -21,11 +21,12 @@ def open_spool(config: ServiceConfig) -> Spool:
     found = STORE_URL.fullmatch(config.blob_store)
     if found is None:
         return Spool(config.spool_dir)
-    from cosmos_rl_reward.s3 import S3Spool, connect, make_process_folder
+    from cosmos_rl_reward.bucket import Bucket
+    from cosmos_rl_reward.s3 import S3Spool, make_process_folder
 
     folder, lock = make_process_folder(config.state / "store")
     limits = (config.max_spool_bytes, config.min_free_bytes)
-    return S3Spool(folder, connect(), found[1], (found[2] or "").strip("/"), limits, lock)
+    return S3Spool(folder, Bucket(found[1], (found[2] or "").strip("/")), limits, lock)
 
 
 async def call_spool(spool: Spool, function: Callable[..., T], *arguments: object) -> T:

@@ -13,7 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from cosmos_rl_reward import cli, s3
+from cosmos_rl_reward import bucket, cli, s3
 from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import StoreUnavailable, UserError
 from cosmos_rl_reward.front.reconciler import Reconciler
@@ -185,10 +185,10 @@ def test_unknown_jobs(spools):
 
 
 def test_listings_of_several_pages_and_headers_that_are_read_once(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(s3, "_PAGE", 2)
+    monkeypatch.setattr(bucket, "PAGE", 2)
     spool, asked = in_store(tmp_path), []
     jobs = [put(spool)[0] for _ in range(5)]
-    spool._client.meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
+    spool._bucket.client.meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
     assert ids(spool.open_jobs()) == ids(jobs)
     assert (asked.count("GetObject"), asked.count("ListObjectsV2")) == (5, 3)
     asked.clear()
@@ -218,14 +218,14 @@ def test_what_belongs_to_no_open_job_is_swept(store, tmp_path, monkeypatch):
 
 def test_a_write_whose_answer_was_lost_is_still_ours(store, tmp_path, monkeypatch):
     spool = in_store(tmp_path)
-    put_object = spool._client.put_object
+    put_object = spool._bucket.client.put_object
 
     def twice(**arguments):
         if "IfNoneMatch" in arguments:
             put_object(**arguments)
         return put_object(**arguments)
 
-    monkeypatch.setattr(spool._client, "put_object", twice)
+    monkeypatch.setattr(spool._bucket.client, "put_object", twice)
     job, older = put(spool)
     assert older is None
     assert list(spool.open_jobs()) == [job]
@@ -262,7 +262,7 @@ def test_a_store_that_cannot_be_used_is_refused_at_the_start(store, tmp_path, mo
     spool = in_store(tmp_path / "good")
     spool.check()
     assert store.names() == []
-    spool._client.meta.events.register("before-parameter-build.s3.PutObject", forget_condition)
+    spool._bucket.client.meta.events.register("before-parameter-build.s3.PutObject", forget_condition)
     with pytest.raises(UserError, match="^blob_store: .*ignores If-None-Match"):
         spool.check()
     for role in ([], ["worker"]):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_reward.front.recent import Recent
-from cosmos_rl_reward.worker.outcome import means
+from cosmos_rl_reward.worker.outcome import mean_scores
 
 
 def test_means_count_samples_and_percentiles_are_those_of_numpy():
@@ -31,5 +31,5 @@ def test_only_the_last_jobs_count():
 
 def test_a_mean_is_taken_over_the_numbers_of_a_column():
     table = {"a": [1.0, None, 3], "text": ["x", "y", None], "none": [None], "deep": {"b": [1]}, "flag": [True, False]}
-    assert means(table) == {"a": 2.0, "flag": 0.5}
-    assert len(means({str(k): [1.0] for k in range(20)})) == 8
+    assert mean_scores(table) == {"a": 2.0, "flag": 0.5}
+    assert len(mean_scores({str(k): [1.0] for k in range(20)})) == 8

@@ -53,11 +53,12 @@ def load_image(path: Path, height: int, width: int) -> Tensor:
         raise BadSample(f"{printable(str(path))}: cannot be read as an image ({why})") from error
 
 
-def are_finite(images_N3HW: Tensor) -> Tensor:
-    """Bool ``[N]`` on the CPU: whether all pixels of an image are numbers, which uint8 no longer shows."""
-    return images_N3HW.isfinite().flatten(1).all(1).cpu()
+def are_finite(media: Tensor) -> Tensor:
+    """Bool ``[N]`` on the CPU: whether all pixels are numbers, which uint8 no longer shows."""
+    return media.isfinite().flatten(1).all(1).cpu()
 
 
-def to_uint8(images_N3HW: Tensor) -> Tensor:
-    """Images in [0, 1], any float dtype -> uint8 ``[N, H, W, 3]`` on the CPU, rounded."""
-    return (images_N3HW.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).contiguous()
+def to_uint8(media: Tensor) -> Tensor:
+    """Images ``[N, 3, H, W]`` or videos ``[N, T, 3, H, W]`` in [0, 1], any float dtype -> uint8 with the channels last,
+    rounded, on the CPU."""
+    return (media.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-3, -1).contiguous()

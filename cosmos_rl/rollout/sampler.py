@@ -72,9 +72,11 @@ class Rollouts:
     latents: Tensor
     """Clean latents ``[N, C, ...]`` float32 on the CPU."""
     media: Tensor
-    """uint8 ``[N, H, W, 3]`` on the CPU."""
+    """uint8 ``[N, H, W, 3]``, or ``[N, T, H, W, 3]`` for videos, on the CPU."""
     finite: Tensor
     """Bool ``[N]`` on the CPU: whether all pixels were numbers."""
+    fps: float | None = None
+    """Frames per second of videos."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """What else an algorithm learns from, ``[N, ...]`` on the CPU; sharded over the ranks like the latents."""
 
@@ -100,7 +102,7 @@ class RolloutSampler:
         """
         visuals, states = self._call_model(samples, conditions, purpose, step, keep=False)
         latents = states[-1].to("cpu", torch.float32)
-        return Rollouts(tuple(samples), latents, self._model.to_media(visuals), are_finite(visuals))
+        return Rollouts(tuple(samples), latents, self._model.to_media(visuals), are_finite(visuals), self._model.fps)
 
     def trajectory(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> list[Tensor]:
         """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
@@ -189,7 +191,7 @@ def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
     rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "media", "finite")}
-    return Rollouts(samples, **rows, recorded=recorded)
+    return Rollouts(samples, **rows, fps=parts[0].fps, recorded=recorded)
 
 
 def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
@@ -205,6 +207,9 @@ def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
     for group in dict.fromkeys(groups):
         rows = media[[i for i, g in enumerate(groups) if g == group]]
         if len(rows) > 1:
-            value = rows.float() / scale
-            stds.append(float(value.std(0, correction=0).mean()))
+            frames = [rows]
+            if rows.ndim == 5:  # one after the other: videos as float32 would take four times their memory
+                frames = list(rows.unbind(1))
+            found = [float((frame.float() / scale).std(0, correction=0).mean()) for frame in frames]
+            stds.append(sum(found) / len(found))
     return sum(stds) / max(len(stds), 1)

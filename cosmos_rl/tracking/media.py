@@ -1,5 +1,6 @@
 """Images of a run on the disk: ``media/<kind>/step_<N>/<index>_<slug>.png`` with an ``index.json``.
 
+A video is an ``.mp4`` of the same name, and the image is its first frame.
 ``<kind>`` is ``validation`` (the same prompts and noise over time) or ``rollout`` (best and worst training samples).
 """
 
@@ -20,16 +21,17 @@ if TYPE_CHECKING:  # the report reads galleries without torch
     from torch import Tensor
 
 MAX_CAPTION_CHARS = 100
+USUAL_FPS = 16.0
 TOTAL = "total"
 """Name of the score that is trained on, among the scores of single rewards."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One image of a gallery."""
+    """One image or video of a gallery."""
 
-    image_HW3: "Tensor"
-    """uint8 ``[H, W, 3]`` on the CPU."""
+    pixels: "Tensor"
+    """uint8 on the CPU: ``[H, W, 3]``, or ``[T, H, W, 3]`` for a video."""
     prompt: str
     sample_id: int
     """Global id: with the step and the run's seed it reproduces the image."""
@@ -39,6 +41,8 @@ class Shown:
     """Reward name -> score, and "total"; None: missing."""
     finite: bool = True
     """Whether all pixels were numbers before they became uint8."""
+    fps: float | None = None
+    """Frames per second of a video."""
 
 
 def slugify(text: str) -> str:
@@ -57,13 +61,13 @@ def build_caption(shown: Shown) -> str:
 def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN) -> list[Path]:
     """Write the images and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
 
-    A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``; a missing score is null.
-    ``remedy``: what to do when the disk is full.
+    A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``, of a video ``clip`` too; a
+    missing score is null. ``remedy``: what to do when the disk is full.
     """
     names = [f"{i:03d}_{slugify(one.prompt)}.png" for i, one in enumerate(shown)]
     with report_full_disk(folder, remedy), atomic.staging(folder) as stage:
         for name, one in zip(names, shown, strict=True):
-            Image.fromarray(one.image_HW3.numpy()).save(stage / name)
+            _save(one, stage / name)
         rows = [_build_row(name, one) for name, one in zip(names, shown, strict=True)]
         (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return [folder / name for name in names]
@@ -71,7 +75,7 @@ def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN
 
 def find_blank_images(shown: Sequence[Shown]) -> list[Shown]:
     """The images that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
-    return [one for one in shown if bool((one.image_HW3 == one.image_HW3[0, 0]).all())]
+    return [one for one in shown if bool((one.pixels == one.pixels.flatten(0, -2)[0]).all())]
 
 
 def pick_best_and_worst(
@@ -106,9 +110,22 @@ def _one_per_group(ordered: Sequence[int], groups: Sequence[Hashable]) -> list[i
     return [row for _, _, row in sorted(turns)]
 
 
+def _save(one: Shown, file: Path) -> None:
+    pixels = one.pixels.numpy()
+    if pixels.ndim == 4:
+        from cosmos_rl.tracking.clips import encode_clip  # most runs have no videos
+
+        file.with_suffix(".mp4").write_bytes(encode_clip(pixels, one.fps or USUAL_FPS))
+        pixels = pixels[0]
+    Image.fromarray(pixels).save(file)
+
+
 def _build_row(name: str, one: Shown) -> dict[str, object]:
     scores = {reward: _finite(score) for reward, score in one.scores.items()}
-    return {"file": name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
+    row = {"file": name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
+    if one.pixels.ndim == 4:
+        row["clip"] = str(Path(name).with_suffix(".mp4"))
+    return row
 
 
 def _finite(score: float | None) -> float | None:

@@ -200,10 +200,6 @@ def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml: Callable[
             "policy.freeze_pattern: given together with [policy.lora]",
         ),
         (["train.train_policy.dataloader_prefetch_factor=2"], "train.train_policy.dataloader_prefetch_factor: found 2"),
-        (
-            ["policy.diffusers.is_video=true", "policy.diffusers.train_frames=40"],
-            "policy.diffusers.train_frames: found 40",
-        ),
         (["train.ckpt.max_keep=0"], "train.ckpt.max_keep: found 0"),
         (["train.ckpt.max_keep=-2"], "train.ckpt.max_keep: found -2"),
         (["train.optm_warmup_steps=0.6", "train.optm_decay_ratio=0.5"], "train.optm_warmup_steps: found 0.6"),
@@ -330,7 +326,6 @@ def test_every_present_name_exists() -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("policy.diffusers.is_video=true", "policy.diffusers.is_video"),
         ("policy.is_diffusers=false", "policy.is_diffusers"),
         ("policy.parallelism.tp_size=2", "policy.parallelism.tp_size = 2; today only 1"),
         ("policy.parallelism.cp_size=2", "policy.parallelism.cp_size = 2; today only 1"),

@@ -40,7 +40,7 @@ def test_help_and_version_need_no_torch(argument: str) -> None:
         (["--config", "run.toml", "no.such.module"], "no.such.module: no such module in"),
         (["--config", "run.toml", "./worker"], "did you mean the file ./worker.py?"),
         (["--config", "run.toml", "folder/worker"], "neither a .py file nor the name of a module"),
-        (["--config", "run.toml", "--policy.diffusers.is_video=true"], "not runnable yet: policy.diffusers.is_video"),
+        (["--config", "run.toml", "--train.compile=true"], "not runnable yet: train.compile"),
         (
             ["--config", "run.toml", "--nproc-per-node", "3", "--policy.parallelism.dp_replicate_size=2", "worker.py"],
             "2, the product of the other sizes",

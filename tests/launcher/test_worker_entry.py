@@ -82,7 +82,7 @@ def test_settings_that_are_not_built_are_refused_without_the_launcher_too(
     by_hand: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = by_hand()
-    by_hand("--config", str(path), "--policy.diffusers.is_video=true")
+    by_hand("--config", str(path), "--policy.parallelism.tp_size=2")
     ends_with(2)
     assert "not runnable yet" in capsys.readouterr().err
 

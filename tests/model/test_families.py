@@ -1,5 +1,6 @@
 """Families without a class of their own, trained: the same claims for each, against the stock pipeline."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cosmos_rl.rollout.sampler import RolloutSampler, RolloutSpec, Sample
 from tests.support.family_runs import (
     PARAMS,
     TEXTS,
+    Clips,
     TrainedFamily,
     family_toml,
     first_step_of,
@@ -28,6 +30,12 @@ from tests.support.nft_runs import nft_train, nft_trainer
 from tests.support.trainer_runs import train
 
 pytestmark = pytest.mark.parametrize("family", PARAMS)
+
+
+def frames_of(family: TrainedFamily) -> tuple[int, ...]:
+    if family.frames is None:
+        return ()
+    return (family.frames[1],)
 
 
 def loaded(folder: Path, family: TrainedFamily, *options: str, job: str = "nft", **kwargs: Any) -> DrivenModel:
@@ -52,19 +60,20 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily,
     arguments = {**family.call(TEXTS, guidance), "generator": generators, "return_dict": False}
     with torch.no_grad():
         media = pipeline(**arguments, output_type="pt")[0]
-    media = (media.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    media = (media.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1)
     if solver == "stock":
         assert torch.equal(ours.media, media)
     elif type(pipeline.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # SANA's has another order
         assert (ours.media.int() - media.int()).abs().max() <= 1
-    assert ours.media.shape == (3, 32, 32, 3)
+    assert ours.media.shape == (3, *frames_of(family), 32, 32, 3)
+    assert (ours.fps is not None) == (family.frames is not None)
 
 
 def test_the_loss_of_fine_tuning_is_that_of_the_stock_velocity(
     tmp_path: Path, family: TrainedFamily, image_folder: Path
 ) -> None:
     model = loaded(tmp_path, family, job="sft", images=image_folder)
-    pixels = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pixels = torch.rand(3, 3, *frames_of(family), 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     clean = model.encode_visuals(list(pixels), 32, 32)
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(2))
     pipeline = stock_pipeline(folder_of(family.name))
@@ -100,6 +109,8 @@ def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffuser
 ) -> None:
     config = family_toml(tmp_path, family, job=job, lora=lora, images=image_folder)
     run_job = train if job == "sft" else nft_train
+    if job == "sft" and family.frames is not None:
+        run_job = functools.partial(train, dataset=Clips(family.frames[1]))
     whole = run_job(config)
     again = run_job(config, "--train.max_num_steps=3", resume=(_copy(whole, tmp_path / "copy"), 1))
     for file in _weights(whole, lora):

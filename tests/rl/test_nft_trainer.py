@@ -307,7 +307,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
     def media(step: int) -> Tensor:
         report = trainer.validate(step, lambda name, data: reported.append(name))
         assert [shown.prompt for shown in report.images] == [p for p in prompts for _ in range(2)]
-        images = torch.stack([shown.image_HW3 for shown in report.images])
+        images = torch.stack([shown.pixels for shown in report.images])
         assert report.metrics["val/reward/bright_mean"] == pytest.approx(
             float(images.double().mean()) / 255.0, rel=1e-6
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model import tiny
+from cosmos_rl.policy.model.driver.loading import load_pipeline
 from tests.support.driven import SPELT
 from tests.support.nft_runs import prompt_file
 
@@ -29,6 +30,8 @@ class TrainedFamily:
     negative: str | None = None
     length: bool = True
     """Whether the call takes ``max_sequence_length``."""
+    frames: tuple[str, int] | None = None
+    """The argument with the number of frames, and a small one."""
     side: int = 0
     """Of the square that the call unpacks ``latents`` from; 0: it takes states."""
 
@@ -40,7 +43,9 @@ class TrainedFamily:
             given["max_sequence_length"] = 48
         if self.negative is not None:
             given["negative_prompt"] = [self.negative] * len(prompts)
-        if self.name == "sana":
+        if self.frames is not None:
+            given[self.frames[0]] = self.frames[1]
+        if self.name in ("sana", "sana-video"):
             given |= {"use_resolution_binning": SPELT["use_resolution_binning"]}
         return given
 
@@ -51,7 +56,11 @@ class TrainedFamily:
         return state.movedim(-1, 1).reshape(len(state), -1, self.side, self.side)
 
 
-ORDINARY = [TrainedFamily("sana"), TrainedFamily("flux", "true_cfg_scale", negative="")]
+ORDINARY = [
+    TrainedFamily("sana"),
+    TrainedFamily("flux", "true_cfg_scale", negative=""),
+    TrainedFamily("wan", frames=("num_frames", 5)),
+]
 ZOO = [
     TrainedFamily("flux2-klein", side=8),
     TrainedFamily("qwen-image", "true_cfg_scale", negative=" "),
@@ -60,6 +69,12 @@ ZOO = [
     TrainedFamily("lumina2"),
     TrainedFamily("chroma"),
     TrainedFamily("aura-flow"),
+    TrainedFamily("sana-video", frames=("frames", 5)),
+    TrainedFamily("cosmos-predict2.5", frames=("num_frames", 5)),
+    TrainedFamily("wan2.2-5b", frames=("num_frames", 5)),
+    TrainedFamily("hunyuan-video", "true_cfg_scale", negative="", frames=("num_frames", 5)),
+    TrainedFamily("ltx", frames=("num_frames", 9)),
+    TrainedFamily("mochi", frames=("num_frames", 7)),
 ]
 PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY]
 PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
@@ -96,6 +111,9 @@ dataset.local_dir = "{prompt_file(folder)}"
 local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:smooth" }}]
 reward_hacking_guard.enable = false""",
     }
+    video = ""
+    if family.frames is not None:
+        video = f"is_video = true\ntrain_frames = {family.frames[1]}\ninference_frames = {family.frames[1]}"
     path.write_text(f"""
 mode = "colocated"
 [policy]
@@ -104,6 +122,7 @@ is_diffusers = true
 model_gradient_checkpointing = false
 [policy.diffusers]
 inference_size = [32, 32]
+{video}
 max_prompt_length = 48
 timesteps_fraction = 0.5
 weight_copy_decay_type = 1
@@ -128,17 +147,28 @@ max_keep = -1
     return path
 
 
-def stock_pipeline(folder: Path | str) -> Any:
-    """The pipeline as diffusers loads it."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+class Clips:
+    """A data set of twelve short captioned videos."""
 
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, frames: int) -> None:
+        self._pixels = torch.rand(12, 3, frames, 32, 32, generator=torch.Generator().manual_seed(4)) * 2 - 1
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"visual": self._pixels[index], "prompt": TEXTS[index % len(TEXTS)]}
+
+
+def stock_pipeline(folder: Path | str) -> Any:
+    """The pipeline as diffusers loads it, but for a safety checker whose package is not there."""
+    pipeline = load_pipeline(str(folder))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def first_step_of(pipeline: Any, arguments: dict[str, Any]) -> tuple[Tensor, float]:
-    """What the stock call hands to the first step of its scheduler, and sigma there."""
+    """What the stock call hands to the first step of its scheduler as the change per sigma, and sigma there."""
     seen: list[tuple[Tensor, float]] = []
     scheduler, stock_step = pipeline.scheduler, pipeline.scheduler.step
 
@@ -152,4 +182,6 @@ def first_step_of(pipeline: Any, arguments: dict[str, Any]) -> tuple[Tensor, flo
             pipeline(**arguments, output_type="latent")
     finally:
         del scheduler.step
+    if float(scheduler.sigmas[-1]) == 1.0:  # Mochi's counts from noise at 0 to data at 1
+        return -seen[0][0], 1 - seen[0][1]
     return seen[0]

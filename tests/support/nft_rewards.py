@@ -11,8 +11,8 @@ Image = NDArray[np.uint8]
 
 
 def smooth(to_be_evaluated: Image) -> float:
-    """A weighted mean of all values, about -0.5 ... 0.5."""
-    height, width, channels = to_be_evaluated.shape
+    """A weighted mean of all values, of all frames of a video, about -0.5 ... 0.5."""
+    height, width, channels = to_be_evaluated.shape[-3:]
     rows, columns = np.linspace(0, 3, height)[:, None, None], np.linspace(0, 2, width)[None, :, None]
     weights = np.cos(rows + columns + np.arange(channels))
     return float((to_be_evaluated / 255.0 * weights).mean())

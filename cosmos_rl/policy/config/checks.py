@@ -121,13 +121,6 @@ def _model_rules(config: Config) -> list[str]:
         lines.append(
             f"policy.diffusers.inference_size: found [{height}, {width}]; allowed: [height, width], multiples of 8"
         )
-    for name in ("train_frames", "inference_frames"):
-        frames = getattr(policy.diffusers, name)
-        if policy.diffusers.is_video and frames % 4 != 1:
-            near = [frames - (frames - 1) % 4, frames - (frames - 1) % 4 + 4]
-            lines.append(
-                f"policy.diffusers.{name}: found {frames}; allowed: a multiple of 4, plus 1, as {near[0]} or {near[1]}"
-            )
     if policy.parallelism.dp_shard_size == 0:
         lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")
     selections = [name for name in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, name)]

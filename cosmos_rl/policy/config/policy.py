@@ -110,7 +110,7 @@ class DiffusersConfig(Table):
     dtype: FloatDtype = "float32"
     """Type of the text encoders. Trained weights are held in float32, a frozen base in train.param_dtype, the VAE in
     float32."""
-    is_video: Later[StrictBool] = False
+    is_video: StrictBool = False
     """Train on videos in place of images."""
     max_prompt_length: PositiveInt = 300
     """Longest prompt in tokens, for T5 and its like; CLIP always takes 77. Exports hold it: use it at inference too."""
@@ -129,9 +129,9 @@ class DiffusersConfig(Table):
     inference_size: tuple[PositiveInt, PositiveInt] = (1024, 1024)
     """[height, width] of training, validation and rollout images, in pixels."""
     train_frames: ForVideo[PositiveInt] = 41
-    """Frames of a training video and of a rollout: a multiple of 4, plus 1."""
+    """Frames of a training video and of a rollout: for most models a multiple of 4, plus 1."""
     inference_frames: ForVideo[PositiveInt] = 41
-    """Frames of a validation video: a multiple of 4, plus 1."""
+    """Frames of a validation video; must be train_frames today."""
     timesteps_fraction: ForRl[PositiveFraction] = 1.0
     """Share of the sample.num_steps sampling steps that are trained, rounded down."""
     nft_beta: ForRl[PositiveFloat] = 1.0

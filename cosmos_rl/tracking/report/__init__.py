@@ -20,7 +20,7 @@ from cosmos_rl.tracking.report.measures import warnings
 from cosmos_rl.tracking.report.record import Record, read_record
 
 # the browser itself refuses everything from elsewhere and every script, whatever a prompt may hold
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 
 
 def write_report(run_root: Path) -> Path:

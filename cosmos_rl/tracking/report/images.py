@@ -204,7 +204,7 @@ def _score(score: float | None) -> str:
 
 
 def _pair(one: Entry) -> Placed:
-    return Placed(one.file, _PAIR_SIDE)
+    return Placed(one.file, _PAIR_SIDE, one.clip)
 
 
 def _small(one: Entry) -> Placed:
@@ -212,4 +212,4 @@ def _small(one: Entry) -> Placed:
 
 
 def _extreme(one: Entry) -> Placed:
-    return Placed(one.file, _EXTREME_SIDE)
+    return Placed(one.file, _EXTREME_SIDE, one.clip)

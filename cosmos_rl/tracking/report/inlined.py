@@ -10,6 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
+MAX_CLIP_BYTES = 1_000_000
+"""Of all videos of a page; those beyond it are shown by their first frames."""
 MAX_BYTES = 3_500_000
 """Of all data URIs of a page."""
 _SMALL = 96
@@ -24,6 +26,8 @@ class Placed:
     file: Path
     side: int
     """Longest side in pixels."""
+    clip: Path | None = None
+    """The video of which the image is the first frame."""
 
 
 class Inliner:
@@ -35,18 +39,37 @@ class Inliner:
         while True:
             self._found = {one: encode_image(one.file, max(one.side // shrink, 16)) for one in dict.fromkeys(wanted)}
             if sum(len(self._found[one] or "") for one in wanted) <= MAX_BYTES or shrink >= 16:
-                return
+                break
             shrink *= 2
+        self._clips = _encode_clips([one for one in wanted if one.clip is not None])
 
     def tag(self, placed: Placed, alt: str) -> str:
-        """The ``<img>``, or words when the file is not there or no image."""
+        """The ``<img>`` or ``<video>``, or words when the file is not there or no image."""
         uri = self._found[placed]
         if uri is None:
             return '<span class="missing">image missing</span>'
+        if placed in self._clips:
+            about = f'poster="{uri}" aria-label="{escape(alt, 120)}"'
+            return f'<video autoplay loop muted playsinline controls {about} src="{self._clips[placed]}"></video>'
         sharp = ""
         if uri.startswith("data:image/png"):
             sharp = ' class="sharp"'
         return f'<img{sharp} src="{uri}" alt="{escape(alt, 120)}">'
+
+
+def _encode_clips(wanted: Sequence[Placed]) -> dict[Placed, str]:
+    """Data URIs of small versions of the videos, in the order of the page, until the room is used up."""
+    found: dict[Placed, str] = {}
+    for one in wanted:
+        from cosmos_rl.tracking.clips import shrink_clip  # most runs have no videos
+
+        if one in found or one.clip is None or not one.clip.is_file():
+            continue
+        uri = "data:video/mp4;base64," + base64.b64encode(shrink_clip(one.clip, one.side)).decode()
+        if sum(map(len, found.values())) + len(uri) > MAX_CLIP_BYTES:
+            break
+        found[one] = uri
+    return found
 
 
 def encode_image(file: Path, side: int) -> str | None:

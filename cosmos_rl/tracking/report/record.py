@@ -32,6 +32,8 @@ class Entry:
     sample_id: int
     group: str
     scores: Mapping[str, float | None]
+    clip: Path | None = None
+    """The video of which ``file`` is the first frame."""
 
     @property
     def total(self) -> float | None:
@@ -216,8 +218,13 @@ def _galleries(folder: Path) -> dict[int, Gallery]:
         index = path / "index.json"
         if index.is_file():
             rows = json.loads(index.read_text(encoding="utf-8"))
-            found[step] = [Entry(path / r["file"], r["prompt"], r["sample_id"], r["group"], r["scores"]) for r in rows]
+            found[step] = [_read_entry(path, row) for row in rows]
     return found
+
+
+def _read_entry(folder: Path, row: Mapping[str, Any]) -> Entry:
+    clip = row.get("clip") and folder / row["clip"]
+    return Entry(folder / row["file"], row["prompt"], row["sample_id"], row["group"], row["scores"], clip or None)
 
 
 def _step_folders(folder: Path) -> dict[int, Path]:

@@ -27,6 +27,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
+from cosmos_rl.policy.model.driver.loading import read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries, quiet_warnings
 from cosmos_rl.utils.logging import logger
@@ -322,8 +323,8 @@ class DiffuserModel(VelocityModel):
         given = {} if whole else {"transformer": self._build_empty_transformer()}
         try:
             with quiet_libraries():
-                pipeline = DiffusionPipeline.from_pretrained(local, dtype=dtypes, **given)
-        except (OSError, ValueError, SafetensorError) as error:
+                pipeline = read_pipeline(local, dtypes, **given)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise UserError(
                 f"policy.model_name_or_path: the pipeline in {local} cannot be loaded: {str(error).splitlines()[0]}"
             ) from error

@@ -48,6 +48,7 @@ class VelocityModel(abc.ABC):
         transformer: the module whose parameters are trained.
         device: where it computes.
         lora_config: None when all weights are trained.
+        fps: frames per second of the videos that it makes; None for images.
         caches_text: whether conditions are tensors that can be kept prompt by prompt.
         num_evaluations: samples that went through the transformer so far, on this rank.
     """
@@ -56,6 +57,7 @@ class VelocityModel(abc.ABC):
     scheduler: Any
     device: torch.device
     lora_config: LoraConfig | None
+    fps: float | None = None
     caches_text: bool = True
     num_evaluations: int = 0
 
@@ -94,7 +96,7 @@ class VelocityModel(abc.ABC):
         return noise
 
     def to_media(self, visuals: Tensor) -> Tensor:
-        """Media in [0, 1] as ``decode`` gives them -> what rewards and galleries get: uint8 ``[N, H, W, 3]``, CPU."""
+        """Media in [0, 1] as ``decode`` gives them -> what rewards get: uint8 ``[N, (T,) H, W, 3]``, CPU."""
         return to_uint8(visuals)
 
     # ---- velocity ----------------------------------------------------------------------------------------------

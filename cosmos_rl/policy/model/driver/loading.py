@@ -46,29 +46,31 @@ def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: st
                 folder = Path(DiffusionPipeline.download(name, revision=revision))
             if not (folder / "model_index.json").is_file():
                 raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
-            index: Any = DiffusionPipeline.load_config(str(folder))
-            absent = find_row(index["_class_name"]).absent
-            if absent:
-                pipeline = _load_without(folder, index, absent, dtype)
-            else:
-                pipeline = _load(folder, dtype)
+            pipeline = read_pipeline(folder, dtype)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
     return pipeline
 
 
-def _load(folder: Path, dtype: torch.dtype, **parts: Any) -> Any:
+def read_pipeline(folder: Path, dtype: Any, **parts: Any) -> Any:
+    """The pipeline of a local folder without the components that its row leaves out.
+
+    Args:
+        dtype: of all parts, or by their names.
+        parts: components to take in place of those of the folder.
+    """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    return DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **parts)
-
-
-def _load_without(folder: Path, index: dict[str, Any], absent: tuple[str, ...], dtype: torch.dtype) -> Any:
-    """By a folder of links with another index: diffusers refuses an index that names a package which is not there."""
+    index: Any = DiffusionPipeline.load_config(str(folder))
+    absent = find_row(index["_class_name"]).absent
+    if not absent:
+        return DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **parts)
+    # by a folder of links with another index: diffusers refuses an index that names a package which is not there
     with tempfile.TemporaryDirectory() as aside:
         for entry in folder.iterdir():
             if entry.name != "model_index.json":
                 (Path(aside) / entry.name).symlink_to(entry.absolute())
         changed = {**index, **{part: [None, None] for part in absent}}
         (Path(aside) / "model_index.json").write_text(json.dumps(changed), encoding="utf-8")
-        return _load(Path(aside), dtype, **{part: NothingChecked() for part in absent})
+        parts |= {part: NothingChecked() for part in absent}
+        return DiffusionPipeline.from_pretrained(aside, dtype=dtype, **parts)

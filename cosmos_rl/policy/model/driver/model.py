@@ -20,6 +20,7 @@ from cosmos_rl.policy.model.driver.contract import Level, Size
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import default_cache
 from cosmos_rl.policy.model.driver.probe import prove
+from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.utils.logging import logger
 
 _GUIDED = 2.0
@@ -46,13 +47,18 @@ class DrivenModel(DiffuserModel):
         call = {}
         if "max_prompt_length" in config.model_fields_set:
             call["max_sequence_length"] = config.max_prompt_length
-        self.size = Size(*config.inference_size, config.train_frames if config.is_video else 1)
+        self.size = Size(*config.inference_size, self._count_frames())
         probed = Driver(self.pipeline, call=call, device=self.device)  # at the smallest size
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
         # ranks that read the cache would not meet those that run the checks
         cache = default_cache() if sharding is None else None
         with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
+        if len(self.driver.denoisers) > 1:
+            names = " and ".join(self.driver.denoisers)
+            raise UserError(
+                f"{type(self.pipeline).__name__} with {names}: training of two denoisers is not supported yet"
+            )
         if self.driver.path != "flow":
             raise UserError(f"{type(self.pipeline).__name__}: its path is x0 + s e; training knows (1 - s) x0 + s e")
         logger.info(
@@ -63,6 +69,31 @@ class DrivenModel(DiffuserModel):
         self.set_scheduler_timestep(self.train_sampling_steps)
 
     caches_text = False
+
+    def _count_frames(self) -> int:
+        """Frames of all media; 1 for images.
+
+        Raises:
+            UserError: the pipeline's VAE has no such number, or training and validation differ in it.
+        """
+        if not self.config.is_video:
+            return 1
+        frames = self.config.train_frames
+        if self.config.inference_frames != frames:
+            raise UserError(
+                f"policy.diffusers.inference_frames = {self.config.inference_frames}, train_frames = {frames}: not "
+                "supported yet, set both to the same number"
+            )
+        parts = vars(self.pipeline).items()
+        step = max((value for name, value in parts if name.startswith("vae") and "temporal" in name), default=1)
+        over = (frames - 1) % step
+        if over:
+            raise UserError(
+                f"policy.diffusers.train_frames = {frames}: {type(self.pipeline).__name__} makes a multiple of {step}, "
+                f"plus 1, as {frames - over} or {frames - over + step}"
+            )
+        self.fps = find_row(type(self.pipeline).__name__).fps
+        return frames
 
     @staticmethod
     def supported_model_types() -> list[str]:
@@ -149,13 +180,20 @@ class DrivenModel(DiffuserModel):
     # ---- media -------------------------------------------------------------------------------------------------
 
     def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
-        """Images ``[3, H, W]`` in [-1, 1] -> clean states float32 (the posterior's mean)."""
+        """Images ``[3, H, W]`` or videos ``[3, T, H, W]`` in [-1, 1] -> clean states float32 (the posterior's mean)."""
         media = torch.stack(visual_list).to(device)
         if media.shape[-2:] != (height, width):
             raise UserError(
                 f"the data set gives images of {tuple(media.shape[-2:])} pixels, policy.diffusers.inference_size is "
                 f"({height}, {width})"
             )
+        if self.config.is_video:
+            if media.ndim != 5 or media.shape[2] != self.size.frames:
+                raise UserError(
+                    f"the data set gives {tuple(media.shape[1:])}, not videos [3, {self.size.frames}, H, W] "
+                    "(policy.diffusers.train_frames)"
+                )
+            media = media.movedim(2, 1)
         return self.driver.encode_media(media, self.size._replace(height=height, width=width)).float()
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -167,7 +205,7 @@ class DrivenModel(DiffuserModel):
         return self.driver.pack(noise, self.size)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Clean states -> images ``[N, 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
+        """Clean states -> media ``[N, (T,) 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
         pixels = self.size.height * self.size.width * self.size.frames
         parts = latents.split(max(DECODED_AT_ONCE // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):

@@ -16,6 +16,7 @@ class Row:
         call: arguments that every call of the pipeline gets.
         one_frame: a single step may be asked for with one frame, since the number only serves to prepare latents.
         absent: components that are left out when the pipeline is loaded.
+        fps: frames per second of its videos, as its documentation saves them.
     """
 
     guidance: str | None = None
@@ -24,6 +25,7 @@ class Row:
     call: Mapping[str, Any] = field(default_factory=dict)
     one_frame: bool = False
     absent: tuple[str, ...] = ()
+    fps: float = 16.0
 
 
 # would replace the size that is asked for by one of a list
@@ -34,6 +36,9 @@ ROWS: Mapping[str, Row] = {
     "SanaVideoPipeline": Row(call=_NO_BINNING),
     "PRXPipeline": Row(call=_NO_BINNING),
     "QwenImagePipeline": Row(negative=" "),  # guidance is only switched on by a negative prompt; its own example is " "
+    "LTXPipeline": Row(fps=24.0),
+    "HunyuanVideoPipeline": Row(fps=15.0),
+    "MochiPipeline": Row(fps=30.0),
     "Cosmos2TextToImagePipeline": Row(absent=("safety_checker",)),
     # makes a black video of the full size in each call, a gigabyte a row at the usual one, and does not look at it
     "Cosmos2_5_PredictBasePipeline": Row(one_frame=True, absent=("safety_checker",)),

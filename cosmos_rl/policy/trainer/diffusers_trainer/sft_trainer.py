@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.images import are_finite, to_uint8
+from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
@@ -262,11 +262,14 @@ class SFTTrainer(TaskBase):
             prompts, negative = [samples[i].prompt for i in indices], [samples[i].negative for i in indices]
             guidance = config.sample.guidance_scale
             found = self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)
-            return to_uint8(found), are_finite(found)
+            return self.model.to_media(found), are_finite(found)
 
         images, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
         rows = zip(images, samples, finite.tolist(), strict=True)
-        return [Shown(image, one.prompt, one.sample_id, "fixed", finite=whole) for image, one, whole in rows]
+        return [
+            Shown(image, one.prompt, one.sample_id, "fixed", finite=whole, fps=self.model.fps)
+            for image, one, whole in rows
+        ]
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -60,7 +60,11 @@ def build_scoring_request(rollouts: Rollouts) -> ScoringRequest:
     """Finished samples as the rewards get them."""
     samples = rollouts.samples
     return ScoringRequest(
-        rollouts.media, [s.prompt for s in samples], [s.metadata for s in samples], [s.sample_id for s in samples]
+        rollouts.media,
+        [s.prompt for s in samples],
+        [s.metadata for s in samples],
+        [s.sample_id for s in samples],
+        fps=rollouts.fps,
     )
 
 
@@ -246,6 +250,7 @@ def build_gallery(step: ScoredBatch, context: Context) -> list[Shown]:
             step.samples[row].sample_id,
             group,
             to_score_dict(table_NF[row], names),
+            fps=step.own.fps,
         )
         for index, (row, group) in enumerate(chosen)
     ]

@@ -309,7 +309,7 @@ class OnlineTask(TaskBase):
         self._note_untrained(step, reward_NF)
         scores = [batches.to_score_dict(row, names) for row in reward_NF]
         shown = [
-            Shown(media[i], sample.prompt, sample.sample_id, "fixed", scores[i], finite=bool(finite[i]))
+            Shown(media[i], sample.prompt, sample.sample_id, "fixed", scores[i], bool(finite[i]), self.model.fps)
             for i, sample in enumerate(samples)
         ]
         images = shown if media.dtype == torch.uint8 else ()

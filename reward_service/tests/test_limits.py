@@ -260,7 +260,7 @@ def test_uploads_that_nobody_finished_go_by_an_age_that_the_clock_cannot_change(
     upload.discard()
 
 
-def test_adopted_once_it_was_open_twice(tmp_path):
+def test_recovered_once_it_was_open_twice(tmp_path):
     async def test(front):
         reconciler, tracker = Reconciler(front.front.tracker), front.front.tracker
         await reconciler.refresh()

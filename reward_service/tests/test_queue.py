@@ -221,16 +221,16 @@ def test_a_broker_that_dies_and_comes_back_empty(tmp_path):
 def test_events_and_states_reach_the_other_side(tmp_path):
     async def test():
         async with brokered(tmp_path) as (broker, _), EventBus(broker.url) as bus:
-            heard = []
+            received = []
 
             async def listen():
                 async for event in bus.events():
-                    heard.append(event)
+                    received.append(event)
 
             listening = asyncio.create_task(listen())
             for number in range(2):
                 async with asyncio.timeout(20):
-                    while {"n": number} not in heard:
+                    while {"n": number} not in received:
                         with contextlib.suppress(OSError, queue_module.ValkeyError):
                             await bus.publish([{"n": number}, {"ü": None}])
                         await asyncio.sleep(0.02)

@@ -107,7 +107,7 @@ class Replica:
         """Replies for ``jobs``, in their order.
 
         Raises:
-            Died: the process ended or passed the deadline; it has ended in both cases.
+            ReplicaExited: the process ended or passed the deadline; it has ended in both cases.
         """
         try:
             replies = (await self._ask({"jobs": jobs}, deadline_s))["replies"]

@@ -51,7 +51,7 @@ def images(seed: int, steps: int, tables: TABLE) -> str:
     norm = max(value for key, value in looks[-1].items() if key.startswith("guard/velocity_norm_ratio/"))
     counts = f"counts right {rows[0]['val/reward/count_mean']:.3f} -> {last['val/reward/count_mean']:.3f}"
     counts += f", loss ratio {loss:.2f}, diversity {spread[-1]:.2f} (least {min(spread):.2f}), velocity norm {norm:.2f}"
-    nfe = last["train/nfe"] / trainer.samples_per_step
+    nfe = last["train/nfe"] / trainer.plan.total
     return f"{counts}, {ended} at step {last['step']}, NFE {nfe:.0f}, {spent:.0f} CPU-s with validation"
 
 

@@ -6,29 +6,27 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cosmos_rl.checkpoint.layout import list_committed_steps, step_dir
 from cosmos_rl.data.local_pairs import LocalPairs, load_held_out_data
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.errors import OutOfMemory, UserError
-from cosmos_rl.launcher import out_of_memory
-from cosmos_rl.launcher.check import refuse_what_cannot_run
-from cosmos_rl.launcher.environment import DataForm, check_environment, with_absolute_paths
-from cosmos_rl.launcher.estimate import vae_stride
+from cosmos_rl.launcher.acceptance.accept import accept
 from cosmos_rl.launcher.machine import gpus
-from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline
-from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
-from cosmos_rl.launcher.resume import resume_from
-from cosmos_rl.launcher.signals import StopRequest, listening
-from cosmos_rl.launcher.worker_entry import named
-from cosmos_rl.policy.config import Config, PolicyConfig, checked_config
+from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline, vae_stride
+from cosmos_rl.launcher.prepare import prepare_run
+from cosmos_rl.launcher.ranks.signals import StopRequest, listen
+from cosmos_rl.launcher.run_job import explain_out_of_memory, run_job
+from cosmos_rl.policy.config import Config, PolicyConfig, config_from_tables, read_toml
+from cosmos_rl.policy.config.jobs import DataForm
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.metrics import read_metrics
 
+_RECIPES = Path(__file__).parent / "recipes"
 _MOST_PIXELS = 512
-"""Edge of the images where nothing is asked for; a smaller model's own."""
+"""Edge of the images where no size is given; a smaller model has its own."""
 _MICRO_BATCH = 8
 _ARGUMENTS = {
     "policy.model_name_or_path": "pipeline",
@@ -54,7 +52,7 @@ class FinishedRun:
     folder: Path
     """Its folder: `config.toml`, `metrics.jsonl`, `media/`, `report.html`, checkpoints and exports."""
     stopped: bool
-    """Ctrl-C or SIGTERM ended it early; it is saved, and `resume=True` goes on."""
+    """Ctrl-C or SIGTERM ended it early; it is saved, and `resume=True` continues it."""
     base: str
     """The pipeline that was trained."""
 
@@ -73,7 +71,7 @@ class FinishedRun:
         exports = RunFolder(self.folder).safetensors
         steps = list_committed_steps(exports)
         if not steps:
-            raise UserError(f"{self.folder}: no export yet; go on with resume=True")
+            raise UserError(f"{self.folder}: nothing is exported yet; continue with resume=True")
         return step_dir(exports, steps[-1])
 
     def pipeline(self, **keywords: Any) -> Any:
@@ -123,13 +121,10 @@ def sft(
     """
     _check_arguments("sft", steps=steps, batch_size=batch_size)
     _check_lora("sft", lora)
-    job = {"type": "sft", "mini_batch": _divisor(batch_size), "dataset": {"local_dir": str(data_folder)}}
-    tree = _tree(pipeline, output_dir, steps, batch_size, learning_rate, size, resume)
-    tree["train"]["train_policy"] = job
-    if lora:
-        tree["policy"]["lora"] = {"r": 16, "lora_alpha": 16.0}
-    config = checked_config(_overridden(tree, overrides), "cosmos_rl.sft")
-    return _run(config, "sft", "pairs", dataset=_pairs, val_dataset=load_held_out_data)
+    values = _common(pipeline, output_dir, steps, batch_size, learning_rate, size, resume)
+    values["train.train_policy.dataset.local_dir"] = str(data_folder)
+    config = _configure("sft", values, lora, overrides)
+    return _train(config, "sft", "pairs", dataset=_pairs, val_dataset=load_held_out_data)
 
 
 def nft(
@@ -169,35 +164,25 @@ def nft(
         TrainingStoppedError: the guard against reward hacking stopped the run, which is saved.
     """
     _check_nft(prompts, reward, lora, steps, prompts_per_step, samples_per_prompt)
-    from_file = isinstance(prompts, str | Path)
     samples = prompts_per_step * samples_per_prompt
-    tree = _tree(pipeline, output_dir, steps, samples, learning_rate, size, resume)
-    sample = {"num_steps": 10, "guidance_scale": 1.0, "solver": "dpm2", "deterministic_sampling": True}
-    tree["mode"] = "colocated"
-    tree["policy"]["diffusers"] |= {"weight_copy_decay_type": 1, "timesteps_fraction": 0.99, "sample": sample}
-    tree["rollout"] = {"n_generation": samples_per_prompt}
-    tree["train"]["train_policy"] = {
-        "type": "grpo",
-        "trainer_type": "diffusion_nft",
-        "uncentralized_training": True,
-        "mini_batch": _divisor(samples),
-        "kl_beta": 1e-4,
-        "dataset": {"local_dir": str(prompts) if from_file else ""},
-        "reward_hacking_guard": {"samples": 16},
-    }
-    if lora:
-        names = {"lora_names": ["default", "old"], "init_lora_weights": "gaussian"}
-        tree["policy"]["lora"] = {"r": 32, "lora_alpha": 64.0, **names}
-    config = checked_config(_overridden(tree, overrides), "cosmos_rl.nft")
-    given: dict[str, Any] = {"dataset": _prompts if from_file else list(prompts), "val_dataset": _val_prompts}
-    given["reward_fns"] = [reward] if callable(reward) else reward
-    return _run(config, "nft", "prompts" if from_file else None, **given)
+    values = _common(pipeline, output_dir, steps, samples, learning_rate, size, resume)
+    values["rollout.n_generation"] = samples_per_prompt
+    data: DataForm | None = None
+    given: dict[str, Any] = {"val_dataset": _val_prompts, "reward_fns": reward}
+    if callable(reward):
+        given["reward_fns"] = [reward]
+    if isinstance(prompts, str | Path):
+        data, given["dataset"] = "prompts", _prompts
+        values["train.train_policy.dataset.local_dir"] = str(prompts)
+    else:
+        given["dataset"] = list(prompts)
+    return _train(_configure("nft", values, lora, overrides), "nft", data, **given)
 
 
 # ---- the configuration -------------------------------------------------------------------------------------------
 
 
-def _tree(
+def _common(
     pipeline: str | Path,
     output_dir: str | Path,
     steps: int,
@@ -205,26 +190,61 @@ def _tree(
     learning_rate: float,
     size: int | tuple[int, int] | None,
     resume: bool,
-) -> dict[str, Any]:
-    """The tables that both jobs have in common."""
-    height, width = size if isinstance(size, tuple) else (size or _own_size(str(pipeline)),) * 2
+) -> dict[str, object]:
+    """Dotted key -> value of what the arguments of both jobs set."""
+    if size is None:
+        size = _own_size(str(pipeline))
+    if isinstance(size, int):
+        size = (size, size)
+    dtype = "float32"
+    if gpus():
+        dtype = "bfloat16"
     return {
-        "policy": {
-            "model_name_or_path": str(pipeline),
-            "is_diffusers": True,
-            "diffusers": {"inference_size": [height, width], "max_prompt_length": 128},
-        },
-        "train": {
-            "output_dir": str(output_dir),
-            "resume": resume,
-            "epoch": 1_000_000,
-            "max_num_steps": steps,
-            "train_batch_per_replica": samples,
-            "param_dtype": "bfloat16" if gpus() else "float32",
-            "optm_lr": learning_rate,
-            "optm_warmup_steps": 0,
-        },
+        "policy.model_name_or_path": str(pipeline),
+        "policy.diffusers.inference_size": list(size),
+        "train.output_dir": str(output_dir),
+        "train.max_num_steps": steps,
+        "train.optm_lr": learning_rate,
+        "train.resume": resume,
+        "train.train_batch_per_replica": samples,
+        "train.param_dtype": dtype,
+        "train.train_policy.mini_batch": _divisor(samples),
     }
+
+
+def _configure(name: str, values: Mapping[str, object], lora: bool, overrides: Overrides | None) -> Config:
+    """The recipe with the values of the arguments, and then with the overrides."""
+    tree = read_toml(_RECIPES / f"{name}.toml")
+    if not lora:
+        cast(dict[str, object], tree["policy"]).pop("lora")
+    for key, value in values.items():
+        _set(tree, key, value)
+    for key, value in (overrides or {}).items():
+        if key in _ARGUMENTS:
+            raise UserError(f"overrides: {key}: is set by the argument {_ARGUMENTS[key]}; give that")
+        if isinstance(value, Mapping):
+            inner = next(iter(value), "key")
+            raise UserError(f'overrides: {key}: found a dictionary; write its keys as "{key}.{inner}": ...')
+        if key.startswith("policy.lora.") and not lora:
+            raise UserError(f"overrides: {key}: there is no adapter with lora=False")
+        _set(tree, key, value)
+    return config_from_tables(tree, f"cosmos_rl.{name}")
+
+
+def _set(tree: dict[str, object], key: str, value: object) -> None:
+    """Put a value under a dotted key; None takes the key out."""
+    *tables, leaf = key.split(".")
+    table: Any = tree
+    for name in tables:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError(f"overrides: {key}: {name} is not a table")
+    if value is None:
+        table.pop(leaf, None)
+    elif isinstance(value, Path):
+        table[leaf] = str(value)
+    else:
+        table[leaf] = value
 
 
 def _own_size(pipeline: str) -> int:
@@ -238,7 +258,8 @@ def _own_size(pipeline: str) -> int:
 
 def _divisor(samples: int) -> int:
     """The largest micro-batch of at most 8 that divides the samples of a step."""
-    return next(size for size in range(min(samples, _MICRO_BATCH), 0, -1) if samples % size == 0) if samples > 0 else 1
+    sizes = range(min(samples, _MICRO_BATCH), 0, -1)
+    return next((size for size in sizes if samples % size == 0), 1)
 
 
 def _check_arguments(name: str, **counts: object) -> None:
@@ -252,10 +273,11 @@ def _check_nft(
 ) -> None:
     _check_arguments("nft", steps=steps, prompts_per_step=prompts_per_step, samples_per_prompt=samples_per_prompt)
     _check_lora("nft", lora)
-    from_file = isinstance(prompts, str | Path)
-    if not prompts or (from_file and not Path(prompts).expanduser().exists()):
-        found = f"found {str(prompts)!r}, which is not a file" if prompts else "none given"
-        raise UserError(f"cosmos_rl.nft: prompts: {found}; a list of texts, or the name of a file of them")
+    allowed = "a list of texts, or the name of a file of them"
+    if not prompts:
+        raise UserError(f"cosmos_rl.nft: prompts: none given; {allowed}")
+    if isinstance(prompts, str | Path) and not Path(prompts).expanduser().exists():
+        raise UserError(f"cosmos_rl.nft: prompts: found {str(prompts)!r}, which is not a file; {allowed}")
     if reward is None or isinstance(reward, str) or (not callable(reward) and not reward):
         raise UserError(f"cosmos_rl.nft: reward: found {reward!r}; a function of an image, or several in a list")
 
@@ -266,48 +288,22 @@ def _check_lora(name: str, lora: object) -> None:
         raise UserError(f"cosmos_rl.{name}: lora: found {lora!r}; allowed: True or False{rank}")
 
 
-def _overridden(tree: dict[str, Any], overrides: Overrides | None) -> dict[str, Any]:
-    """``tree`` with the keys of ``overrides`` in their places; what an argument says is not overridden."""
-    for key, value in (overrides or {}).items():
-        if key in _ARGUMENTS:
-            raise UserError(f"overrides: {key}: is set by the argument {_ARGUMENTS[key]}; give that")
-        if isinstance(value, Mapping):
-            inner = next(iter(value), "key")
-            raise UserError(f'overrides: {key}: found a dictionary; write its keys as "{key}.{inner}": ...')
-        *tables, leaf = key.split(".")
-        if tables == ["policy", "lora"] and "lora" not in tree["policy"]:
-            raise UserError(f"overrides: {key}: there is no adapter with lora=False")
-        place: Any = tree
-        for name in tables:
-            place = place.setdefault(name, {})
-            if not isinstance(place, dict):
-                raise UserError(f"overrides: {key}: {name} is not a table")
-        if value is None:
-            place.pop(leaf, None)
-        else:
-            place[leaf] = str(value) if isinstance(value, Path) else value
-    return tree
-
-
 # ---- the run -----------------------------------------------------------------------------------------------------
 
 
-def _run(config: Config, name: str, data: DataForm | None, **given: Any) -> FinishedRun:
+def _train(config: Config, name: str, data: DataForm | None, **given: Any) -> FinishedRun:
     """Train in this process as `worker_entry.main` would."""
-    refuse_unbuilt(config)
-    check_environment(config, data)
-    on_cpu = config.train.device == "cpu" or gpus() == 0
-    refuse_what_cannot_run(config, on_cpu=on_cpu, own_data=name == "nft")  # its rewards and prompts are given
-    config = with_absolute_paths(config)
+    config = accept(config, data, own_script=True)
     os.environ.setdefault("COSMOS_ROLE", "Controller")
-    stop, on_main = StopRequest(), threading.current_thread() is threading.main_thread()
-    with listening(stop) if on_main else contextlib.nullcontext(), prepared_run(config, [f"cosmos_rl.{name}"]) as run:
-        from cosmos_rl.policy.trainer import run as run_trainer  # imports torch: seconds
-
+    stop = StopRequest()
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # no other one may handle signals
+            stack.enter_context(listen(stop))
+        run = stack.enter_context(prepare_run(config, [f"cosmos_rl.{name}"]))
         try:
-            code = run_trainer(named(config, run), run, resume_from=resume_from(config, run, 0), stop=stop, **given)
+            code = run_job(config, run, stop=stop, **given)
         except OutOfMemory as error:
-            raise UserError(out_of_memory.told(config, error.phase, on_cpu=on_cpu)) from error
+            raise UserError(explain_out_of_memory(config, error)) from error
     return FinishedRun(run.root, code != 0, config.policy.model_name_or_path)
 
 

@@ -10,17 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.environment import DataForm
 from cosmos_rl.launcher.flags import launch_parser
-from cosmos_rl.launcher.nodes import Nodes, nodes_of
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.launcher.ranks.nodes import Nodes, read_nodes
+from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.checks import place_problem
+from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
 
-PAIRS_MODULE = "cosmos_rl.tools.dataset.diffusers_dataset"
-PROMPTS_MODULE = "cosmos_rl.tools.dataset.diffusion_nft"
-BUNDLED: dict[str, DataForm] = {PAIRS_MODULE: "pairs", PROMPTS_MODULE: "prompts"}
-"""Scripts that read the data which the configuration names, and what that is."""
 _WITH_VALUE = (
     "--config",
     "--log-dir",
@@ -36,7 +32,7 @@ _NEVER_A_SCRIPTS = frozenset(_WITH_VALUE) - {"--config", "--log-dir"}  # these t
 
 @dataclass(frozen=True)
 class Launch:
-    """What one command line asks for."""
+    """What one command line sets."""
 
     config: str
     overrides: tuple[str, ...]
@@ -50,9 +46,9 @@ class Launch:
     nodes: Nodes
 
 
-def parse_launch(argv: Sequence[str], version: str, verbs: str) -> Launch:
+def parse_launch(argv: Sequence[str], version: str, subcommands: str) -> Launch:
     """The parsed command line; argparse ends the process for `--help`, `--version` and misuse."""
-    return read_launch(launch_parser(version, verbs), argv)[0]
+    return read_launch(launch_parser(version, subcommands), argv)[0]
 
 
 def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
@@ -64,13 +60,16 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
     flags, overrides, script, rest = _split(argv)
     given = parser.parse_args(flags)
     if given.config is None:
-        late = " (flags of cosmos-rl go before the script)" if "--config" in rest else ""
+        late = ""
+        if "--config" in rest:
+            late = " (flags of cosmos-rl go before the script)"
         if script and script.endswith(".toml"):
             late = f"; did you mean --config {script}?"
         parser.error(f"--config X.toml is required{late}")
-    problem = None if given.log_dir is None else place_problem(given.log_dir, needed=True)
-    if problem is not None:
-        raise UserError(f"--log-dir: {problem}")
+    if given.log_dir is not None:
+        problem = place_problem(given.log_dir, needed=True)
+        if problem is not None:
+            raise UserError(f"--log-dir: {problem}")
     late_overrides, script_args = split_overrides(rest)
     launch = Launch(
         config=given.config,
@@ -81,7 +80,7 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
         nproc_per_node=given.nproc_per_node,
         max_restarts=given.max_restarts,
         debug=given.debug,
-        nodes=nodes_of(given.num_workers, given.worker_idx, given.node_ip_list, given.rdzv_port),
+        nodes=read_nodes(given.num_workers, given.worker_idx, given.node_ip_list, given.rdzv_port),
     )
     return launch, given
 
@@ -104,17 +103,17 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             at, override = _override_at(arguments[:end], at)
             overrides.append(override)
         else:
-            _refuse_what_was_ours(token)
+            _refuse_own_flags(token)
             own.append(token)
         at += 1
     return overrides, [*own, *arguments[end:]]
 
 
-def script_for(asked: str | None, config: Config) -> str:
-    """The script that gives the data: the one that is asked for, else the bundled one of the job."""
-    if asked is not None:
-        return asked
-    return PROMPTS_MODULE if isinstance(config.train.train_policy, GrpoPolicyConfig) else PAIRS_MODULE
+def script_for(script: str | None, config: Config) -> str:
+    """The script that gives the data: the one of the command line, else the bundled one of the job."""
+    if script is not None:
+        return script
+    return job_kind(config).script
 
 
 def worker_command(script: str) -> list[str]:
@@ -129,7 +128,9 @@ def worker_command(script: str) -> list[str]:
             raise UserError(f"{path}: no such script")
         return [str(path)]
     if not all(part.isidentifier() for part in script.split(".")):
-        hint = f"; did you mean the file {script}.py?" if Path(f"{script}.py").is_file() else ""
+        hint = ""
+        if Path(f"{script}.py").is_file():
+            hint = f"; did you mean the file {script}.py?"
         raise UserError(f"{script}: neither a .py file nor the name of a module (package.module){hint}")
     if not _module_exists(script):
         raise UserError(
@@ -179,7 +180,7 @@ def _override_at(argv: Sequence[str], at: int) -> tuple[int, str]:
     return at + 1, f"{token}={following[0]}"
 
 
-def _refuse_what_was_ours(token: str) -> None:
+def _refuse_own_flags(token: str) -> None:
     """After the script: a misspelt override or a flag of the launcher would silently have no effect."""
     if not token.startswith("--"):
         return

@@ -8,25 +8,28 @@ from collections.abc import Callable, Sequence
 from cosmos_rl import __version__
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.flags import launch_parser
-from cosmos_rl.launcher.signals import EXIT_FAILED, EXIT_USER_ERROR
+from cosmos_rl.launcher.ranks.signals import EXIT_FAILED, EXIT_USER_ERROR
 from cosmos_rl.utils.logging import print_anything
 
-# verb -> where its function is, and one line for the help text; imported only when it is used
-VERBS: dict[str, tuple[str, str]] = {
-    "check": ("cosmos_rl.launcher.check:check", "validate a configuration and print batch, memory and disk estimates"),
+# subcommand -> where its function is, and one line for the help text; imported only when it is used
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "check": (
+        "cosmos_rl.launcher.check.command:check",
+        "validate a configuration and print batch, memory and disk estimates",
+    ),
     "check-model": (
-        "cosmos_rl.launcher.check_model:check_model",
+        "cosmos_rl.launcher.check.check_model:check_model",
         "test whether a pipeline trains without code",
     ),
     "doctor": (
         "cosmos_rl.launcher.doctor.command:doctor",
         "check the installation; with --config, whether the model trains",
     ),
-    "export": ("cosmos_rl.launcher.verbs:export", "turn a checkpoint into a folder that diffusers loads"),
-    "report": ("cosmos_rl.launcher.verbs:report", "write report.html, one page about a run"),
-    "sample": ("cosmos_rl.launcher.verbs:sample", "make images from a pipeline or an exported adapter"),
-    "schema": ("cosmos_rl.launcher.verbs:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
-    "tiny-model": ("cosmos_rl.launcher.verbs:tiny_model", "write a tiny model folder to try things with"),
+    "export": ("cosmos_rl.launcher.commands:export", "turn a checkpoint into a folder that diffusers loads"),
+    "report": ("cosmos_rl.launcher.commands:report", "write report.html, one page about a run"),
+    "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),
+    "schema": ("cosmos_rl.launcher.commands:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
+    "tiny-model": ("cosmos_rl.launcher.commands:tiny_model", "write a tiny model folder to try things with"),
 }
 
 
@@ -35,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     print_anything()
     try:
-        if argv and argv[0] in VERBS:
-            return _printed(_verb(argv[0]), argv[1:])
+        if argv and argv[0] in SUBCOMMANDS:
+            return _run_subcommand(_load_subcommand(argv[0]), argv[1:])
         if argv and argv[0] in ("-h", "--help", "--version"):
-            launch_parser(__version__, _verb_help()).parse_args(argv[:1])
+            launch_parser(__version__, _subcommand_help()).parse_args(argv[:1])
         return _launch(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -51,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else EXIT_USER_ERROR
 
 
-def _printed(verb: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a verb whose reader may have seen enough, as with `| head`: that is no error of ours."""
+def _run_subcommand(subcommand: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a subcommand whose reader may have seen enough, as with `| head`: that is no error of ours."""
     try:
-        code = verb(argv)
+        code = subcommand(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -66,17 +69,17 @@ def _launch(argv: Sequence[str]) -> int:
     from cosmos_rl.launcher.arguments import parse_launch  # the configuration's tables: half a second
     from cosmos_rl.launcher.launch import launch
 
-    return launch(parse_launch(argv, __version__, _verb_help()), ["cosmos-rl", *argv])
+    return launch(parse_launch(argv, __version__, _subcommand_help()), ["cosmos-rl", *argv])
 
 
-def _verb(name: str) -> Callable[[Sequence[str]], int]:
-    module, _, function = VERBS[name][0].partition(":")
+def _load_subcommand(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = SUBCOMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def _verb_help() -> str:
-    width = max(map(len, VERBS))
-    return "\n".join(["verbs:", *(f"  {name:{width}}  {text}" for name, (_, text) in VERBS.items())])
+def _subcommand_help() -> str:
+    width = max(map(len, SUBCOMMANDS))
+    return "\n".join(["subcommands:", *(f"  {name:{width}}  {text}" for name, (_, text) in SUBCOMMANDS.items())])
 
 
 if __name__ == "__main__":

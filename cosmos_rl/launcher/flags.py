@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from cosmos_rl.launcher.nodes import DEFAULT_PORT
+from cosmos_rl.launcher.ranks.nodes import DEFAULT_PORT
 
 
 def _whole_number(minimum: int) -> Callable[[str], int]:
@@ -15,15 +15,15 @@ def _whole_number(minimum: int) -> Callable[[str], int]:
     return read
 
 
-def launch_parser(version: str, verbs: str) -> argparse.ArgumentParser:
+def launch_parser(version: str, subcommands: str) -> argparse.ArgumentParser:
     """The parser of a training command's flags."""
     parser = argparse.ArgumentParser(
         prog="cosmos-rl",
         usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
-        "       cosmos-rl VERB ...",
+        "       cosmos-rl SUBCOMMAND ...",
         description="Train as a TOML file says. SCRIPT_OR_MODULE gives the datasets; without it the folder of "
         "captioned images or, for reinforcement learning, the prompts that the TOML names.",
-        epilog=verbs,
+        epilog=subcommands,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -40,10 +40,10 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=_whole_number(0), default=0, metavar="N", help="restart failed workers so many times (0)"
     )
-    parser.add_argument("--num-workers", type=_whole_number(1), default=1, metavar="N", help="machines of the job (1)")
+    parser.add_argument("--num-workers", type=_whole_number(1), default=1, metavar="N", help="nodes of the job (1)")
     parser.add_argument("--worker-idx", type=_whole_number(0), default=0, metavar="I", help="which one this is (0)")
-    parser.add_argument("--node-ip-list", metavar="'A;B'", help="addresses of the machines, that of 0 first")
+    parser.add_argument("--node-ip-list", metavar="'A;B'", help="addresses of the nodes, that of 0 first")
     parser.add_argument(
-        "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of machine 0 ({DEFAULT_PORT})"
+        "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of node 0 ({DEFAULT_PORT})"
     )
     parser.add_argument("--debug", action="store_true", help="log more")

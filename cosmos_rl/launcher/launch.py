@@ -10,142 +10,143 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.alone import run_worker
-from cosmos_rl.launcher.arguments import BUNDLED, Launch, script_for, worker_command
-from cosmos_rl.launcher.check import refuse_what_cannot_run
-from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
+from cosmos_rl.launcher.acceptance.accept import accept
+from cosmos_rl.launcher.arguments import Launch, script_for, worker_command
 from cosmos_rl.launcher.machine import gpus
-from cosmos_rl.launcher.nodes import JobEnded, JobPlan
-from cosmos_rl.launcher.output import output_to
-from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
-from cosmos_rl.launcher.signals import EXIT_USER_ERROR, StopRequest, listening
-from cosmos_rl.launcher.sizing import sized
+from cosmos_rl.launcher.prepare import prepare_run
+from cosmos_rl.launcher.ranks.alone import run_worker
+from cosmos_rl.launcher.ranks.nodes import JobEnded, JobPlan
+from cosmos_rl.launcher.ranks.output import redirect_output
+from cosmos_rl.launcher.ranks.signals import EXIT_USER_ERROR, StopRequest, listen
 from cosmos_rl.policy.config import Config, load_config, notes, world_size
+from cosmos_rl.policy.config.jobs import SCRIPTS
+from cosmos_rl.policy.config.ranks import resolve_world_size
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.utils.logging import logger
 
 if TYPE_CHECKING:
-    from cosmos_rl.launcher.link import Link
+    from cosmos_rl.launcher.ranks.coordinator import Coordinator
 
 
-def launch(asked: Launch, argv: Sequence[str]) -> int:
-    """Check, prepare and run this machine's part of one training job; returns its exit code."""
-    if asked.debug:
+def launch(command: Launch, argv: Sequence[str]) -> int:
+    """Check, prepare and run this node's part of one training job; returns its exit code."""
+    if command.debug:
         logger.setLevel(logging.DEBUG)
     stop = StopRequest()
     try:
-        if asked.nodes.count == 1:
-            config, script = _checked(asked)
-            with listening(stop), prepared_run(config, argv) as run:
-                return _run(asked, script, run, world_size(config.policy.parallelism), stop)
-        with listening(stop):
-            return _lead(asked, argv, stop) if asked.nodes.index == 0 else _follow(asked, stop)
+        if command.nodes.count == 1:
+            config, script = accept_command(command)
+            with listen(stop), prepare_run(config, argv) as run:
+                return _run(command, script, run, world_size(config.policy.parallelism), stop)
+        with listen(stop):
+            if command.nodes.index == 0:
+                return _launch_first_node(command, argv, stop)
+            return _launch_other_node(command, stop)
     except JobEnded as end:
         if end.reason:
             print(f"error: {end.reason}", file=sys.stderr, flush=True)
         return end.code
 
 
-def _lead(asked: Launch, argv: Sequence[str], stop: StopRequest) -> int:
+def _launch_first_node(command: Launch, argv: Sequence[str], stop: StopRequest) -> int:
     """Node 0: check everything, make the run folder, let the others join."""
-    from cosmos_rl.launcher.link import Link  # imports torch: seconds
+    from cosmos_rl.launcher.ranks.coordinator import Coordinator  # imports torch: seconds
 
-    link = Link(asked.nodes, stop)
+    coordinator = Coordinator(command.nodes, stop)
     try:
-        config, script = _checked(asked)
-        with prepared_run(config, argv) as run:
-            nproc = world_size(config.policy.parallelism) // asked.nodes.count
-            plan = JobPlan(uuid.uuid4().hex, str(run.root), nproc, asked.nodes.count)
-            link.lead(plan)
-            return _run(asked, script, run, nproc, stop, link, plan.job_id)
+        config, script = accept_command(command)
+        with prepare_run(config, argv) as run:
+            nproc = world_size(config.policy.parallelism) // command.nodes.count
+            plan = JobPlan(uuid.uuid4().hex, str(run.root), nproc, command.nodes.count)
+            coordinator.publish_plan(plan)
+            return _run(command, script, run, nproc, stop, coordinator, plan.job_id)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        link.ended(error.exit_code, str(error))
+        coordinator.announce_failure(error.exit_code, str(error))
         return error.exit_code
     except JobEnded as end:
-        link.ended(end.code, end.reason)
+        coordinator.announce_failure(end.code, end.reason)
         raise
 
 
-def _follow(asked: Launch, stop: StopRequest) -> int:
+def _launch_other_node(command: Launch, stop: StopRequest) -> int:
     """Every other node: take the run folder and the configuration of node 0."""
-    from cosmos_rl.launcher.link import Link  # imports torch: seconds
+    from cosmos_rl.launcher.ranks.coordinator import Coordinator  # imports torch: seconds
 
-    link = Link(asked.nodes, stop)
-    plan = link.follow()
+    coordinator = Coordinator(command.nodes, stop)
+    plan = coordinator.receive_plan()
 
     def check(root: Path) -> None:
         run = RunFolder(root)
         config = load_config(run.next / run.config.name)
-        if asked.nproc_per_node not in (None, plan.nproc):
-            raise UserError(f"--nproc-per-node {asked.nproc_per_node}: node 0 runs {plan.nproc} ranks on each node")
-        sized(config, plan.nproc, gpus(), asked.nodes.count)
-        script = script_for(asked.script, config)
-        check_environment(config, BUNDLED.get(script))
-        command.extend(worker_command(script))
+        if command.nproc_per_node not in (None, plan.nproc):
+            raise UserError(f"--nproc-per-node {command.nproc_per_node}: node 0 runs {plan.nproc} ranks on each node")
+        resolve_world_size(config, plan.nproc, gpus(), command.nodes.count)
+        script = script_for(command.script, config)
+        accept(config, SCRIPTS.get(script), own_script=script not in SCRIPTS)
+        python.extend(worker_command(script))
 
-    command: list[str] = []
-    link.agree(plan, check)
-    return _run(asked, command, RunFolder(Path(plan.run)), plan.nproc, stop, link, plan.job_id)
+    python: list[str] = []
+    coordinator.confirm(plan, check)
+    return _run(command, python, RunFolder(Path(plan.run)), plan.nproc, stop, coordinator, plan.job_id)
 
 
-def _checked(asked: Launch) -> tuple[Config, list[str]]:
+def accept_command(command: Launch) -> tuple[Config, list[str]]:
     """The configuration that will run, and what python is called with."""
+    nproc, nodes = command.nproc_per_node, command.nodes.count
     config = load_config(
-        asked.config,
-        asked.overrides,
-        sized=lambda config: sized(config, asked.nproc_per_node, gpus(), asked.nodes.count),
+        command.config, command.overrides, fit=lambda config: resolve_world_size(config, nproc, gpus(), nodes)
     )
-    config = _of_named_run(config, Path(asked.config))
-    script = script_for(asked.script, config)
-    refuse_unbuilt(config, own_script=script not in BUNDLED)
+    config = _in_named_run(config, Path(command.config))
+    script = script_for(command.script, config)
+    accepted = accept(config, SCRIPTS.get(script), own_script=script not in SCRIPTS)
     for note in notes(config):
         logger.info(note)
-    check_environment(config, BUNDLED.get(script))
-    refuse_what_cannot_run(config, on_cpu=not gpus(), own_data=script not in BUNDLED)
-    return with_absolute_paths(config), worker_command(script)
+    return accepted, worker_command(script)
 
 
 def _run(
-    asked: Launch,
+    command: Launch,
     script: Sequence[str],
     run: RunFolder,
     nproc: int,
     stop: StopRequest,
-    link: "Link | None" = None,
+    coordinator: "Coordinator | None" = None,
     job_id: str = "",
 ) -> int:
-    """Run this machine's workers to their end."""
-    command = [sys.executable, *script, *asked.script_args, "--config", str(run.next / run.config.name)]
+    """Run this node's workers to their end."""
+    call = [sys.executable, *script, *command.script_args, "--config", str(run.next / run.config.name)]
     environment = {"COSMOS_RUN_DIR": str(run.root)}
-    if asked.debug:
+    if command.debug:
         environment["COSMOS_LOG_LEVEL"] = "DEBUG"
-    with output_to(asked.log_dir, asked.nodes.index) as log:
-        if nproc == 1 and asked.max_restarts == 0 and link is None:
-            code, failure = run_worker(command, environment=environment, stop=stop)
+    with redirect_output(command.log_dir, command.nodes.index) as log:
+        if nproc == 1 and command.max_restarts == 0 and coordinator is None:
+            code, failure = run_worker(call, environment=environment, stop=stop)
         else:
-            from cosmos_rl.launcher.agent import run_workers  # imports torch: seconds
+            from cosmos_rl.launcher.ranks.agent import run_workers  # imports torch: seconds
 
             code, failure = run_workers(
-                command,
+                call,
                 environment=environment,
                 stop=stop,
                 nproc=nproc,
-                max_restarts=asked.max_restarts,
-                debug=asked.debug,
-                link=link,
+                max_restarts=command.max_restarts,
+                debug=command.debug,
+                coordinator=coordinator,
                 job_id=job_id,
             )
     if code == EXIT_USER_ERROR:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     elif failure:
-        where = f"its output is in {log.path}, the end of it:\n{log.tail()}" if log else "its output is above"
+        where = "its output is above"
+        if log is not None:
+            where = f"its output is in {log.path}, the end of it:\n{log.tail()}"
         print(f"error: {failure}; {where}", file=sys.stderr, flush=True)
     return code
 
 
-def _of_named_run(config: Config, place: Path) -> Config:
-    """`--config <run folder>` with `train.resume = true` goes on in that run, not in the newest of its folder."""
+def _in_named_run(config: Config, place: Path) -> Config:
+    """`--config <run folder>` with `train.resume = true` continues that run, not the newest of its folder."""
     if not place.is_dir() or config.train.resume is not True or config.train.timestamp:
         return config
     if not re.fullmatch(r"\d{14}", place.resolve().name):

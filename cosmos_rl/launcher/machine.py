@@ -20,7 +20,7 @@ def gpus() -> int:
 
 def gpu_lines() -> list[str]:
     """One line for each GPU: name and memory from nvidia-smi, else the device file."""
-    found = _asked(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    found = _query(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     if found:
         return found
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
@@ -29,19 +29,22 @@ def gpu_lines() -> list[str]:
 
 def gpu_memory() -> int | None:
     """Bytes of the smallest GPU; None when nvidia-smi does not say."""
-    found = _asked(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    found = _query(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) for line in found if line.strip().isdecimal()]
-    return min(sizes) * 2**20 if sizes else None
+    smallest = min(sizes, default=None)
+    return smallest and smallest * 2**20
 
 
 def host_memory() -> int | None:
     """Bytes of memory that are free for new processes, within the limit of a container."""
     free = _number_after("/proc/meminfo", "MemAvailable:")
     limit, used = _whole_file("/sys/fs/cgroup/memory.max"), _whole_file("/sys/fs/cgroup/memory.current")
-    sizes = [free * 1024] if free is not None else []
+    sizes = list[int]()
+    if free is not None:
+        sizes.append(free * 1024)
     if limit is not None and used is not None:
         sizes.append(max(limit - used, 0))
-    return min(sizes) if sizes else None
+    return min(sizes, default=None)
 
 
 def free_disk(path: Path) -> int:
@@ -49,7 +52,7 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(find_existing_folder(path)).free
 
 
-def shown_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """`1.5 GB`; decimal units, as disks and drivers count."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
@@ -58,12 +61,14 @@ def shown_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str, plural: str = "") -> str:
     """`1 step`, `2 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {plural or noun + 's'}"
 
 
-def _asked(command: Sequence[str]) -> list[str]:
+def _query(command: Sequence[str]) -> list[str]:
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=5, check=True, encoding="utf-8", errors="replace"

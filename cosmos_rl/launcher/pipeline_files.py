@@ -1,4 +1,4 @@
-"""What a pipeline folder says about its weights without reading them: safetensors headers and json files. No torch."""
+"""What a pipeline folder holds about its weights without reading them: safetensors headers and json files. No torch."""
 
 import ast
 import json
@@ -38,6 +38,10 @@ class PipelineFiles:
     def transformer(self) -> Shapes:
         """The shapes of the part that is trained."""
         return self.parts["transformer"]
+
+    def class_of(self, part: str) -> str:
+        """The class of a part."""
+        return str(self.configs.get(part, {}).get("_class_name", f"a pipeline without a {part}"))
 
     def count(self, part: str) -> int:
         """How many numbers a part holds."""
@@ -107,6 +111,26 @@ def _returned_texts(function: ast.FunctionDef) -> set[str]:
     values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
     return {value for value in constants if isinstance(value, str)}
+
+
+def vae_channels(pipeline: PipelineFiles) -> list[int]:
+    """Channels of the VAE's blocks, the ones at full size first.
+
+    Raises:
+        Unknown: the VAE is of a class that is not known here.
+    """
+    if pipeline.class_of("vae") != "AutoencoderKL":
+        raise Unknown(f"{pipeline.class_of('vae')} is not known here")
+    return [int(channels) for channels in pipeline.configs["vae"]["block_out_channels"]]
+
+
+def vae_stride(pipeline: PipelineFiles) -> int:
+    """Pixels of a latent's edge.
+
+    Raises:
+        Unknown: the VAE is of a class that is not known here.
+    """
+    return 2 ** (len(vae_channels(pipeline)) - 1)
 
 
 def is_hub_name(name: str) -> bool:

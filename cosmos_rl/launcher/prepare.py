@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.families import family_not_runnable
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
-from cosmos_rl.policy.config import Config, dump_toml, not_runnable_yet
+from cosmos_rl.policy.config import Config, dump_toml
 from cosmos_rl.storage.atomic import write_text
 from cosmos_rl.storage.disk import find_missing_abilities, report_full_disk
 from cosmos_rl.storage.run_folder import RunFolder, check_links, claim_run, find_free_timestamp, lock_run
@@ -22,20 +21,8 @@ from cosmos_rl.utils.logging import logger
 _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "peft", "safetensors", "pydantic")
 
 
-def unbuilt_parts(config: Config, *, own_script: bool) -> list[str]:
-    """What this version cannot run, one line each; a script of the user's own may bring a model class."""
-    return not_runnable_yet(config) + ([] if own_script else family_not_runnable(config.policy))
-
-
-def refuse_unbuilt(config: Config, *, own_script: bool = True) -> None:
-    """Raise `UserError` for documented settings that this version cannot run."""
-    lines = unbuilt_parts(config, own_script=own_script)
-    if lines:
-        raise UserError("\n".join(f"not runnable yet: {line}" for line in lines))
-
-
 @contextlib.contextmanager
-def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
+def prepare_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
     """Decide, make and describe the run folder; within the block it is this command's.
 
     The description waits in `.next` until training begins. A new folder in which nothing began is removed again.
@@ -44,7 +31,7 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
     if plan.run is not None:
         check_links(plan.run.root.parent, plan.run)
     run = plan.run or claim_run(Path(config.train.output_dir), config.train.timestamp)
-    with report_full_disk(run.root), _tried_disk(run), lock_run(run):
+    with report_full_disk(run.root), _try_disk(run), lock_run(run):
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
@@ -58,7 +45,7 @@ def prepared_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
 
 
 @contextlib.contextmanager
-def _tried_disk(run: RunFolder) -> Iterator[None]:
+def _try_disk(run: RunFolder) -> Iterator[None]:
     """One warning for all that the disk lacks; what no run can do without ends the command here."""
     try:
         lacks = find_missing_abilities(run.root)
@@ -91,7 +78,9 @@ def _earlier(run_json: Path) -> list[object]:
         record = json.loads(run_json.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return [*record.pop("earlier", []), record] if isinstance(record, dict) else []
+    if not isinstance(record, dict):
+        return []
+    return [*record.pop("earlier", []), record]
 
 
 def _versions() -> dict[str, str]:

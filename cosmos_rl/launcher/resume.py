@@ -22,10 +22,10 @@ class ResumePlan:
 
 
 def plan_resume(config: Config) -> ResumePlan:
-    """The start that `train.resume`, `train.output_dir` and `train.timestamp` ask for.
+    """The start that `train.resume`, `train.output_dir` and `train.timestamp` set.
 
     Raises:
-        UserError: the asked checkpoint is missing or broken, or starting anew would hide one that exists.
+        UserError: the checkpoint is missing or broken, or a new start would hide one that exists.
     """
     resume = config.train.resume
     if isinstance(resume, str):
@@ -73,5 +73,5 @@ def _continue(run: RunFolder, older: list[RunFolder]) -> ResumePlan:
     lines += [f"  whole, of an older run: {path}" for path in choices]
     if choices:
         lines.append(f"  start from one of these with --train.resume={choices[-1]}")
-    lines.append("  or start anew without train.resume")
+    lines.append("  or start a new run without train.resume")
     raise UserError("\n".join(lines))

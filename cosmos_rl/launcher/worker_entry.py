@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.errors import OutOfMemory, UserError
+from cosmos_rl.launcher.acceptance.accept import accept
 from cosmos_rl.launcher.arguments import split_overrides
-from cosmos_rl.launcher.environment import check_environment, with_absolute_paths
-from cosmos_rl.launcher.machine import gpus
-from cosmos_rl.launcher.prepare import prepared_run, refuse_unbuilt
-from cosmos_rl.launcher.resume import resume_from
-from cosmos_rl.launcher.signals import EXIT_FAILED, StopRequest
-from cosmos_rl.launcher.supervised import supervised, tell
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config, world_size
-from cosmos_rl.policy.config.ranks import has_unbuilt_ranks, resized
+from cosmos_rl.launcher.prepare import prepare_run
+from cosmos_rl.launcher.ranks.signals import EXIT_FAILED, StopRequest
+from cosmos_rl.launcher.ranks.worker_process import report_error, supervise
+from cosmos_rl.launcher.run_job import explain_out_of_memory, run_job
+from cosmos_rl.policy.config import Config, load_config, world_size
+from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.ranks import has_unsupported_ranks, with_world_size
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.storage.run_folder import RunFolder
@@ -64,42 +64,32 @@ def main(
     def train(stop: StopRequest) -> int:
         _refuse(others)
         with _config_and_run(args) as (config, run):
-            rewards = _reward_arguments(config, reward_fns, val_reward_fns)
-            # The trainer pulls in torch and diffusers: seconds, so only once everything else is known to be right.
-            from cosmos_rl.policy.trainer import run as run_trainer
-
-            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
+            _check_rewards(config, rewards)
             try:
-                return run_trainer(
+                return run_job(
                     config,
                     run,
+                    stop=stop,
+                    restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                     dataset=dataset,
                     val_dataset=val_dataset,
                     custom_logger_fns=custom_logger_fns or (),
                     hook_fns=hook_fns,
-                    resume_from=resume_from(config, run, restarts),
-                    stop=stop,
                     **rewards,
                 )
             except OutOfMemory as error:
-                from cosmos_rl.launcher import out_of_memory  # with all of `check`, which no other run needs
-
                 traceback.print_exc()
-                on_cpu = config.train.device == "cpu" or gpus() == 0
-                tell(out_of_memory.told(config, error.phase, on_cpu=on_cpu))
+                report_error(explain_out_of_memory(config, error))
                 return EXIT_FAILED
 
-    supervised(train)
+    supervise(train)
 
 
-def _reward_arguments(config: Config, train: RewardFns | None, validation: RewardFns | None) -> dict[str, Any]:
-    """The trainer's arguments for rewards; a job without rewards has none."""
-    if isinstance(config.train.train_policy, GrpoPolicyConfig):
-        return {"reward_fns": train, "val_reward_fns": validation}
-    given = [name for name, value in {"reward_fns": train, "val_reward_fns": validation}.items() if value is not None]
-    if given:
+def _check_rewards(config: Config, rewards: Mapping[str, RewardFns | None]) -> None:
+    given = [name for name, value in rewards.items() if value is not None]
+    if given and not job_kind(config).online:
         raise UserError(f'worker_entry.main: {", ".join(given)}: only with train.train_policy.type = "grpo"')
-    return {}
 
 
 def _refuse(others: Mapping[str, object]) -> None:
@@ -125,34 +115,23 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     if run_dir:
         run = RunFolder(Path(run_dir))
         with report_full_disk(run.root):
-            yield named(load_config(path), run), run
+            yield load_config(path), run
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would make a run folder of its own
         raise UserError("several ranks are started with `cosmos-rl --nproc-per-node N --config X.toml SCRIPT`")
-    from cosmos_rl.launcher.check import refuse_what_cannot_run  # the launcher does it for all others
-
     os.environ.setdefault("COSMOS_ROLE", "Controller")
-    config = load_config(path, split_overrides(rest)[0], sized=_one_rank)
-    refuse_unbuilt(config)
-    check_environment(config, None)
-    refuse_what_cannot_run(config, on_cpu=config.train.device == "cpu" or gpus() == 0, own_data=True)
-    config = with_absolute_paths(config)
-    with prepared_run(config, sys.argv) as run:
-        yield named(config, run), run
+    config = load_config(path, split_overrides(rest)[0], fit=_one_rank)
+    config = accept(config, None, own_script=True)
+    with prepare_run(config, sys.argv) as run:
+        yield config, run
 
 
 def _one_rank(config: Config) -> Config:
-    asked = world_size(config.policy.parallelism)
-    if asked in (0, 1) or has_unbuilt_ranks(config.policy.parallelism):  # errors that are named elsewhere
+    ranks = world_size(config.policy.parallelism)
+    if ranks in (0, 1) or has_unsupported_ranks(config.policy.parallelism):  # errors that are named elsewhere
         return config
     logger.warning(
         "started without cosmos-rl: 1 rank, policy.parallelism.dp_shard_size = 1 in place of "
         f"{config.policy.parallelism.dp_shard_size}; `cosmos-rl --nproc-per-node N` runs N ranks"
     )
-    return resized(config, 1)
-
-
-def named(config: Config, run: RunFolder) -> Config:
-    """Loggers and trackers name the run by its start time, also when the configuration left it open."""
-    train = config.train.model_copy(update={"timestamp": run.name})
-    return config.model_copy(update={"train": train})
+    return with_world_size(config, 1)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.utils.logging import logger
 
 _GENERATIONS = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")
@@ -78,8 +79,10 @@ def read_service_access() -> Access:
 
 def find_missing_access(config: Config) -> list[str]:
     """What the environment lacks for the rewards of ``config``, one line each; nothing is asked over the network."""
-    job = config.train.train_policy
-    if not isinstance(job, GrpoPolicyConfig) or job.bypass_reward:
+    if not job_kind(config).online:
+        return []
+    job = online_table(config)
+    if job.bypass_reward:
         return []
     validates = config.validation.enable and config.validation.remote_reward is not None
     if not job.use_remote_reward and not validates:

@@ -12,6 +12,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.reward.combine import RewardSum, Scores, combine
 from cosmos_rl.reward.functions import LocalReward, RewardFns, build_given_rewards, load_configured_rewards
 from cosmos_rl.reward.local import LocalScorer
@@ -54,9 +55,7 @@ def make_rewards(
     Raises:
         UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service.
     """
-    job = config.train.train_policy
-    if not isinstance(job, GrpoPolicyConfig):
-        raise ValueError("rewards belong to reinforcement learning")
+    job = online_table(config)
     if job.bypass_reward:
         return _NoRewards()
     functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)

@@ -200,7 +200,7 @@ def test_adapter_names_that_collide_with_modules_are_refused(write_toml: Callabl
 
 
 def test_initialisations_that_change_the_base_are_refused(write_toml: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match="not runnable yet: policy.lora.init_lora_weights"):
+    with pytest.raises(UserError, match="not supported yet: policy.lora.init_lora_weights"):
         train(write_toml(), '--policy.lora.init_lora_weights="pissa"')
 
 

@@ -20,8 +20,8 @@ from cosmos_rl.policy.config import (
     cross_check,
     dump_toml,
     load_config,
-    not_runnable_yet,
     notes,
+    unsupported_settings,
 )
 from cosmos_rl.policy.config.aliases import PRESENT_NAMES
 from cosmos_rl.policy.config.keys import dotted_keys, find_field
@@ -339,7 +339,7 @@ def test_every_present_name_exists() -> None:
 def test_what_is_documented_but_not_built_is_valid_and_named(
     toml: Callable[..., Path], override: str, part: str
 ) -> None:
-    [line] = not_runnable_yet(load_config(toml(), [override]))
+    [line] = unsupported_settings(load_config(toml(), [override]))
     assert part in line
 
 
@@ -366,7 +366,7 @@ def test_what_is_documented_but_not_built_is_valid_and_named(
 )
 def test_what_this_version_can_do_is_runnable_and_noted_nowhere(toml: Callable[..., Path], override: str) -> None:
     config = load_config(toml(), [override])
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
     assert notes(config) == []
 
 
@@ -400,7 +400,7 @@ def test_the_upstream_cache_switch_means_both_caches() -> None:
 
 def test_a_key_without_effect_is_accepted_and_named_once(toml: Callable[..., Path]) -> None:
     config = load_config(toml(more="sync_weight_interval = 2\nasync_tp_enabled = false\n[rollout]\nbackend = 'vllm'\n"))
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
     assert notes(config) == [
         "Upstream keys that can have no effect here: train.sync_weight_interval, rollout.backend",
     ]
@@ -408,7 +408,7 @@ def test_a_key_without_effect_is_accepted_and_named_once(toml: Callable[..., Pat
 
 def test_keys_of_another_job_are_named_as_not_read(toml: Callable[..., Path]) -> None:
     config = load_config(toml(more="[rollout]\nn_generation = 8\n[policy.diffusers]\ntrain_frames = 93\n"))
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
     assert notes(config) == [
         "Keys of other jobs that this one does not read: policy.diffusers.train_frames, rollout.n_generation",
     ]
@@ -422,7 +422,7 @@ def test_a_run_that_saves_nothing_gets_a_note(toml: Callable[..., Path]) -> None
 def test_a_plain_run_breaks_no_rule(toml: Callable[..., Path]) -> None:
     config = load_config(toml())
     assert cross_check(config) == []
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)

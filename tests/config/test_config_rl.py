@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.policy.config import ConfigError, load_config, not_runnable_yet, notes
+from cosmos_rl.policy.config import ConfigError, load_config, notes, unsupported_settings
 
 NFT = """
 mode = "colocated"
@@ -56,9 +56,9 @@ def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path: Path
 
 def test_a_diffusion_nft_job_is_valid_and_runnable(path: Path) -> None:
     config = load_config(path)
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
     others = load_config(path, ["train.train_policy.trainer_type=flow_grpo"])
-    assert not_runnable_yet(others) == ['train.train_policy.trainer_type = "flow_grpo"; use "diffusion_nft"']
+    assert unsupported_settings(others) == ['train.train_policy.trainer_type = "flow_grpo"; use "diffusion_nft"']
     assert notes(config) == []
     assert config.train.train_policy.remote_reward.reward_fns[1].weight == 0.5
 
@@ -89,7 +89,7 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
         one = config.policy.parallelism.model_copy(update={"dp_shard_size": 1})
         return config.model_copy(update={"policy": config.policy.model_copy(update={"parallelism": one})})
 
-    load_config(path, ["train.train_batch_per_replica=72"], sized=on_one)
+    load_config(path, ["train.train_batch_per_replica=72"], fit=on_one)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_clip_that_is_not_given_suits_the_reward(path: Path) -> None:
 def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path: Path) -> None:
     named = ["train.train_policy.dataset.name=pickscore", "train.train_policy.dataset.split=train"]
     config = load_config(path, [*named, "validation.enable=true", "validation.dataset.name=ocr"])
-    assert not_runnable_yet(config) == []
+    assert unsupported_settings(config) == []
     assert notes(config) == []
 
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import cosmos_rl
-from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.document import sections
 
 ROOT = Path(cosmos_rl.__file__).parent
@@ -25,5 +25,5 @@ def read_names() -> set[str]:
 def test_every_key_that_works_is_read() -> None:
     read = read_names()
     entries = [(section.heading, entry) for section in sections() for entry in section.entries]
-    unread = [f"{at} {e.name}" for at, e in entries if e.kind in (Kind.WORKS, Kind.RL) and e.name not in read]
+    unread = [f"{at} {e.name}" for at, e in entries if e.kind in (Support.WORKS, Support.RL) and e.name not in read]
     assert unread == []

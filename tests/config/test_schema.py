@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.document import sections
 from cosmos_rl.policy.config.keys import dotted_keys, keys_of, tables_of
 from tests.support import patience
@@ -51,7 +51,7 @@ def test_the_schema_is_printed_without_torch() -> None:
 def test_the_page_names_every_key_once_with_its_status() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     effective, _, appendix = page.partition("\n## Appendix")
-    assert {status for _, status in rows_of(effective)} == {Kind.WORKS.value, Kind.RL.value}
+    assert {status for _, status in rows_of(effective)} == {Support.WORKS.value, Support.RL.value}
     assert len(rows_of(appendix)) == len(dict(rows_of(appendix)))
     described = dict(rows_of(appendix))
     for part in re.split(r"^## ", effective, flags=re.MULTILINE)[1:]:
@@ -62,8 +62,8 @@ def test_the_page_names_every_key_once_with_its_status() -> None:
     for key in keys_of(Config()):
         if not tables_of(key.field.annotation):  # a table that is absent by default
             assert described[key.path] == key.kind.value
-    assert described["train.train_policy.kl_beta"] == Kind.RL.value
-    assert described["policy.lora.r"] == Kind.WORKS.value
+    assert described["train.train_policy.kl_beta"] == Support.RL.value
+    assert described["policy.lora.r"] == Support.WORKS.value
 
 
 def test_the_template_is_the_defaults() -> None:
@@ -74,7 +74,7 @@ def test_the_template_is_the_defaults() -> None:
 def test_the_template_names_every_key_that_means_something() -> None:
     text = (ROOT / "configs/cosmos_rl_config.toml").read_text()
     named = set(re.findall(r"^(?:# )?(\w+) = ", text, flags=re.MULTILINE))
-    meant = {entry.name for section in sections() for entry in section.entries if entry.kind is not Kind.NO_EFFECT}
+    meant = {entry.name for section in sections() for entry in section.entries if entry.kind is not Support.NO_EFFECT}
     assert named == meant
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from cosmos_rl.launcher import cli
 from cosmos_rl.launcher.arguments import parse_launch, script_for, worker_command
-from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
+from cosmos_rl.policy.config.ranks import resolve_world_size
 from cosmos_rl.storage.run_folder import find_newest_run
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
@@ -126,15 +126,15 @@ def test_every_command_line_parses(page: Path, monkeypatch: pytest.MonkeyPatch) 
         raise Parsed
 
     for argv in commands(page):
-        if argv[0] in cli.VERBS:
+        if argv[0] in cli.SUBCOMMANDS:
             with monkeypatch.context() as patch, pytest.raises(Parsed):
                 patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-                cli._verb(argv[0])(argv[1:])
+                cli._load_subcommand(argv[0])(argv[1:])
             continue
         asked = parse_launch(argv, "0", "")
         if (ROOT / asked.config).is_file():
-            fitted = partial(sized, nproc=asked.nproc_per_node, gpus=0)
-            config = load_config(ROOT / asked.config, asked.overrides, sized=fitted)
+            fitted = partial(resolve_world_size, nproc=asked.nproc_per_node, gpus=0)
+            config = load_config(ROOT / asked.config, asked.overrides, fit=fitted)
             worker_command(script_for(asked.script, config))
 
 

@@ -79,7 +79,7 @@ def test_a_run_in_another_locale_keeps_what_the_configuration_says(tmp_path: Pat
     toml = CONFIG.replace("MODEL", str(tmp_path / "model")) + '[logging]\nproject_name = "Müller 🐈"\n'
     (tmp_path / "run.toml").write_text(toml, encoding="utf-8")
     says = "    from cosmos_rl.utils.logging import logger\n    logger.info('Müller 🐈')\n    print('Müller 🐈')\n"
-    (tmp_path / "worker.py").write_text(f"{WORKER}\ndef body(stop):\n{says}    return 0\nsupervised(body)\n", "utf-8")
+    (tmp_path / "worker.py").write_text(f"{WORKER}\ndef body(stop):\n{says}    return 0\nsupervise(body)\n", "utf-8")
     done = patience.run(
         [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml", "worker.py"],
         cwd=tmp_path,

@@ -112,7 +112,7 @@ def test_relative_imports_are_resolved() -> None:
 
 def test_only_the_device_room_names_cuda() -> None:
     """It would tie a room to one device; the sample verb alone has to pick where plain diffusers runs."""
-    allowed = {"launcher/verbs.py"}
+    allowed = {"launcher/commands.py"}
     found = {
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")

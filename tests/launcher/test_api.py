@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +177,34 @@ def test_a_guard_that_stops_the_run_says_so(folder: Path) -> None:
 
 
 def test_a_run_without_an_export_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no export yet; go on with resume=True"):
+    with pytest.raises(UserError, match="nothing is exported yet; continue with resume=True"):
         _ = cosmos_rl.FinishedRun(tmp_path, True, "tiny_sd3").result
 
 
 def test_importing_the_package_needs_no_torch() -> None:
     code = "import sys, cosmos_rl; dir(cosmos_rl); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
+
+
+def test_the_recipe_of_nft_is_the_published_one() -> None:
+    """What both set is equal; only the argument `steps` ends a run from Python."""
+
+    def values(path: Path) -> dict[str, object]:
+        return dict(_flatten(tomllib.loads(path.read_text())))
+
+    ours = values(Path(cosmos_rl.__file__).parent / "launcher" / "recipes" / "nft.toml")
+    published = values(ROOT / "configs" / "stable-diffusion-3-5" / "stable-diffusion-3-5-medium-nft.toml")
+    common = ours.keys() & published.keys() - {"train.epoch"}
+    assert {key: ours[key] for key in common} == {key: published[key] for key in common}
+    assert ours.keys() - published.keys() == {"train.train_policy.reward_hacking_guard.samples"}
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

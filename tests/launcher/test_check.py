@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.launcher import estimate
+from cosmos_rl.launcher.acceptance.length import run_length
+from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.plan import planned
 from cosmos_rl.policy.config import load_config
 from tests.support.checks import assert_memory_and_disk, check, estimate_and_rise, modules_of_check, sizes
 from tests.support.paths import ROOT
@@ -32,7 +32,7 @@ def test_the_report_says_what_is_trained_in_which_batches_on_what(
         "12 captions in",
         "3 steps per epoch x 100 epochs = 300 steps",
         "train.max_num_steps ends the run after 6 steps",
-        "optimiser moments",
+        "optimizer state",
         "one checkpoint",
         "holds no earlier run to read it from",
         "policy.lora.r = 4",
@@ -68,7 +68,8 @@ def test_it_never_imports_torch(write_toml: Toml) -> None:
 def test_the_number_of_trained_weights_is_the_trainers(write_toml: Toml, lora: bool, options: list[str]) -> None:
     from cosmos_rl.policy.model.base import ModelRegistry
 
-    config, _, selection = sizes(write_toml(lora=lora), *options)
+    config, files = sizes(write_toml(lora=lora), *options)
+    selection = files.selection
     model = ModelRegistry.build_diffusers_model(config)
     assert selection.trained == sum(p.numel() for p in model.trainable_parameters().values())
     adapters = sum(p.numel() for name, p in model.transformer.named_parameters() if ".lora_" in name)
@@ -143,7 +144,7 @@ def test_the_limit_that_ends_the_run_is_named(
     options = ["--train.train_batch_per_replica=1", "--train.train_policy.mini_batch=1", "--train.epoch=2"]
     path = write_toml()
     config = load_config(path, [*options, f"--train.max_num_steps={most}"])
-    assert planned(config, own_data=False).steps == steps
+    assert run_length(config, own_data=False).steps == steps
     assert text in check(capsys, "--config", path, *options, f"--train.max_num_steps={most}")[1]
 
 
@@ -151,9 +152,9 @@ def test_held_out_samples_and_incomplete_batches_count_as_in_training(write_toml
     extra = "[validation]\nenable = true"
     path = write_toml(extra, train="")
     options = ["--train.train_policy.dataset.test_size=0.25", "--train.max_num_steps=none", "--train.epoch=2"]
-    dropped = planned(load_config(path, options), own_data=False)
+    dropped = run_length(load_config(path, options), own_data=False)
     assert (dropped.samples, dropped.held_out, dropped.steps) == (12, 3, 4)
-    kept = planned(load_config(path, [*options, "--train.train_policy.dataloader_drop_last=false"]), own_data=False)
+    kept = run_length(load_config(path, [*options, "--train.train_policy.dataloader_drop_last=false"]), own_data=False)
     assert kept.steps == 6
 
 
@@ -213,18 +214,18 @@ def test_an_unknown_transformer_leaves_out_its_activations_only(
 @pytest.mark.parametrize("shards", [1, 4])
 def test_trained_state_is_sixteen_bytes_a_weight_over_the_shards(write_toml: Toml, shards: int) -> None:
     options = [f"--policy.parallelism.dp_shard_size={shards}", "--train.param_dtype=bfloat16"]
-    config, pipeline, selection = sizes(write_toml(lora=False), *options)
-    found = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
-    state = sum(found.parts[name] for name in ("trained weights", "gradients", "optimiser moments"))
-    assert math.isclose(state, 16 * selection.trained / shards, rel_tol=1e-6)
+    config, files = sizes(write_toml(lora=False), *options)
+    found = estimate.memory(config, files, on_cpu=False, saves=1)
+    state = sum(found.parts[name] for name in ("trained weights", "gradients", "optimizer state"))
+    assert math.isclose(state, 16 * files.selection.trained / shards, rel_tol=1e-6)
     assert found.phases["forward and backward"] > state
 
 
 def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
-    config, pipeline, selection = sizes(write_toml())
-    offloaded = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
-    config, pipeline, selection = sizes(write_toml(), "--policy.diffusers.offload=false")
-    resident = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    config, files = sizes(write_toml())
+    offloaded = estimate.memory(config, files, on_cpu=False, saves=1)
+    config, files = sizes(write_toml(), "--policy.diffusers.offload=false")
+    resident = estimate.memory(config, files, on_cpu=False, saves=1)
     frozen = sum(resident.parts[name] for name in ("text encoders and other frozen parts", "VAE"))
     assert resident.phases["optimiser step"] - offloaded.phases["optimiser step"] == frozen
     assert offloaded.host - resident.host == frozen
@@ -262,7 +263,7 @@ def test_check_takes_a_whole_training_command(
     script = ["cosmos_rl.tools.dataset.diffusers_dataset", "--own", "1"]
     code, report, errors = check(capsys, *flags, "--config", config, *script)
     assert (code, errors) == (0, "")
-    assert "4 ranks: dp_shard_size 4 2 on each of 2 machines" in report
+    assert "4 ranks: dp_shard_size 4 2 on each of 2 nodes" in report
     assert "train.seed = 7" in report
     assert check(capsys, *flags, "--config", config, "--worker-idx", "2")[0] == 2
     assert not Path("logs").exists()

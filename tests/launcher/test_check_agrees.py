@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.arguments import parse_launch
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.launch import _checked
+from cosmos_rl.launcher.launch import accept_command
 from cosmos_rl.policy.config import Config, load_config
-from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.keys import Key, keys_of
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import train
@@ -62,7 +62,7 @@ def tried_keys(config: Config) -> list[tuple[str, str]]:
     return [
         (key.path, literal)
         for key in keys_of(config)
-        if key.kind in (Kind.WORKS, Kind.LATER) and not key.path.startswith(LEFT_ALONE)
+        if key.kind in (Support.WORKS, Support.PLANNED) and not key.path.startswith(LEFT_ALONE)
         if key.path.rpartition(".")[2] not in ELSEWHERE
         for literal in literals(key)
     ]
@@ -81,10 +81,10 @@ def compared(config: Path, options: list[str], capsys: pytest.CaptureFixture[str
     assert code in (0, 2), printed
     refused = ""
     try:
-        _checked(parse_launch(["--config", str(config), *options], "0", ""))
+        accept_command(parse_launch(["--config", str(config), *options], "0", ""))
     except UserError as error:
         refused = str(error)
-    unbuilt = {line.strip() for line in printed.out.splitlines() if line.strip().startswith("not runnable yet: ")}
+    unbuilt = {line.strip() for line in printed.out.splitlines() if line.strip().startswith("not supported yet: ")}
     if code == 2:  # a launch names first what is not built, then what is wrong
         assert problems(refused) <= problems(printed.err) | unbuilt, (printed.err, refused)
         assert refused, printed.err
@@ -138,7 +138,7 @@ def test_both_refuse_with_the_same_text(
     assert message in capsys.readouterr().err
     assert not compared(path, [option], capsys)
     with pytest.raises(UserError) as caught:
-        _checked(parse_launch(["--config", str(path), option], "0", ""))
+        accept_command(parse_launch(["--config", str(path), option], "0", ""))
     assert message in str(caught.value)
 
 
@@ -163,18 +163,18 @@ def test_ranks_of_a_kind_that_is_not_built_are_named_so_by_both(
     write_toml: Toml, capsys: pytest.CaptureFixture[str], name: str, ranks: list[str]
 ) -> None:
     path, option = write_toml(), f"--policy.parallelism.{name}=2"
-    line = f"not runnable yet: policy.parallelism.{name} = 2; today only 1"
+    line = f"not supported yet: policy.parallelism.{name} = 2; today only 1"
     assert main(["check", *ranks, "--config", str(path), option]) == 0
     assert line in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
-        _checked(parse_launch([*ranks, "--config", str(path), option], "0", ""))
+        accept_command(parse_launch([*ranks, "--config", str(path), option], "0", ""))
     assert str(caught.value) == line
 
 
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("[sc]*/*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_can_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", str(recipe)]) == 0
-    assert "not runnable yet" not in capsys.readouterr().out
+    assert "not supported yet" not in capsys.readouterr().out
 
 
 def test_a_fetched_pipeline_that_predicts_noise_says_so(
@@ -199,8 +199,8 @@ def test_a_fetched_pipeline_of_another_family_says_so_unless_a_script_may_bring_
     message = "(UnheardOfPipeline); today only StableDiffusion3Pipeline and pipelines of diffusers"
     assert message in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
-        _checked(parse_launch(["--config", str(path), option], "0", ""))
+        accept_command(parse_launch(["--config", str(path), option], "0", ""))
     assert message in str(caught.value)
     (tmp_path / "own.py").write_text("")
     assert main(["check", "--config", str(path), option, str(tmp_path / "own.py")]) == 0
-    assert "not runnable yet" not in capsys.readouterr().out
+    assert "not supported yet" not in capsys.readouterr().out

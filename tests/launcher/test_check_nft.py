@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.launcher import estimate
+from cosmos_rl.launcher.acceptance.length import run_length
+from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.plan import planned
-from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.checks import assert_memory_and_disk, check, estimate_and_rise, modules_of_check, sizes
 from tests.support.paths import ROOT
@@ -36,7 +36,7 @@ def test_the_batch_arithmetic_of_the_recipe(
         "every 5 steps 32 held-out samples (own samples, made at the start in 40 steps) at 4 noise levels",
     ):
         assert text in report, text
-    assert "not runnable yet" not in report
+    assert "not supported yet" not in report
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_forward_and_backward_passes_are_those_of_a_run(
     from tests.support.trainer_runs import train
 
     path = write_nft_toml("reward_hacking_guard.enable = false")
-    plan = rl_plan(load_config(path, options))
+    plan = plan_online(load_config(path, options))
     assert (plan.old_forwards, plan.reference_forwards) == (old, reference)
     run = train(path, *options, dataset=training_prompts)
     first, second = (row["train/nfe"] for row in read_metrics(run / "metrics.jsonl"))
@@ -92,10 +92,10 @@ def test_dropout_of_the_network_is_planned_as_the_trainer_finds_it(write_nft_tom
         dropout=dropout,
     )
     config = load_config(write_nft_toml(), ["--policy.diffusers.weight_copy_decay_type=0"])
-    plan = rl_plan(config, network.config)
+    plan = plan_online(config, network.config)
     assert plan.dropout == any(map(has_active_dropout, network.modules())) == (dropout > 0)
     assert plan.old_forwards == (plan.backwards if dropout else 0)
-    assert rl_plan(config).dropout is None
+    assert plan_online(config).dropout is None
 
 
 def test_what_is_not_known_of_dropout_is_said_where_it_matters(
@@ -115,10 +115,10 @@ def test_prompts_are_counted_and_few_are_taken_several_times(
     path = write_nft_toml()
     _, report, _ = check(capsys, "--config", path, "--train.epoch=3", "--train.max_num_steps=none")
     assert f"4 prompts in {tmp_path / 'prompts.txt'} 2 steps per epoch x 3 epochs = 6 steps" in report
-    few = planned(load_config(path, ["--train.train_batch_per_replica=24"]), own_data=False)
+    few = run_length(load_config(path, ["--train.train_batch_per_replica=24"]), own_data=False)
     assert few.steps_per_epoch == 1
     named = load_config(path, ["train.train_policy.dataset.local_dir=", "train.train_policy.dataset.name=pickscore"])
-    assert planned(named, own_data=False).why == "the prompts pickscore have not been fetched yet"
+    assert run_length(named, own_data=False).why == "the prompts pickscore have not been fetched yet"
 
 
 def test_a_named_set_is_counted_where_it_was_fetched(
@@ -131,7 +131,7 @@ def test_a_named_set_is_counted_where_it_was_fetched(
     named = load_config(
         write_nft_toml(), ["train.train_policy.dataset.local_dir=", "train.train_policy.dataset.name=ocr"]
     )
-    assert planned(named, own_data=False).samples == 7
+    assert run_length(named, own_data=False).samples == 7
 
 
 def test_rewards_and_guard_are_printed_and_no_reward_is_refused(
@@ -203,10 +203,10 @@ def test_it_never_imports_torch(write_nft_toml: Toml) -> None:
 def test_copies_of_all_weights_are_counted_when_they_are_kept(
     write_nft_toml: Toml, options: list[str], kept: set[str]
 ) -> None:
-    config, pipeline, selection = sizes(write_nft_toml(lora=False), *options)
-    found = estimate.memory(config, pipeline, selection, on_cpu=False, saves=1)
+    config, files = sizes(write_nft_toml(lora=False), *options)
+    found = estimate.memory(config, files, on_cpu=False, saves=1)
     assert {"old policy", "reference"} & set(found.parts) == kept
-    assert all(found.parts[name] == 4 * selection.trained for name in kept)
+    assert all(found.parts[name] == 4 * files.selection.trained for name in kept)
 
 
 ADAPTERS_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]
@@ -241,9 +241,10 @@ def test_the_estimate_holds_where_samples_outweigh_weights(write_nft_toml: Toml,
 
 
 def test_the_bundled_script_follows_the_kind_of_job(write_nft_toml: Toml, write_toml: Toml) -> None:
-    from cosmos_rl.launcher.arguments import PAIRS_MODULE, PROMPTS_MODULE, script_for
+    from cosmos_rl.launcher.arguments import script_for
+    from cosmos_rl.policy.config.jobs import DIFFUSION_NFT, SFT
 
-    assert script_for(None, load_config(write_nft_toml())) == PROMPTS_MODULE
-    assert script_for(None, load_config(write_toml())) == PAIRS_MODULE
+    assert script_for(None, load_config(write_nft_toml())) == DIFFUSION_NFT.script
+    assert script_for(None, load_config(write_toml())) == SFT.script
     assert script_for("mine.py", load_config(write_toml())) == "mine.py"
-    assert main(["check", "--config", str(write_nft_toml()), PROMPTS_MODULE]) == 0
+    assert main(["check", "--config", str(write_nft_toml()), DIFFUSION_NFT.script]) == 0

@@ -6,9 +6,8 @@ import pytest
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.machine import gpus
-from cosmos_rl.launcher.sizing import sized
 from cosmos_rl.policy.config import Config, data_ranks, world_size
-from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.config.ranks import resolve_world_size, with_world_size
 
 
 def config(device: str = "auto", **sizes: Any) -> Config:
@@ -42,7 +41,7 @@ def ranks_of(fitted: Config) -> tuple[int, int, int]:
 def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
     asked: dict[str, Any], nproc: int | None, gpus: int, got: tuple[int, int, int]
 ) -> None:
-    fitted = sized(config(**asked), nproc, gpus)
+    fitted = resolve_world_size(config(**asked), nproc, gpus)
     assert ranks_of(fitted) == got
     assert data_ranks(fitted.policy.parallelism) == got[0]
     assert fitted.rollout.parallelism == fitted.policy.parallelism
@@ -71,21 +70,21 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     asked: dict[str, Any], nproc: int | None, gpus: int, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        sized(config(**asked), nproc, gpus)
+        resolve_world_size(config(**asked), nproc, gpus)
     assert message in str(caught.value)
 
 
 def test_a_changed_number_of_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    sized(config(dp_shard_size=8), None, 0)
+    resolve_world_size(config(dp_shard_size=8), None, 0)
     assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
-    sized(config(), 2, 0)
+    resolve_world_size(config(), 2, 0)
     assert "--nproc-per-node 2: 2 ranks, policy.parallelism.dp_shard_size = 2 in place of 1" in capsys.readouterr().out
-    sized(config(), None, 0)
+    resolve_world_size(config(), None, 0)
     assert capsys.readouterr().out == ""
 
 
 def test_a_rollout_table_that_is_not_given_stays_so() -> None:
-    assert resized(Config(), 4).rollout.parallelism is None
+    assert with_world_size(Config(), 4).rollout.parallelism is None
 
 
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

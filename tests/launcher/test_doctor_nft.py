@@ -56,7 +56,7 @@ def test_an_adapter_that_targets_nothing_is_found(write_nft_toml: Toml, capsys: 
     [
         ("not_a_number", "FAIL", "no score for any of 6 samples: not_a_number: the function gave nan"),
         ("never", "FAIL", "no score for any of 6 samples: never: the function gave None"),
-        ("constant", "FAIL", "always 0.25, also for plain and noisy images: it tells nothing"),
+        ("constant", "FAIL", "always 0.25, also for plain and noisy images: it measures nothing"),
         ("seldom", "warn", "0 for all samples; other images get other scores"),
         ("lost_on_some_prompts", "warn", "missing for 3: lost_on_some_prompts: the function gave None"),
     ],

@@ -40,14 +40,14 @@ def test_help_and_version_need_no_torch(argument: str) -> None:
         (["--config", "run.toml", "no.such.module"], "no.such.module: no such module in"),
         (["--config", "run.toml", "./worker"], "did you mean the file ./worker.py?"),
         (["--config", "run.toml", "folder/worker"], "neither a .py file nor the name of a module"),
-        (["--config", "run.toml", "--train.compile=true"], "not runnable yet: train.compile"),
+        (["--config", "run.toml", "--train.compile=true"], "not supported yet: train.compile"),
         (
             ["--config", "run.toml", "--nproc-per-node", "3", "--policy.parallelism.dp_replicate_size=2", "worker.py"],
             "2, the product of the other sizes",
         ),
         (
             ["--config", "run.toml", "--nproc-per-node", "2", "--policy.parallelism.tp_size=2"],
-            "not runnable yet: policy",
+            "not supported yet: policy",
         ),
         (["--config", "run.toml", "worker.py", "--trian.epoch=3"], "--trian.epoch=3: did you mean --train.epoch=3?"),
         (["--config", "run.toml", "worker.py", "--train.epch=3"], "train.epch: unknown key; did you mean train.epoch?"),
@@ -91,7 +91,7 @@ def test_a_script_gets_its_arguments_the_config_and_the_environment(
         "def body(stop):\n"
         "    (here / 'seen.json').write_text(json.dumps([sys.argv, dict(os.environ), os.getcwd()]))\n"
         "    return 0\n"
-        "supervised(body)\n"
+        "supervise(body)\n"
     )
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -156,7 +156,7 @@ def test_one_rank_is_started_without_torch_and_has_the_environment_that_the_agen
     folder, script = place
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    script("supervised(lambda stop: (here / 'env.json').write_text(json.dumps(dict(os.environ))) * 0)\n")
+    script("supervise(lambda stop: (here / 'env.json').write_text(json.dumps(dict(os.environ))) * 0)\n")
     code = (
         "import sys; from cosmos_rl.launcher.cli import main;"
         "code = main(sys.argv[1:]); sys.exit(10 if 'torch' in sys.modules else code)"
@@ -175,7 +175,7 @@ def test_one_rank_is_started_without_torch_and_has_the_environment_that_the_agen
 def test_a_module_in_the_current_folder_is_run(place: Place) -> None:
     folder, script = place
     (folder / "own_package").mkdir()
-    script("supervised(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "own_package/job.py")
+    script("supervise(lambda stop: (here / 'ran').write_text(__name__) * 0)\n", "own_package/job.py")
     assert main(["--config", "run.toml", "own_package.job"]) == 0
     assert (folder / "own_package" / "ran").read_text() == "__main__"
 
@@ -204,7 +204,7 @@ def test_log_dir_collects_all_output_and_shows_the_end_of_a_failure(
 
 def test_debug_reaches_the_worker(place: Place) -> None:
     folder, script = place
-    script("supervised(lambda stop: (here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL']) * 0)\n")
+    script("supervise(lambda stop: (here / 'level').write_text(os.environ['COSMOS_LOG_LEVEL']) * 0)\n")
     assert main(["--config", "run.toml", "--debug", "worker.py"]) == 0
     assert (folder / "level").read_text() == "DEBUG"
 
@@ -212,15 +212,15 @@ def test_debug_reaches_the_worker(place: Place) -> None:
 def test_several_ranks_share_the_cores_and_only_the_first_is_the_controller(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cosmos_rl.launcher.agent import run_workers
-    from cosmos_rl.launcher.signals import StopRequest
+    from cosmos_rl.launcher.ranks.agent import run_workers
+    from cosmos_rl.launcher.ranks.signals import StopRequest
 
     folder, script = place
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     keys = ["COSMOS_ROLE", "WORLD_SIZE", "OMP_NUM_THREADS", "COSMOS_RUN_DIR"]
     script(
         f"(here / os.environ['RANK']).write_text(json.dumps([os.environ[key] for key in {keys}]))\n"
-        "supervised(lambda stop: 75 if os.environ['RANK'] == '1' else 0)\n"
+        "supervise(lambda stop: 75 if os.environ['RANK'] == '1' else 0)\n"
     )
     command = [sys.executable, "worker.py"]
     assert run_workers(command, environment={"COSMOS_RUN_DIR": "r"}, stop=StopRequest(), nproc=2) == (75, "")
@@ -244,7 +244,7 @@ def test_resume_writes_into_the_same_run_and_keeps_the_earlier_record(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, script = place
-    script("supervised(lambda stop: 0)\n")
+    script("supervise(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "worker.py"]) == 0
     run = newest_run(folder)
     assert main(["--config", "run.toml", "--train.resume=true", "worker.py"]) == 0
@@ -261,7 +261,7 @@ def test_a_run_that_is_still_being_written_is_not_joined(place: Place, capfd: py
         "from cosmos_rl.launcher.cli import main\n"
         "def body(stop):\n"
         "    return 75 if main(['--config', 'run.toml', '--train.resume=true', 'worker.py']) == 2 else 0\n"
-        "supervised(body)\n"
+        "supervise(body)\n"
     )
     assert main(["--config", "run.toml", "worker.py"]) == 75
     run = newest_run(folder)
@@ -276,7 +276,7 @@ def test_verbs_have_their_own_help(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_folder_as_config_is_the_run_that_continues(place: Place) -> None:
     folder, script = place
-    script("supervised(lambda stop: 0)\n")
+    script("supervise(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "--train.timestamp=20250101000000", "worker.py"]) == 0
     assert main(["--config", "run.toml", "worker.py"]) == 0
     assert main(["--config", "outputs/20250101000000", "--train.resume=true", "worker.py"]) == 0

@@ -16,14 +16,14 @@ from tests.support.launched import Place, is_alive, newest_run, signal_myself_wh
 def test_a_worker_that_hangs_after_an_error_is_ended(
     place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cosmos_rl.launcher import workers
+    from cosmos_rl.launcher.ranks import workers
 
     _, script = place
-    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.3)
+    monkeypatch.setattr(workers, "GRACE_SECONDS", 0.3)
     script(
         "import threading\n"
         "threading.Thread(target=time.sleep, args=(HANG_S,)).start()\n"
-        "def body(stop):\n    raise UserError('no such images')\nsupervised(body)\n"
+        "def body(stop):\n    raise UserError('no such images')\nsupervise(body)\n"
     )
     assert main(["--config", "run.toml", "worker.py"]) == 2
     assert capfd.readouterr().err == "error: no such images\n"
@@ -45,7 +45,7 @@ def test_the_end_of_the_worker_is_the_end_of_the_command(
     place: Place, capfd: pytest.CaptureFixture[str], body: str, code: int, message: str
 ) -> None:
     _, script = place
-    script(f"def body(stop):\n    {body}\nsupervised(body)\n")
+    script(f"def body(stop):\n    {body}\nsupervise(body)\n")
     assert main(["--config", "run.toml", "worker.py"]) == code
     printed = capfd.readouterr()
     assert message in printed.err
@@ -67,7 +67,7 @@ def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
     place: Place, capfd: pytest.CaptureFixture[str], name: str, code: int, restarts: str
 ) -> None:
     folder, script = place
-    script("supervised(steps)\n")
+    script("supervise(steps)\n")
     assert launch_and_signal(folder, name, options=("--max-restarts", restarts)) == code
     assert (folder / "saved").read_text() == name
     assert capfd.readouterr().err == ""
@@ -75,7 +75,7 @@ def test_a_stop_signal_lets_the_worker_save_and_is_not_a_failure_to_restart(
 
 def test_a_second_ctrl_c_ends_everything_now(place: Place) -> None:
     folder, script = place
-    script("def body(stop):\n    steps(stop)\n    time.sleep(HANG_S)\n    return 0\nsupervised(body)\n")
+    script("def body(stop):\n    steps(stop)\n    time.sleep(HANG_S)\n    return 0\nsupervise(body)\n")
     assert launch_and_signal(folder, "SIGINT", "SIGINT") == 130
     assert not is_alive(int((folder / "pid").read_text()))
 
@@ -94,7 +94,7 @@ def test_a_stop_signal_while_the_worker_still_imports_ends_it_quietly(
 def test_signal_handlers_are_as_before_after_a_launch(place: Place) -> None:
     _, script = place
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    script("supervised(lambda stop: 0)\n")
+    script("supervise(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "worker.py"]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
@@ -119,7 +119,7 @@ def test_a_restarted_worker_continues_its_own_run(place: Place) -> None:
         "    (policy / 'state').write_text('x')\n"
         "    (policy / COMMIT_MARKER).write_text(build_marker_text(policy))\n"
         "    os._exit(1)\n"
-        "supervised(body)\n"
+        "supervise(body)\n"
     )
     assert main(["--config", "run.toml", "--max-restarts", "5", "worker.py"]) == 75
     run = newest_run(folder)
@@ -143,17 +143,17 @@ def test_the_restarts_are_counted_and_the_last_failure_is_printed(
 def test_an_error_is_printed_once_whichever_ranks_raise_it(
     place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cosmos_rl.launcher import workers
+    from cosmos_rl.launcher.ranks import workers
 
     folder, script = place
-    script("def body(stop):\n    raise UserError('no such images')\nsupervised(body)\n")
+    script("def body(stop):\n    raise UserError('no such images')\nsupervise(body)\n")
     command = ["--config", "run.toml", "--nproc-per-node", "3", "--max-restarts", "2", "worker.py"]
     assert main(command) == 2
     assert capfd.readouterr().err == "error: no such images\n"
-    monkeypatch.setattr(workers, "ALONE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "GRACE_SECONDS", 0.5)
     script(
         "def body(stop):\n    if os.environ['RANK'] == '1':\n        raise UserError('rank 1 cannot read x')\n"
-        "    time.sleep(HANG_S)\n    (here / 'late').touch()\nsupervised(body)\n"
+        "    time.sleep(HANG_S)\n    (here / 'late').touch()\nsupervise(body)\n"
     )
     assert main(command) == 2
     assert not (folder / "late").exists()
@@ -165,8 +165,8 @@ def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(
 ) -> None:
     _, script = place
     script(
-        "from cosmos_rl.launcher.supervised import tell\n"
-        "def body(stop):\n    tell('out of memory while x')\n    return 1\nsupervised(body)\n"
+        "from cosmos_rl.launcher.ranks.worker_process import report_error\n"
+        "def body(stop):\n    report_error('out of memory while x')\n    return 1\nsupervise(body)\n"
     )
     assert main(["--config", "run.toml", "--nproc-per-node", "2", "worker.py"]) == 1
     assert capfd.readouterr().err == "error: out of memory while x; its output is above\n"
@@ -174,7 +174,7 @@ def test_the_message_of_a_failed_worker_is_printed_once_and_is_still_a_failure(
 
 def test_no_worker_outlives_a_killed_launcher(place: Place) -> None:
     folder, script = place
-    script("supervised(steps)\n")
+    script("supervise(steps)\n")
     launcher = subprocess.Popen(
         [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", "run.toml", "worker.py"],
         cwd=folder,
@@ -201,13 +201,13 @@ def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, script = place
-    script("supervised(lambda stop: 0)\n")
+    script("supervise(lambda stop: 0)\n")
     assert main(["--config", "run.toml", "worker.py"]) == 0
     run = newest_run(folder)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     (folder / "refused.py").write_text(
-        "from cosmos_rl.errors import UserError\nfrom cosmos_rl.launcher.supervised import supervised\n"
-        "def body(stop):\n    raise UserError('other weights')\nsupervised(body)\n"
+        "from cosmos_rl.errors import UserError\nfrom cosmos_rl.launcher.ranks.worker_process import supervise\n"
+        "def body(stop):\n    raise UserError('other weights')\nsupervise(body)\n"
     )
     for options in (["--train.resume=true"], []):
         assert main(["--config", "run.toml", "--train.seed=7", *options, "refused.py"]) == 2

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher import link
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.nodes import JobEnded, Nodes, nodes_of
-from cosmos_rl.launcher.signals import StopRequest
-from cosmos_rl.launcher.sizing import sized
+from cosmos_rl.launcher.ranks import coordinator
+from cosmos_rl.launcher.ranks.nodes import JobEnded, Nodes, read_nodes
+from cosmos_rl.launcher.ranks.signals import StopRequest
 from cosmos_rl.policy.config import Config, world_size
+from cosmos_rl.policy.config.ranks import resolve_world_size
 from tests.support import patience
 from tests.support.launched import CONFIG, WORKER
 from tests.support.paths import ROOT
@@ -42,7 +42,7 @@ def test_flags_that_contradict_each_other_are_refused_by_name(
     given: tuple[int, int, str | None, int], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError) as caught:
-        nodes_of(*given)
+        read_nodes(*given)
     assert message in str(caught.value)
     workers, index, addresses, port = given
     flags = ["--num-workers", str(workers), "--worker-idx", str(index), "--rdzv-port", str(port)]
@@ -52,10 +52,10 @@ def test_flags_that_contradict_each_other_are_refused_by_name(
 
 
 def test_the_flags_name_the_machines() -> None:
-    nodes = nodes_of(2, 1, "10.0.0.1; 10.0.0.2", 7)
+    nodes = read_nodes(2, 1, "10.0.0.1; 10.0.0.2", 7)
     assert nodes == Nodes(("10.0.0.1", "10.0.0.2"), 1, 7)
-    assert (nodes.count, nodes.address, nodes.meeting_point) == (2, "10.0.0.2", "10.0.0.1:7")
-    assert nodes_of(1, 0, "10.0.0.1", 7).count == 1
+    assert (nodes.count, nodes.address, nodes.endpoint) == (2, "10.0.0.2", "10.0.0.1:7")
+    assert read_nodes(1, 0, "10.0.0.1", 7).count == 1
 
 
 @pytest.mark.parametrize(
@@ -64,37 +64,38 @@ def test_the_flags_name_the_machines() -> None:
 )
 def test_ranks_are_counted_over_all_machines(shards: int, nproc: int | None, gpus: int, nodes: int, ranks: int) -> None:
     config = Config.from_dict({"policy": {"parallelism": {"dp_shard_size": shards}}})
-    assert world_size(sized(config, nproc, gpus, nodes).policy.parallelism) == ranks
+    assert world_size(resolve_world_size(config, nproc, gpus, nodes).policy.parallelism) == ranks
 
 
 @pytest.mark.parametrize(
     ("shards", "nproc", "message"),
     [
-        (32, None, "(dp_shard_size 32 = 32 ranks) needs 16 GPUs on each of 2 machines, this machine has 8 GPUs"),
+        (32, None, "(dp_shard_size 32 = 32 ranks) needs 16 GPUs on each of 2 nodes, this machine has 8 GPUs"),
         (3, None, "(dp_shard_size 3 = 3 ranks) is not a multiple of --num-workers 2"),
-        (3, 9, "--nproc-per-node 9 needs 9 GPUs on each of 2 machines"),
+        (3, 9, "--nproc-per-node 9 needs 9 GPUs on each of 2 nodes"),
     ],
 )
 def test_more_ranks_than_the_machines_have_is_refused(shards: int, nproc: int | None, message: str) -> None:
     config = Config.from_dict({"policy": {"parallelism": {"dp_shard_size": shards}}})
     with pytest.raises(UserError) as caught:
-        sized(config, nproc, 8, 2)
+        resolve_world_size(config, nproc, 8, 2)
     assert message in str(caught.value)
 
 
 def test_node_0_that_does_not_come_is_named() -> None:
     nodes = Nodes(("127.0.0.1", "127.0.0.1"), 1, free_port())
     with pytest.raises(JobEnded) as caught:
-        link.Link(nodes, StopRequest(), meet_s=0.5)
+        coordinator.Coordinator(nodes, StopRequest(), join_s=0.5)
     assert caught.value.code == 1
-    expected = f"waited 0.5 s in vain for node 0 (127.0.0.1), which should listen on port {nodes.port} (--worker-idx 0)"
+    where = f"node 0 (127.0.0.1), which should listen on port {nodes.port} (--worker-idx 0)"
+    expected = f"timed out after 0.5 s, waiting for {where}"
     assert expected in str(caught.value)
 
 
-def joined(silent_s: float) -> tuple[link.Link, link.Link]:
+def joined(silent_s: float) -> tuple[coordinator.Coordinator, coordinator.Coordinator]:
     port = free_port()
     made = [Nodes(("127.0.0.1", "127.0.0.1"), index, port) for index in (0, 1)]
-    return tuple(link.Link(nodes, StopRequest(), meet_s=20.0, silent_s=silent_s) for nodes in made)  # pyright: ignore
+    return tuple(coordinator.Coordinator(nodes, StopRequest(), join_s=20.0, silent_s=silent_s) for nodes in made)  # pyright: ignore
 
 
 def test_a_node_that_falls_silent_is_gone_unless_it_was_done() -> None:
@@ -108,9 +109,9 @@ def test_a_node_that_falls_silent_is_gone_unless_it_was_done() -> None:
 
     look(1.0)  # it has not come yet
     second.exchange()
-    with pytest.raises(JobEnded, match=r"node 1 \(127.0.0.1\) is gone: silent for 0.4 s"):
+    with pytest.raises(JobEnded, match=r"node 1 \(127.0.0.1\) is lost: no heartbeat for 0.4 s"):
         look(20.0)
-    second.finished()
+    second.announce_done()
     look(1.0)
 
 
@@ -120,7 +121,7 @@ def test_a_stop_request_and_the_end_of_a_node_reach_the_others() -> None:
     second.exchange()
     first.exchange()
     assert first._stop.requested == "SIGUSR1"
-    second.ended(1, "no disk")
+    second.announce_failure(1, "no disk")
     with pytest.raises(JobEnded) as caught:
         first.exchange()
     assert (caught.value.code, caught.value.reason) == (1, "node 1 (127.0.0.1): no disk")
@@ -128,13 +129,13 @@ def test_a_stop_request_and_the_end_of_a_node_reach_the_others() -> None:
 
 def test_two_commands_with_the_same_index_are_noticed() -> None:
     first, second = joined(silent_s=60.0)
-    duplicate = link.Link(second.nodes, StopRequest(), meet_s=1.0)
-    with pytest.raises(JobEnded, match="waited 1 s in vain for a plan of node 0"):
-        duplicate.follow()
-    with pytest.raises(UserError, match="--worker-idx 1: another command has come to"):
-        second.follow()
+    duplicate = coordinator.Coordinator(second.nodes, StopRequest(), join_s=1.0)
+    with pytest.raises(JobEnded, match="timed out after 1 s, waiting for a plan of node 0"):
+        duplicate.receive_plan()
+    with pytest.raises(UserError, match="--worker-idx 1: another command has joined"):
+        second.receive_plan()
     with pytest.raises(UserError, match="the port is in use; --rdzv-port takes another"):
-        link.Link(first.nodes, StopRequest())
+        coordinator.Coordinator(first.nodes, StopRequest())
 
 
 # ---- two launchers -------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_rank_0_is_on_node_0_whichever_comes_first(tmp_path: Path, start: Start,
     keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "COSMOS_ROLE", "COSMOS_RUN_DIR"]
     plain(
         f"(here / os.environ['RANK'] / 'seen').write_text(json.dumps([os.environ[k] for k in {keys}]\n"
-        "    + [os.environ['NODE']]))\nsupervised(lambda stop: 0)\n"
+        "    + [os.environ['NODE']]))\nsupervise(lambda stop: 0)\n"
     )
     for index in (2, 0, 1):
         os.environ["NODE"] = str(index)
@@ -241,7 +242,7 @@ def test_rank_0_is_on_node_0_whichever_comes_first(tmp_path: Path, start: Start,
 def test_a_killed_node_0_ends_the_other_with_an_error(
     tmp_path: Path, start: Start, plain: Callable[[str], None]
 ) -> None:
-    plain("supervised(steps)\n")
+    plain("supervise(steps)\n")
     pair = [start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]
     wait_until(lambda: all((tmp_path / str(rank) / "ready").exists() for rank in (0, 1)), "both workers")
     os.killpg(pair[0].pid, signal.SIGKILL)
@@ -257,7 +258,7 @@ def test_a_failure_on_one_node_is_reported_on_the_other(
 ) -> None:
     plain(
         "def body(stop):\n    if os.environ['RANK'] == '1':\n        os._exit(4)\n    return steps(stop)\n"
-        "supervised(body)\n"
+        "supervise(body)\n"
     )
     assert codes_of(*[start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]) == [1, 1]
     message = "node 1 (127.0.0.1): the worker of rank 1 ended with exit code 4"
@@ -270,7 +271,7 @@ def test_a_restart_is_counted_on_all_nodes(tmp_path: Path, start: Start, plain: 
         "def body(stop):\n    count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "    with (here / os.environ['RANK'] / 'starts').open('a') as file:\n        file.write(count)\n"
         "    if count == '0' and os.environ['RANK'] == '1':\n        os._exit(4)\n"
-        "    return steps(stop) if count == '0' else 0\nsupervised(body)\n"
+        "    return steps(stop) if count == '0' else 0\nsupervise(body)\n"
     )
     command = ["--max-restarts", "1", "--config", "run.toml", "worker.py"]
     assert codes_of(*[start(index, *command) for index in (0, 1)]) == [0, 0]
@@ -288,7 +289,7 @@ def test_a_restart_is_counted_on_all_nodes(tmp_path: Path, start: Start, plain: 
 def test_what_one_node_refuses_ends_all_and_leaves_nothing(
     tmp_path: Path, start: Start, plain: Callable[[str], None], of_0: list[str], of_1: list[str], message: str
 ) -> None:
-    plain("supervised(steps)\n")
+    plain("supervise(steps)\n")
     pair = [start(index, *own, "--config", "run.toml", "worker.py") for index, own in ((0, of_0), (1, of_1))]
     assert codes_of(*pair) == [2, 2]
     for index in (0, 1):

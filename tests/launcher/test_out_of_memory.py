@@ -9,7 +9,8 @@ import torch
 
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import OutOfMemory
-from cosmos_rl.launcher import out_of_memory, worker_entry
+from cosmos_rl.launcher import worker_entry
+from cosmos_rl.launcher.check import out_of_memory
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
@@ -75,7 +76,7 @@ def test_memory_that_runs_out_during_a_rollout_is_reported_as_such(
 
 def test_what_is_set_already_is_not_advised(write_toml: Callable[..., Path]) -> None:
     options = ["--train.train_policy.mini_batch=1", "--train.param_dtype=bfloat16", "--train.optm_name=AdamW8bit"]
-    text = out_of_memory.told(load_config(write_toml(), options), "training", on_cpu=False)
+    text = out_of_memory.explain(load_config(write_toml(), options), "training", on_cpu=False)
     for word in (
         "mini_batch",
         "param_dtype",

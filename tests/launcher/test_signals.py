@@ -15,7 +15,7 @@ import torch
 
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.streams import MapStream, load_batches
-from cosmos_rl.launcher.signals import SAME_MOMENT_S, StopRequest, listening
+from cosmos_rl.launcher.ranks.signals import SAME_MOMENT_S, StopRequest, listen
 from tests.support.launched import CONFIG, WORKER, wait_for
 from tests.support.patience import exit_code
 
@@ -33,7 +33,7 @@ def body(stop):
     print("saved after", stop.requested, flush=True)
     (here / f"saved{rank}").write_text(stop.requested)
     return stop.exit_code
-supervised(body)
+supervise(body)
 """
 
 
@@ -115,7 +115,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = StopRequest()
-        with listening(stop):
+        with listen(stop):
             os.kill(os.getpid(), signal.SIGHUP)
         assert stop.requested is None
     finally:

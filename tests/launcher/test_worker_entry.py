@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cosmos_rl.launcher import worker_entry
-from cosmos_rl.launcher.signals import SAME_MOMENT_S, StopRequest
-from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.launcher.ranks.signals import SAME_MOMENT_S, StopRequest
+from cosmos_rl.launcher.ranks.worker_process import supervise
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage.run_folder import find_newest_run
 
@@ -60,11 +60,11 @@ def test_rewards_go_to_reinforcement_learning_and_to_no_other_job(
     ends_with(2, dataset=[], reward_fns=[print])
     assert 'reward_fns: only with train.train_policy.type = "grpo"' in capsys.readouterr().err
     given = {}
-    monkeypatch.setattr(worker_entry, "refuse_unbuilt", lambda config: None)
     monkeypatch.setattr(cosmos_rl.policy.trainer, "run", lambda *args, **keywords: given.update(keywords) or 0)
     path = by_hand()
     path.write_text(
-        path.read_text() + '[train.train_policy]\ntype = "grpo"\nuncentralized_training = true\n'
+        path.read_text() + '[train.train_policy]\ntype = "grpo"\ntrainer_type = "diffusion_nft"\n'
+        "uncentralized_training = true\n"
         "[policy.parallelism]\ndp_shard_size = 1\n[policy.diffusers.sample]\ndeterministic_sampling = true\n"
     )
     by_hand("--config", str(path), "--mode=colocated", "--train.train_batch_per_replica=16")
@@ -84,7 +84,7 @@ def test_settings_that_are_not_built_are_refused_without_the_launcher_too(
     path = by_hand()
     by_hand("--config", str(path), "--policy.parallelism.tp_size=2")
     ends_with(2)
-    assert "not runnable yet" in capsys.readouterr().err
+    assert "not supported yet" in capsys.readouterr().err
 
 
 def test_a_script_of_its_own_gets_a_run_folder_and_reaches_the_trainer(
@@ -122,9 +122,9 @@ def test_a_script_started_by_hand_is_one_rank(
 def test_success_returns_and_other_codes_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
     monkeypatch.delenv("COSMOS_LAUNCHER_PID", raising=False)
-    assert supervised(lambda stop: 0) is None
+    assert supervise(lambda stop: 0) is None
     with pytest.raises(SystemExit) as end:
-        supervised(lambda stop: 75)
+        supervise(lambda stop: 75)
     assert end.value.code == 75
 
 
@@ -162,8 +162,8 @@ def test_a_training_process_imports_nothing_of_check_and_no_library_that_it_neve
         "import cosmos_rl.policy.trainer.rl.build\n"
         "import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer, cosmos_rl.policy.model.diffusers.sd3_model\n"
         "from diffusers import StableDiffusion3Pipeline\n"
-        "unwanted = ('cosmos_rl.launcher.check', 'cosmos_rl.launcher.estimate', 'torchao', 'boto3')\n"
-        "print([name for name in unwanted if name in sys.modules])\n"
+        "unwanted = ('cosmos_rl.launcher.check', 'cosmos_rl.launcher.doctor', 'torchao', 'boto3')\n"
+        "print([name for name in sys.modules if name.startswith(unwanted)])\n"
         "import importlib.util; print(importlib.util.find_spec('torchao') is not None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -89,6 +89,6 @@ def test_many_samples_are_decoded_in_parts(model: SD3Model, monkeypatch: pytest.
         return decode(part, **keywords)
 
     monkeypatch.setattr(model.vae, "decode", counted)
-    monkeypatch.setattr("cosmos_rl.policy.model.diffusers.diffuser_model.DECODED_AT_ONCE", 2 * 32 * 32)
+    monkeypatch.setattr("cosmos_rl.policy.model.diffusers.diffuser_model.DECODED_PIXELS", 2 * 32 * 32)
     torch.testing.assert_close(model.decode(latents), whole)
     assert sizes == [2, 2, 1]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.paired import PairedChange, compare_pairs, equivalent_normal_deviate
 from cosmos_rl.policy.config import RewardHackingGuardConfig
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS
 from cosmos_rl.policy.trainer.rl.guard_rules import (
-    SIGMAS,
     Measurement,
     UntrainedRewards,
     compare_measurements,
@@ -134,7 +134,7 @@ def test_untrained_rewards_that_do_not_change_give_no_alarm(name: str, samples: 
 
 
 def look(diversity: float = 0.3, loss: float = 1.0, norm: float = 1.0) -> Measurement:
-    return Measurement(loss, torch.full((32, len(SIGMAS)), norm, dtype=torch.float64), diversity)
+    return Measurement(loss, torch.full((32, len(GUARD_SIGMAS)), norm, dtype=torch.float64), diversity)
 
 
 def test_an_unchanged_policy_never_alarms_and_a_moving_one_hardly() -> None:
@@ -276,9 +276,9 @@ def test_norms_by_quarter_of_the_sigmas() -> None:
 
 
 def test_norms_are_compared_row_by_row() -> None:
-    start, rows = look(), torch.linspace(0.5, 2.0, 32, dtype=torch.float64)[:, None] * torch.ones(len(SIGMAS))
+    start, rows = look(), torch.linspace(0.5, 2.0, 32, dtype=torch.float64)[:, None] * torch.ones(len(GUARD_SIGMAS))
     start = Measurement(start.loss, rows, start.diversity)
     metrics, _ = compare_measurements(CONFIG, start, Measurement(start.loss, 1.1 * rows, start.diversity))
     norms = {key: value for key, value in metrics.items() if "norm" in key}
-    assert len(norms) == 2 * len(SIGMAS)
+    assert len(norms) == 2 * len(GUARD_SIGMAS)
     assert norms == pytest.approx(dict.fromkeys(norms, 1.1))

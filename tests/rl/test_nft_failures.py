@@ -1,5 +1,6 @@
 """How a DiffusionNFT job ends when something goes wrong: with a message, in time, and with what was good."""
 
+import itertools
 import json
 import os
 import re
@@ -7,18 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import TrainingStoppedError, UserError
-from cosmos_rl.launcher.supervised import supervised
+from cosmos_rl.launcher.ranks.worker_process import supervise
+from cosmos_rl.policy.config.jobs import DIFFUSION_NFT, JOBS
 from cosmos_rl.policy.trainer.rl.algorithm import Terms
-from cosmos_rl.policy.trainer.rl.build import ALGORITHMS
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import nft_toml, nft_train, nft_trainer
@@ -67,7 +69,7 @@ def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Pat
     from concurrent.futures import Future
 
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3))
-    trainer._chunk = 0
+    trainer.plan = replace(trainer.plan, chunk=0)
     trainer._job = trainer._job.model_copy(
         update={"remote_reward": trainer._job.remote_reward.model_copy(update={"timeout_s": -29.9})}
     )
@@ -75,20 +77,26 @@ def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Pat
         trainer._wait_for_scores(Future())
 
 
+class Infinite(DiffusionNft):
+    """The algorithm with a loss that is infinite in some of its calls."""
+
+    numbers: ClassVar[Iterator[int]]
+    infinite: ClassVar[tuple[int, ...]]
+
+    def loss(self, *args: Any) -> tuple[torch.Tensor, Terms]:
+        loss_sum, terms = super().loss(*args)
+        factor = torch.inf if next(self.numbers) in self.infinite else 1.0
+        return loss_sum * factor, {**terms, "policy_loss": terms["policy_loss"] * factor}
+
+
 @pytest.fixture
 def infinite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the loss infinite in the given calls."""
 
     def make(*calls: int) -> None:
-        number = iter(range(10**6))
-
-        class Infinite(DiffusionNft):
-            def loss(self, *args: Any) -> tuple[torch.Tensor, Terms]:
-                loss_sum, terms = super().loss(*args)
-                factor = torch.inf if next(number) in calls else 1.0
-                return loss_sum * factor, {**terms, "policy_loss": terms["policy_loss"] * factor}
-
-        monkeypatch.setitem(ALGORITHMS, "diffusion_nft", Infinite.from_config)
+        Infinite.numbers, Infinite.infinite = itertools.count(), calls
+        kind = replace(DIFFUSION_NFT, algorithm=f"{__name__}:Infinite.from_config")
+        monkeypatch.setitem(JOBS, ("grpo", "diffusion_nft"), kind)
 
     return make
 
@@ -125,11 +133,11 @@ def test_a_stopped_training_is_a_failure_that_is_not_repeated(
 
     monkeypatch.delenv("COSMOS_EXIT_FILE", raising=False)
     with pytest.raises(SystemExit) as ended:
-        supervised(body)
+        supervise(body)
     assert ended.value.code == 1
     monkeypatch.setenv("COSMOS_EXIT_FILE", str(tmp_path / "exit"))
     with pytest.raises(SystemExit) as ended:  # 0: the agent does not start it again; the launcher reads the file
-        supervised(body)
+        supervise(body)
     assert ended.value.code == 0
     assert (tmp_path / "exit.0").read_text() == "1"
     assert (tmp_path / "exit.0.message").read_text() == "stopped by the guard"  # the launcher prints it

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.check.rl_estimate import rl_memory
 from cosmos_rl.launcher.pipeline_files import read_pipeline
-from cosmos_rl.launcher.rl_estimate import rl_memory
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer

@@ -118,7 +118,7 @@ def test_micro_batches_gradient_checkpointing_and_blocks_change_nothing(
     assert reported["train/samples_used"] == 4  # so that 8 is no divisor of what is trained on
     ways = {"mini_batch=4": 0, "mini_batch=2": 0, "mini_batch=1": 0, "mini_batch=2 ": 1}
     for way, target_bytes in ways.items():
-        monkeypatch.setattr(update, "TARGET_BYTES", target_bytes or 2**28)
+        monkeypatch.setattr(update, "KEPT_BYTES", target_bytes or 2**28)
         recompute = "true" if way == "mini_batch=4" else "false"
         found, metrics = run(
             f"--train.train_policy.{way.strip()}", f"--policy.model_gradient_checkpointing={recompute}"

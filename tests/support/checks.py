@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl.launcher import estimate
+from cosmos_rl.launcher.acceptance.accept import ModelFiles, read_model
+from cosmos_rl.launcher.acceptance.length import run_length
+from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.launcher.pipeline_files import PipelineFiles, read_pipeline
-from cosmos_rl.launcher.plan import planned
 from cosmos_rl.policy.config import Config, load_config
 from tests.support.paths import ROOT
 
@@ -23,11 +23,10 @@ def check(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, 
     return code, " ".join(printed.out.split()), printed.err
 
 
-def sizes(path: Path, *overrides: str) -> tuple[Config, PipelineFiles, estimate.Selection]:
+def sizes(path: Path, *overrides: str) -> tuple[Config, ModelFiles]:
     """What the estimates of a configuration start from."""
     config = load_config(path, overrides)
-    pipeline = read_pipeline(config.policy)
-    return config, pipeline, estimate.select(config, pipeline)
+    return config, read_model(config)
 
 
 def folder_size(folder: Path) -> int:
@@ -67,15 +66,15 @@ def estimate_and_rise(
         torch.manual_seed(0)
         sd3_pipeline(Preset(*preset)).save_pretrained(model)
     overrides = [f"--policy.model_name_or_path={model}", "--train.device=cpu", *options]
-    config, pipeline, selection = sizes(path, *overrides)
-    plan = planned(config, own_data=False)
-    expected = estimate.memory(config, pipeline, selection, on_cpu=True, saves=plan.saves)
+    config, files = sizes(path, *overrides)
+    plan = run_length(config, own_data=False)
+    expected = estimate.memory(config, files, on_cpu=True, saves=plan.saves)
     command = [sys.executable, "-m", "tests.support.memory_job", str(path), *overrides]
     # without it glibc keeps freed blocks of some sizes, how many differs from run to run
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return expected, estimate.disk(config, pipeline, selection), int(done.stdout.split("rise ")[1])
+    return expected, estimate.disk(config, files), int(done.stdout.split("rise ")[1])
 
 
 def assert_memory_and_disk(

@@ -23,12 +23,12 @@ WORKER = (
 import json, os, sys, time
 from pathlib import Path
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.supervised import supervised as supervised_by_us
+from cosmos_rl.launcher.ranks.worker_process import supervise as supervised_by_us
 from cosmos_rl.storage.run_folder import RunFolder, begin_run
 
 here = Path(__file__).parent
 
-def supervised(body):
+def supervise(body):
     def begun(stop):
         begin_run(RunFolder(Path(os.environ["COSMOS_RUN_DIR"])))
         return body(stop)

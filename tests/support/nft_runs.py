@@ -18,7 +18,7 @@ from cosmos_rl.diffusion.sampling import Sampled
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config, load_config
-from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer import run
@@ -241,7 +241,7 @@ class Job:
 
 def settings(job: Job, ranks: int) -> Config:
     """The job's configuration for so many ranks."""
-    return load_config(job.config, list(job.overrides), sized=lambda config: resized(config, ranks))
+    return load_config(job.config, list(job.overrides), fit=lambda config: with_world_size(config, ranks))
 
 
 def run_here(job: Job, ranks: int = 1, rank: int = 0) -> None:

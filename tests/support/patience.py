@@ -9,9 +9,9 @@ from typing import Any
 HANG_S = 1800
 """The time limit of tests that start processes or train, for what hangs in spite of the waiting below."""
 SILENT_S = 120.0
-"""So long may the processes that this one started use less than ``WORKED_S`` before they count as hung."""
-WORKED_S = 1.0
-"""CPU-seconds; waiting in a loop takes less in ``SILENT_S``."""
+"""So long may the processes that this one started do next to nothing before they count as hung."""
+WORKING = 1 / 30
+"""Of one core; two launchers and two workers that wait in loops take 3 CPU-seconds in 120 s."""
 TICKS_PER_S = 100.0
 
 
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object], what: str, *, silent_s: float = 
         if now - checked < 1.0:
             continue
         checked, current = now, work_of_descendants()
-        if abs(current - worked) >= WORKED_S:  # it falls where a process ends
+        if abs(current - worked) >= WORKING * silent_s:  # it falls where a process ends
             worked, since = current, now
         assert now - since < silent_s, f"{what}: nothing has moved for {silent_s:g} s"
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.launcher.rl_plan import rl_plan
 from cosmos_rl.policy.config import Config, DiffusersConfig
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
 
@@ -37,7 +37,7 @@ def test_the_share_of_sigmas_is_that_of_the_decimal_number() -> None:
     diffusers = {"timesteps_fraction": 0.58, "sample": {"num_steps": 50}}
     job = {"type": "grpo", "trainer_type": "diffusion_nft"}
     config = Config.from_dict({"policy": {"diffusers": diffusers}, "train": {"train_policy": job}})
-    assert rl_plan(config).levels == 29
+    assert plan_online(config).sigmas == 29
     for steps in range(1, 101):
         for percent in range(1, 101):
             config = DiffusersConfig(timesteps_fraction=percent / 100, sample=SampleConfig(num_steps=steps))

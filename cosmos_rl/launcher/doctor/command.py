@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.arguments import split_overrides
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
-from cosmos_rl.launcher.machine import shown_bytes
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
+from cosmos_rl.launcher.machine import format_bytes
 
 _NEEDED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub")
 _LEAST_PYTHON = (3, 11)
@@ -56,7 +56,7 @@ def installation() -> Iterator[Finding]:
     offline = os.environ.get("HF_HUB_OFFLINE")
     yield Finding(INFO, "HF_HUB_OFFLINE", f"{offline}: nothing is downloaded" if _is_on(offline) else "not set")
     memory = machine.host_memory()
-    yield Finding(INFO, "memory", f"{shown_bytes(memory)} free" if memory else "unknown")
+    yield Finding(INFO, "memory", f"{format_bytes(memory)} free" if memory else "unknown")
     yield Finding(INFO, "cores", str(machine.cores()))
     threads = os.environ.get("OMP_NUM_THREADS")
     yield Finding(INFO, "OMP_NUM_THREADS", threads or "not set; the launcher sets cores / ranks")
@@ -181,10 +181,10 @@ def _torch_build() -> str | None:
 
 def _disk(subject: str, place: Path) -> Finding:
     free = machine.free_disk(place)
-    text = f"{shown_bytes(free)} free for {place}"
+    text = f"{format_bytes(free)} free for {place}"
     if free < _NO_DISK:
         return Finding(FAIL, subject, text, f"make room there, or work elsewhere: df -h {place}")
-    return Finding(WARN if free < _LOW_DISK else OK, subject, text)
+    return Finding(mark_of(free >= _LOW_DISK, WARN), subject, text)
 
 
 def _hub_cache() -> Path:

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 OK, WARN, FAIL, INFO = "ok", "warn", "FAIL", "-"
 
 
+def mark_of(passed: bool, otherwise: str = FAIL) -> str:
+    """The mark of a check."""
+    if passed:
+        return OK
+    return otherwise
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the table."""
@@ -17,4 +24,6 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.mark:5} {self.subject:20} {self.text}"
-        return f"{line}\n{'':27}-> {self.fix}" if self.fix else line
+        if self.fix:
+            line += f"\n{'':27}-> {self.fix}"
+        return line

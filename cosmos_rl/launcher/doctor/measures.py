@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from cosmos_rl.launcher.doctor.finding import FAIL, OK, WARN, Finding
+from cosmos_rl.launcher.doctor.finding import WARN, Finding, mark_of
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 
 
@@ -15,7 +15,7 @@ def check_gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
     without = [name for name, grad in grads.items() if grad is None]
     norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
     sound = math.isfinite(norm) and norm > 0
-    yield Finding(OK if sound else FAIL, "backward", f"gradient norm {norm / weight:.4g}")
+    yield Finding(mark_of(sound), "backward", f"gradient norm {norm / weight:.4g}")
     if without:
         yield Finding(WARN, "gradients", f"{len(without)} of {len(grads)} trained tensors get none, as {without[0]}")
 
@@ -23,4 +23,6 @@ def check_gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
 def relative_distance(one: Tensor, other: Tensor) -> float:
     """Root mean square of the difference over that of `other`; not a number counts as infinitely far."""
     ratio = float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
-    return ratio if math.isfinite(ratio) else math.inf
+    if not math.isfinite(ratio):
+        return math.inf
+    return ratio

@@ -15,11 +15,12 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context, pick_device
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.acceptance.accept import unsupported_parts
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
-from cosmos_rl.launcher.prepare import refuse_unbuilt
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
-from cosmos_rl.policy.config.ranks import resized
+from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.quiet import quiet_libraries
@@ -33,13 +34,16 @@ _STEPS = 2
 
 def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     """One line for each promise, with the number that was measured. What depends on a failed line is left out."""
-    config = load_config(config_file, overrides, sized=lambda config: resized(config, 1))
-    refuse_unbuilt(config)
+    config = load_config(config_file, overrides, fit=lambda config: with_world_size(config, 1))
+    problems = unsupported_parts(config, own_script=True)
+    if problems:
+        raise UserError("\n".join(problems))
     device = pick_device(config.train.device)
-    rl = isinstance(config.train.train_policy, GrpoPolicyConfig)
+    data: LocalPairs | None = None
     try:
-        model: DiffuserModel = _loaded(config, device)
-        data = None if rl else _pairs(config)
+        model: DiffuserModel = _load(config, device)
+        if not job_kind(config).online:
+            data = _pairs(config)
     except UserError as error:
         yield Finding(FAIL, "model and data", str(error))
         return
@@ -83,7 +87,7 @@ def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
         yield _export(model, config, "a photo", latents)
 
 
-def _loaded(config: Config, device: torch.device) -> Any:
+def _load(config: Config, device: torch.device) -> Any:
     """The model as the trainer builds it."""
     return build_model(config, Context(device), rest_on_cpu=False)
 
@@ -109,7 +113,7 @@ def _targets(model: DiffuserModel) -> Iterator[Finding]:
         return
     for target in model.lora_config.target_modules:
         count = sum(name == target or name.endswith(f".{target}") for name in names)
-        yield Finding(OK if count else FAIL, "adapter target", f"{target}: {count} layers")
+        yield Finding(mark_of(count > 0), "adapter target", f"{target}: {count} layers")
 
 
 def _finite_weights(model: DiffuserModel) -> Finding:
@@ -123,8 +127,10 @@ def _finite_weights(model: DiffuserModel) -> Finding:
     ]
     if not wrong:
         return Finding(OK, "base weights", f"all finite, in {len(parts)} parts")
-    shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    return Finding(FAIL, "base weights", f"NaN or infinity in {shown}", "fetch the model anew, or take another one")
+    shown = ", ".join(wrong[:3])
+    if len(wrong) > 3:
+        shown += f" and {len(wrong) - 3} more"
+    return Finding(FAIL, "base weights", f"NaN or infinity in {shown}", "fetch the model again, or take another one")
 
 
 def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterator[Finding]:
@@ -132,7 +138,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
     if lora is None:
         return
     if lora.lora_path or lora.init_lora_weights is False:
-        yield Finding(INFO, "fresh adapter", "starts with an effect, as asked for")
+        yield Finding(INFO, "fresh adapter", "starts with an effect, as the configuration sets it")
         return
     sigma = torch.full((len(latents),), 0.5, device=latents.device)
     with torch.no_grad(), model.eval_mode():
@@ -143,7 +149,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
         finally:
             model.transformer.enable_adapters()
     change = relative_distance(adapted, plain)
-    mark = OK if change <= 1e-5 else FAIL
+    mark = mark_of(change <= 1e-5)
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
 
 
@@ -158,7 +164,9 @@ def _reconstruction(model: DiffuserModel, item: Item, latents: Tensor) -> Findin
     flat = _psnr(image.mean(dim=(-2, -1), keepdim=True).expand_as(image), image)
     bad = not math.isfinite(reached) or reached < min(_LEAST_PSNR, flat + _ABOVE_FLAT)
     text = f"{item.name}: PSNR {reached:.1f} dB after encode and decode; one flat colour gives {flat:.1f} dB"
-    return Finding(WARN if bad else OK, "VAE", text, "the VAE destroys images: is it a trained one?" if bad else "")
+    if bad:
+        return Finding(WARN, "VAE", text, "the VAE destroys images: is it a trained one?")
+    return Finding(OK, "VAE", text)
 
 
 def _psnr(image: Tensor, target: Tensor) -> float:
@@ -173,7 +181,7 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
     model.transformer.train()
     total, weight = model.training_sft_step(latents, cond, timestep=index, noise=noise)
     value = float(total.detach() / weight)
-    yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {len(latents)} samples")
+    yield Finding(mark_of(math.isfinite(value)), "forward", f"loss {value:.4g} on {len(latents)} samples")
     if not math.isfinite(value):
         return
     total.backward()
@@ -206,7 +214,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
     exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
     same = apart <= min(1e-3, change / 2) if exact else apart <= 5e-2
     text = f"plain diffusers differs by {apart:.1e} after {_STEPS} steps; one training step made {change:.1e}"
-    return Finding(OK if same else FAIL, "export", text)
+    return Finding(mark_of(same), "export", text)
 
 
 def _follow_gradients(model: DiffuserModel) -> None:

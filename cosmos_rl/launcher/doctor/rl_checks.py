@@ -13,9 +13,10 @@ from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.diffusion.kernels import build_kernel, predict_clean
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
@@ -32,7 +33,7 @@ _PURPOSE = "doctor/rollout"
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the examination goes on with."""
+    """What the later checks use."""
 
     made: Rollouts
     conditions: StepConditions
@@ -40,8 +41,7 @@ class Sampled:
 
 def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     """Prompts, rollout, rewards and one gradient; gradients are left in the model for the export."""
-    job = config.train.train_policy
-    assert isinstance(job, GrpoPolicyConfig)
+    job = online_table(config)
     try:
         prompts = load_prompts(job.dataset, "train.train_policy.dataset", split="train")[:_PROMPTS]
     except UserError as error:
@@ -74,7 +74,7 @@ def _rollout(made: Rollouts) -> Finding:
     text = f"{len(made.samples)} samples; those of one prompt differ by {diversity:.2g} of the range of a pixel"
     if diversity > 0:
         return Finding(OK, "rollout", text)
-    return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can tell them apart")
+    return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can distinguish them")
 
 
 def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples: Sequence[Sample]) -> Finding:
@@ -90,7 +90,7 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
         cond = conditions([sample.prompt for sample in few])
         sigmas = [float(level) for level in levels]
-        followed = _followed(states, sigmas, solver)
+        followed = _follow_trained(states, sigmas, solver)
         apart = [
             relative_distance(velocity, model.velocity(state, level.expand(len(few)).to(state.device), cond))
             for velocity, state, level in zip(followed, states, levels, strict=False)
@@ -104,7 +104,7 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
     return Finding(FAIL, "rollout = training", text, fix)
 
 
-def _followed(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
+def _follow_trained(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
     """``v`` of each step ``z' = a z + g v + h d_prev``."""
     kernel, found, history = build_kernel(solver, noise_level=0.0, deterministic=True), [], None
     for index, (state, following) in enumerate(pairwise(states)):
@@ -127,7 +127,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
                 found[name] = model.velocity(latents, sigma, cond)
     apart = relative_distance(found["old"], found["default"])
     text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
-    return Finding(OK if apart == 0 else FAIL, "old policy", text)
+    return Finding(mark_of(apart == 0), "old policy", text)
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
@@ -135,10 +135,9 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
 
 def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
     """Every reward gives numbers, and different ones for different images."""
-    job = config.train.train_policy
-    assert isinstance(job, GrpoPolicyConfig)
+    job = online_table(config)
     if job.bypass_reward:
-        yield Finding(INFO, "rewards", "all 0, as train.train_policy.bypass_reward asks for")
+        yield Finding(INFO, "rewards", "all 0, as train.train_policy.bypass_reward = true sets")
         return
     if not job.use_remote_reward and not job.local_reward.reward_fns:
         yield Finding(WARN, "rewards", "none in the configuration; those that a script gives are not tried")
@@ -192,7 +191,7 @@ def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
     if _varied(valid):
         return Finding(OK, subject, text)
     if not _varied(probed[probed.isfinite()]):
-        text = f"always {float(valid[0]):.4g}, also for plain and noisy images: it tells nothing"
+        text = f"always {float(valid[0]):.4g}, also for plain and noisy images: it measures nothing"
         return Finding(FAIL, subject, text)
     return Finding(WARN, subject, f"{float(valid[0]):.4g} for all samples; other images get other scores")
 
@@ -240,6 +239,6 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
         kl_beta=job.kl_beta,
     )
     value = float(terms["policy_loss"].double().mean())
-    yield Finding(OK if math.isfinite(value) else FAIL, "forward", f"loss {value:.4g} on {count} samples")
+    yield Finding(mark_of(math.isfinite(value)), "forward", f"loss {value:.4g} on {count} samples")
     if math.isfinite(value):
         yield from check_gradients(model, len(rows.prompts))

@@ -1,8 +1,8 @@
 """The configuration of a run: schema, loading, overrides and checks. Imports no torch."""
 
-from cosmos_rl.policy.config.checks import cross_check, data_ranks, not_runnable_yet, notes, world_size
+from cosmos_rl.policy.config.checks import cross_check, data_ranks, notes, unsupported_settings, world_size
 from cosmos_rl.policy.config.chunks import CACHED_AT_ONCE, images_at_once, rollout_chunk, validation_chunk
-from cosmos_rl.policy.config.load import checked_config, dump_toml, load_config, read_toml
+from cosmos_rl.policy.config.load import config_from_tables, dump_toml, load_config, read_toml
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
     LoraConfig,
@@ -53,16 +53,16 @@ __all__ = [
     "TrainPolicyConfig",
     "ValidationConfig",
     "ValidationDatasetConfig",
-    "checked_config",
+    "config_from_tables",
     "cross_check",
     "data_ranks",
     "dump_toml",
     "images_at_once",
     "load_config",
-    "not_runnable_yet",
     "notes",
     "read_toml",
     "rollout_chunk",
+    "unsupported_settings",
     "validation_chunk",
     "world_size",
 ]

@@ -19,7 +19,7 @@ RENAMED = {"train.train_policy.watch": "train.train_policy.reward_hacking_guard"
 _warned: set[str] = set()
 
 
-def with_present_names(tree: MutableMapping[str, object]) -> list[tuple[str, str]]:
+def rename_old_keys(tree: MutableMapping[str, object]) -> list[tuple[str, str]]:
     """Moves old keys of `tree` to their present places; returns (key, problem) where both names are used."""
     problems = []
     for old, new in PRESENT_NAMES.items():

@@ -22,14 +22,14 @@ class Table(BaseModel):
     )
 
 
-class Kind(enum.Enum):
+class Support(enum.Enum):
     """What a key does in this version. A mark on a table holds for all keys in it that have no mark of their own.
 
-    The marks decide what `not_runnable_yet` refuses, what `notes` mentions and what the documentation says.
+    The marks decide what `unsupported_settings` refuses, what `notes` mentions and what the documentation says.
     """
 
     WORKS = "works"
-    LATER = "not yet"  # any value but the default is refused
+    PLANNED = "not yet"  # any value but the default is refused
     RL = "reinforcement learning"  # read only by such jobs
     VIDEO = "videos, not yet"  # read only by such jobs, which are refused as a whole; so are the next
     VLM = "vision-language models, not yet"
@@ -37,21 +37,21 @@ class Kind(enum.Enum):
 
 
 T = TypeVar("T")
-Later = Annotated[T, Kind.LATER]
-ForRl = Annotated[T, Kind.RL]
-ForVideo = Annotated[T, Kind.VIDEO]
-ForVlm = Annotated[T, Kind.VLM]
-NoEffect = Annotated[T, Kind.NO_EFFECT]
+Planned = Annotated[T, Support.PLANNED]
+ForRl = Annotated[T, Support.RL]
+ForVideo = Annotated[T, Support.VIDEO]
+ForVlm = Annotated[T, Support.VLM]
+NoEffect = Annotated[T, Support.NO_EFFECT]
 
 
 @dataclass(frozen=True)
-class Words:
+class Description:
     """How messages and the documentation describe a value whose type says too little or too much."""
 
     text: str
 
 
-def _compiling(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -69,5 +69,5 @@ PositiveFraction = Annotated[StrictFloat, Field(gt=0, le=1)]
 OpenFraction = Annotated[StrictFloat, Field(gt=0, lt=1)]
 HalfOpenFraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
 FloatDtype = Literal["float32", "bfloat16", "float16"]
-Pattern = Annotated[str, AfterValidator(_compiling), Words("a regular expression")]
+Pattern = Annotated[str, AfterValidator(_check_pattern), Description("a regular expression")]
 AnyTable = dict[str, object]

@@ -1,10 +1,11 @@
-"""What a configuration asks for: rules between keys (`cross_check`), parts not built (`not_runnable_yet`), `notes`."""
+"""What a configuration means: rules between keys (`cross_check`), parts not built (`unsupported_settings`), `notes`."""
 
 import re
 
-from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config.base import Support
+from cosmos_rl.policy.config.jobs import JOBS, job_kind
 from cosmos_rl.policy.config.keys import keys_of
-from cosmos_rl.policy.config.problems import shown
+from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
@@ -14,7 +15,7 @@ _PLACES = ("output_dir", "local_dir", "dir", "lora_path", "model_name_or_path", 
 """Keys that hold a path, whatever their table."""
 _NEEDED_PLACES = ("train.output_dir", "train.train_policy.cache.dir")
 
-__all__ = ["cross_check", "data_ranks", "not_runnable_yet", "notes", "world_size"]
+__all__ = ["cross_check", "data_ranks", "notes", "unsupported_settings", "world_size"]
 
 
 def cross_check(config: Config) -> list[str]:
@@ -31,15 +32,12 @@ def cross_check(config: Config) -> list[str]:
     ]
 
 
-def not_runnable_yet(config: Config) -> list[str]:
+def unsupported_settings(config: Config) -> list[str]:
     """Documented settings of `config` that this version cannot run, one line each."""
-    train_policy = config.train.train_policy
-    lines = []
-    if isinstance(train_policy, GrpoPolicyConfig):
-        if train_policy.trainer_type != "diffusion_nft":
-            lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "diffusion_nft"')
-    elif train_policy.trainer_type != "sft":
-        lines.append(f'train.train_policy.trainer_type = "{train_policy.trainer_type}"; use "sft"')
+    job, lines = config.train.train_policy, []
+    if not job_kind(config).supported:
+        names = " or ".join(format_value(trainer) for type_, trainer in JOBS if type_ == job.type)
+        lines.append(f"train.train_policy.trainer_type = {format_value(job.trainer_type)}; use {names}")
     if not config.policy.is_diffusers:
         lines.append("policy.is_diffusers = false (vision-language models); set it to true for a diffusers pipeline")
     lora = config.policy.lora
@@ -50,9 +48,9 @@ def not_runnable_yet(config: Config) -> list[str]:
         )
     for key in keys_of(config):
         matters = config.validation.enable or not key.path.startswith("validation.")
-        if key.kind is Kind.LATER and key.value != key.default and matters:
-            today = "unset" if key.default is None else shown(key.default)
-            lines.append(f"{key.path} = {shown(key.value)}; today only {today}")
+        if key.kind is Support.PLANNED and key.value != key.default and matters:
+            today = "unset" if key.default is None else format_value(key.default)
+            lines.append(f"{key.path} = {format_value(key.value)}; today only {today}")
     return lines
 
 
@@ -61,10 +59,10 @@ def notes(config: Config) -> list[str]:
     changed = [key for key in keys_of(config) if key.value != key.default]
     read = _kinds_read(config)
     lines = []
-    idle = [key.path for key in changed if key.kind is Kind.NO_EFFECT]
+    idle = [key.path for key in changed if key.kind is Support.NO_EFFECT]
     if idle:
         lines.append(f"Upstream keys that can have no effect here: {', '.join(idle)}")
-    unread = [key.path for key in changed if key.kind in {Kind.RL, Kind.VIDEO, Kind.VLM} - read]
+    unread = [key.path for key in changed if key.kind in {Support.RL, Support.VIDEO, Support.VLM} - read]
     if unread:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
@@ -78,17 +76,17 @@ def notes(config: Config) -> list[str]:
     return lines
 
 
-def _kinds_read(config: Config) -> set[Kind]:
+def _kinds_read(config: Config) -> set[Support]:
     reads = {
-        Kind.RL: isinstance(config.train.train_policy, GrpoPolicyConfig),
-        Kind.VIDEO: config.policy.diffusers.is_video,
-        Kind.VLM: not config.policy.is_diffusers,
+        Support.RL: job_kind(config).online,
+        Support.VIDEO: config.policy.diffusers.is_video,
+        Support.VLM: not config.policy.is_diffusers,
     }
     return {kind for kind, read in reads.items() if read}
 
 
 def _value_rules(config: Config) -> list[str]:
-    """What no type of a key says: places that are none, and numbers that no machine word holds."""
+    """What no type of a key holds: places that are none, and numbers that no machine word holds."""
     lines = []
     for key in keys_of(config):
         if isinstance(key.value, int) and abs(key.value) >= 2**63:
@@ -104,11 +102,11 @@ def _value_rules(config: Config) -> list[str]:
 def place_problem(value: str, *, needed: bool) -> str | None:
     """Why a text is no path on this machine; None: it is one, or empty where none is ``needed``."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
-        return f"found {shown(value)}; addresses are not supported yet, give a local path"
+        return f"found {format_value(value)}; addresses are not supported yet, give a local path"
     if "\0" in value:
-        return f"found {shown(value)}; allowed: a path, which has no null character"
+        return f"found {format_value(value)}; allowed: a path, which has no null character"
     if needed and not value.strip():
-        return f"found {shown(value)}; allowed: a folder (was a shell variable empty?)"
+        return f"found {format_value(value)}; allowed: a folder (was a shell variable empty?)"
     return None
 
 
@@ -152,7 +150,7 @@ def _lora_rules(config: Config) -> list[str]:
 def _sft_batch_rules(config: Config) -> list[str]:
     train, ranks = config.train, data_ranks(config.policy.parallelism)
     mini_batch, total = train.train_policy.mini_batch, train.global_batch_size
-    if isinstance(train.train_policy, GrpoPolicyConfig):
+    if job_kind(config).online:
         return []
     if total is None:
         if train.train_batch_per_replica % mini_batch == 0:
@@ -198,7 +196,9 @@ def _saving_rules(config: Config) -> list[str]:
     if ckpt.upload_hf and not ckpt.hf_repo_name:
         lines.append("train.ckpt.hf_repo_name: missing; the name of a repository on the hub, for upload_hf = true")
     if ckpt.upload_s3 and not ckpt.s3_bucket:
-        lines.append(f"train.ckpt.s3_bucket: missing; the name of a bucket, for upload_s3 = {shown(ckpt.upload_s3)}")
+        lines.append(
+            f"train.ckpt.s3_bucket: missing; the name of a bucket, for upload_s3 = {format_value(ckpt.upload_s3)}"
+        )
     if config.train.resume == "":
         lines.append('train.resume: found ""; allowed: true, false or the path of a checkpoint')
     return lines
@@ -211,7 +211,7 @@ def _data_rules(config: Config) -> list[str]:
             f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "
             "only with train.train_policy.dataloader_num_workers >= 1"
         )
-    if isinstance(train_policy, GrpoPolicyConfig):
+    if job_kind(config).online:
         if validation.enable and not (validation.dataset.local_dir or validation.dataset.name):
             lines.append(
                 "validation.dataset.local_dir: missing; allowed with validation.enable = true: a file of prompts, or "

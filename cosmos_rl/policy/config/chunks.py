@@ -40,8 +40,10 @@ def rollout_chunk(config: Config) -> int:
         return min(rollout.n_generation_mini_batch, own)
     if rollout.batch_size is not None:
         return min(group * rollout.batch_size, own)
-    remote = isinstance(job, GrpoPolicyConfig) and job.use_remote_reward and not job.bypass_reward
-    return _even(own, group, _most(config), _OVERLAPPING if remote else 1)
+    calls = 1
+    if isinstance(job, GrpoPolicyConfig) and job.use_remote_reward and not job.bypass_reward:
+        calls = _OVERLAPPING
+    return _even(own, group, _most(config), calls)
 
 
 def validation_chunk(config: Config, prompts: int) -> int:
@@ -58,9 +60,17 @@ def _most(config: Config) -> int:
     """Samples that fit into a call."""
     diffusers = config.policy.diffusers
     height, width = diffusers.inference_size
-    frames = max(diffusers.train_frames, diffusers.inference_frames) if diffusers.is_video else 1
-    rows = 2 if diffusers.sample.guidance_scale > 1 else 1
-    return max(PIXELS_AT_ONCE // (height * width * frames * rows), 1)
+    frames = 1
+    if diffusers.is_video:
+        frames = max(diffusers.train_frames, diffusers.inference_frames)
+    return max(PIXELS_AT_ONCE // (height * width * frames * rows_per_sample(config)), 1)
+
+
+def rows_per_sample(config: Config) -> int:
+    """Rows of a sample in one forward pass: with guidance its negative prompt is another one."""
+    if config.policy.diffusers.sample.guidance_scale > 1:
+        return 2
+    return 1
 
 
 def _even(samples: int, group: int, most: int, calls: int) -> int:

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from cosmos_rl.policy.config.aliases import PRESENT_NAMES
-from cosmos_rl.policy.config.base import Kind
-from cosmos_rl.policy.config.keys import allowed, branches_of, kind_of
+from cosmos_rl.policy.config.base import Support
+from cosmos_rl.policy.config.keys import allowed, branches_of, support_of
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig, TrainPolicyConfig
 
@@ -38,13 +38,13 @@ These keys do nothing in this version.
 | Status | Meaning |
 |---|---|
 | no effect | accepted so that older files load; named in one line when a run is started |
-| not yet | accepted; a value other than the default is refused when a run is started ("not runnable yet") |
+| not yet | accepted; a value other than the default is refused when a run is started ("not supported yet") |
 | videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
 
 | Key | Value | Default | Meaning | Status |
 |---|---|---|---|---|
 """
-_EFFECTIVE = (Kind.WORKS, Kind.RL)
+_EFFECTIVE = (Support.WORKS, Support.RL)
 _TEMPLATE = """\
 #:schema ./schemas/cosmos_rl_config.json
 # All keys with their defaults, made by `cosmos-rl schema --toml`. A run needs policy.model_name_or_path and
@@ -58,13 +58,19 @@ class Entry:
 
     name: str
     field: FieldInfo
-    kind: Kind
+    kind: Support
     default: object
 
     @property
     def meaning(self) -> str:
         """Its docstring, on one line."""
         return " ".join((self.field.description or "").split())
+
+    def describe(self, *usual: Support) -> str:
+        """Its meaning, and what it does in this version unless that is usual."""
+        if self.kind in (Support.WORKS, *usual):
+            return self.meaning
+        return f"{self.meaning} ({self.kind.value})"
 
     @property
     def values(self) -> str:
@@ -87,53 +93,73 @@ class Section:
         return self.heading.partition(" with ")[0].strip("[]")
 
     @property
-    def status(self) -> Kind:
+    def status(self) -> Support:
         """What all its keys do, if that is the same for all and not the usual."""
-        kinds = {entry.kind for entry in self.entries} - {Kind.NO_EFFECT}
-        return kinds.pop() if len(kinds) == 1 else Kind.WORKS
+        kinds = {entry.kind for entry in self.entries} - {Support.NO_EFFECT}
+        if len(kinds) == 1:
+            return kinds.pop()
+        return Support.WORKS
 
     @property
     def about(self) -> str:
         """What the table is for."""
         text = " ".join((self.table.__doc__ or "").split())
         _, _, meaning = text.partition("`: ")
-        return f"{meaning[:1].upper()}{meaning[1:]}" if meaning else text
+        if not meaning:
+            return text
+        return f"{meaning[:1].upper()}{meaning[1:]}"
 
 
 def sections() -> list[Section]:
     """All tables of the configuration, parents first, each with its keys."""
-    return list(_sections(Config, Config(), "", Kind.WORKS, given=True))
+    return list(_sections(Config, Config(), "", Support.WORKS, given=True))
 
 
 def _sections(
-    table: type[BaseModel], filled: BaseModel | None, name: str, kind: Kind, *, given: bool, in_list: bool = False
+    table: type[BaseModel], filled: BaseModel | None, name: str, kind: Support, *, given: bool, in_list: bool = False
 ) -> Iterator[Section]:
-    fields = dict(table.model_fields)
-    heading = f"[{name}]" if name else ""
-    if in_list:
-        heading = f"[{heading}]"
-    if issubclass(table, TrainPolicyConfig):
-        heading += f' with type = "{fields["type"].default}"'
-        fields = {"type": fields["type"], **fields}
-    if table is GrpoPolicyConfig:  # what it shares with "sft" is described there
-        fields = {key: field for key, field in fields.items() if key not in TrainPolicyConfig.model_fields}
-    entries, inner = [], []
-    for key, field in fields.items():
-        own = kind_of(field.metadata, kind)
-        default = getattr(filled, key) if filled else field.get_default(call_default_factory=True)
+    entries, inner, prefix = [], [], ""
+    if name:
+        prefix = f"{name}."
+    for key, field in _fields(table).items():
+        own = support_of(field.metadata, kind)
+        default = field.get_default(call_default_factory=True)
+        if filled is not None:
+            default = getattr(filled, key)
         branches = list(branches_of(field.annotation, own))
         if not branches:
             entries.append(Entry(key, field, own, default))
-        listed = isinstance(default, tuple)
-        item = next(iter(default), None) if listed else default
-        path = f"{name}.{key}" if name else key
+        items = default
+        if not isinstance(default, tuple):
+            items = (default,)
         for branch, branch_kind in branches:
-            there = item if isinstance(item, branch) else None
-            present = given and there is not None
-            inner.append(_sections(branch, there, path, branch_kind, given=present, in_list=listed))
-    yield Section(heading, table, given, tuple(entries))
+            there = next((item for item in items[:1] if isinstance(item, branch)), None)
+            present, listed = given and there is not None, isinstance(default, tuple)
+            inner.append(_sections(branch, there, prefix + key, branch_kind, given=present, in_list=listed))
+    yield Section(_heading(table, name, in_list=in_list), table, given, tuple(entries))
     for sub in inner:
         yield from sub
+
+
+def _fields(table: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a table in the order in which they are shown."""
+    fields = dict(table.model_fields)
+    if issubclass(table, TrainPolicyConfig):
+        fields = {"type": fields["type"], **fields}
+    if table is GrpoPolicyConfig:  # what it shares with "sft" is described there
+        fields = {key: field for key, field in fields.items() if key not in TrainPolicyConfig.model_fields}
+    return fields
+
+
+def _heading(table: type[BaseModel], name: str, *, in_list: bool) -> str:
+    heading = ""
+    if name:
+        heading = f"[{name}]"
+    if in_list:
+        heading = f"[{heading}]"
+    if issubclass(table, TrainPolicyConfig):
+        heading += f' with type = "{table.model_fields["type"].default}"'
+    return heading
 
 
 def json_schema() -> str:
@@ -141,10 +167,11 @@ def json_schema() -> str:
     schema = Config.model_json_schema()
     first_places = {section.table: section for section in reversed(sections())}
     for section in first_places.values():
-        place = schema if section.table is Config else schema["$defs"][section.table.__name__]
+        place = schema
+        if section.table is not Config:
+            place = schema["$defs"][section.table.__name__]
         for entry in section.entries:
-            status = "" if entry.kind is Kind.WORKS else f" ({entry.kind.value})"
-            place["properties"][entry.name]["description"] = entry.meaning + status
+            place["properties"][entry.name]["description"] = entry.describe()
     plain = _for_editors(schema)
     assert isinstance(plain, dict)
     return json.dumps({"$schema": _SCHEMA, "title": "cosmos-rl", **plain}, indent=2, ensure_ascii=False) + "\n"
@@ -174,19 +201,24 @@ def markdown() -> str:
         entries = [entry for entry in section.entries if entry.kind in _EFFECTIVE]
         if section.entries and not entries:
             continue
-        heading = f"`{section.heading}`" if section.heading else "Top level"
+        heading = "Top level"
+        if section.heading:
+            heading = f"`{section.heading}`"
         if section.table in described:
             parts.append(f"## {heading}\n\nThe keys of {described[section.table]}.\n")
             continue
         described[section.table] = heading
-        rows = [_row(entry) for entry in entries]
-        head = ["", "| Key | Value | Default | Meaning | Status |", "|---|---|---|---|---|"] if rows else []
-        parts.append("\n".join([f"## {heading}", "", section.about, *head, *rows]) + "\n")
+        lines = [f"## {heading}", "", section.about]
+        if entries:
+            lines += ["", "| Key | Value | Default | Meaning | Status |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *map(_row, entries)]) + "\n")
     return "\n".join([*parts, _APPENDIX + "\n".join(idle) + "\n"])
 
 
 def _row(entry: Entry, table: str = "") -> str:
-    name = f"{table}.{entry.name}" if table else entry.name
+    name = entry.name
+    if table:
+        name = f"{table}.{name}"
     cells = [f"`{name}`", entry.values, _shown_default(entry), entry.meaning, entry.kind.value]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
@@ -194,22 +226,43 @@ def _row(entry: Entry, table: str = "") -> str:
 def _shown_default(entry: Entry) -> str:
     if entry.field.is_required():
         return "required"
-    return "unset" if entry.default is None else f"`{json.dumps(entry.default)}`"
+    if entry.default is None:
+        return "unset"
+    return f"`{json.dumps(entry.default)}`"
 
 
 def toml_template() -> str:
     """A TOML file with all keys that mean something here, their defaults and what they mean."""
     lines = [_TEMPLATE.rstrip()]
     for section in sections():
-        entries = [entry for entry in section.entries if entry.kind is not Kind.NO_EFFECT]
-        off = "" if section.given else "# "
+        entries = [entry for entry in section.entries if entry.kind is not Support.NO_EFFECT]
         if section.heading and entries:
-            heading, condition, rest = section.heading.partition(" with ")
-            lines += ["", f"{off}{heading}{f'  # {rest}' if condition else ''}"]
-            lines += [] if section.status is Kind.WORKS else [f"# {section.status.value}"]
+            lines += ["", *_opening(section)]
         for entry in entries:
-            status = "" if entry.kind in (Kind.WORKS, section.status) else f" ({entry.kind.value})"
-            lines += textwrap.wrap(entry.meaning + status, 118, initial_indent="# ", subsequent_indent="# ")
-            value = f"<{entry.values}>" if entry.default in (None, PydanticUndefined) else json.dumps(entry.default)
-            lines.append(f"{off or ('# ' if entry.default is None else '')}{entry.name} = {value}")
+            text = entry.describe(section.status)
+            lines += textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="# ")
+            lines.append(_assignment(section, entry))
     return "\n".join(lines) + "\n"
+
+
+def _opening(section: Section) -> Iterator[str]:
+    """The lines with which a table begins; one that a file without it has not is commented out."""
+    heading, _, condition = section.heading.partition(" with ")
+    if condition:
+        heading += f"  # {condition}"
+    if not section.given:
+        heading = f"# {heading}"
+    yield heading
+    if section.status is not Support.WORKS:
+        yield f"# {section.status.value}"
+
+
+def _assignment(section: Section, entry: Entry) -> str:
+    """`key = default`, commented out where nothing is set."""
+    value = f"<{entry.values}>"
+    if entry.default not in (None, PydanticUndefined):
+        value = json.dumps(entry.default)
+    line = f"{entry.name} = {value}"
+    if not section.given or entry.default is None:
+        line = f"# {line}"
+    return line

@@ -2,16 +2,17 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cosmos_rl.policy.config.base import Kind, Words
+from cosmos_rl.policy.config.base import Description, Support
 
+T = TypeVar("T", bound=BaseModel)
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
 
@@ -22,19 +23,19 @@ class Key:
 
     path: str
     field: FieldInfo
-    kind: Kind
+    kind: Support
     value: object
 
     @property
     def default(self) -> object:
-        """The value without which nothing was asked for."""
+        """The value of a key that is not set."""
         return self.field.get_default(call_default_factory=True)
 
 
-def keys_of(table: BaseModel, prefix: str = "", kind: Kind = Kind.WORKS) -> Iterator[Key]:
+def keys_of(table: BaseModel, prefix: str = "", kind: Support = Support.WORKS) -> Iterator[Key]:
     """Every key of a filled table that is not a table itself."""
     for name, field in type(table).model_fields.items():
-        value, own = getattr(table, name), kind_of(field.metadata, kind)
+        value, own = getattr(table, name), support_of(field.metadata, kind)
         if isinstance(value, BaseModel):
             branches = dict(branches_of(field.annotation, own))
             yield from keys_of(value, f"{prefix}{name}.", branches[type(value)])
@@ -42,18 +43,32 @@ def keys_of(table: BaseModel, prefix: str = "", kind: Kind = Kind.WORKS) -> Iter
             yield Key(prefix + name, field, own, value)
 
 
-def kind_of(metadata: Sequence[object], inherited: Kind) -> Kind:
+def with_values(table: T, change: Callable[[str, object], object], prefix: str = "") -> T:
+    """The table with `change(dotted key, value)` in place of each value, those in lists of tables included."""
+    changed: dict[str, object] = {}
+    for name in type(table).model_fields:
+        value, key = getattr(table, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            changed[name] = with_values(value, change, f"{key}.")
+        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+            changed[name] = tuple(with_values(item, change, f"{key}.{i}.") for i, item in enumerate(value))
+        else:
+            changed[name] = change(key, value)
+    return table.model_copy(update=changed)
+
+
+def support_of(metadata: Sequence[object], inherited: Support) -> Support:
     """What a key with this metadata does; without a mark of its own, what its table does."""
-    return next((mark for mark in metadata if isinstance(mark, Kind)), inherited)
+    return next((mark for mark in metadata if isinstance(mark, Support)), inherited)
 
 
-def branches_of(annotation: object, kind: Kind) -> Iterator[tuple[type[BaseModel], Kind]]:
+def branches_of(annotation: object, kind: Support) -> Iterator[tuple[type[BaseModel], Support]]:
     """The tables a key may hold, or a list in it, each with its kind: none for a plain value."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, kind
     elif origin is Annotated:
-        yield from branches_of(arguments[0], kind_of(arguments[1:], kind))
+        yield from branches_of(arguments[0], support_of(arguments[1:], kind))
     elif origin in (Union, UnionType) or (origin is tuple and arguments[-1] is Ellipsis):
         for part in arguments:
             yield from branches_of(part, kind)
@@ -61,7 +76,7 @@ def branches_of(annotation: object, kind: Kind) -> Iterator[tuple[type[BaseModel
 
 def tables_of(annotation: object) -> list[type[BaseModel]]:
     """The tables a key may hold, or a list in it: none for a plain value, several for a union of tables."""
-    return [table for table, _ in branches_of(annotation, Kind.WORKS)]
+    return [table for table, _ in branches_of(annotation, Support.WORKS)]
 
 
 def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | None:
@@ -112,8 +127,8 @@ def allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return allowed(inner, [*more, *metadata])
-    limits = list(_flattened(metadata))
-    words = next((limit.text for limit in limits if isinstance(limit, Words)), None)
+    limits = list(_flatten(metadata))
+    words = next((limit.text for limit in limits if isinstance(limit, Description)), None)
     if words:
         return words
     pattern = next((found for limit in limits if (found := getattr(limit, "pattern", None))), None)
@@ -121,10 +136,10 @@ def allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
     return " ".join([_plain(annotation), *([f"matching {pattern}"] if pattern else []), " and ".join(bounds)]).rstrip()
 
 
-def _flattened(metadata: Sequence[object]) -> Iterator[object]:
+def _flatten(metadata: Sequence[object]) -> Iterator[object]:
     for item in metadata:
         if isinstance(item, FieldInfo):
-            yield from _flattened(item.metadata)
+            yield from _flatten(item.metadata)
         else:
             yield item
 
@@ -164,4 +179,4 @@ def suggestion(model: type[BaseModel], unknown: str) -> str | None:
     if table in known:  # names that share only their table are not alike
         return None
     near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
-    return near[0] if near else None
+    return next(iter(near), None)

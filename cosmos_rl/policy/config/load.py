@@ -12,53 +12,62 @@ import tomli_w
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.checks import cross_check
 from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
-from cosmos_rl.policy.config.problems import ConfigError, Problem, shown, validated
+from cosmos_rl.policy.config.problems import ConfigError, Problem, format_value, validate
 from cosmos_rl.policy.config.schema import Config
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, sized: Callable[[Config], Config] = lambda config: config
+    path: str | Path, overrides: Sequence[str] = (), *, fit: Callable[[Config], Config] = lambda config: config
 ) -> Config:
     """The checked configuration of a TOML file; `overrides` are `a.b.0.c=VALUE`, with or without leading dashes.
 
-    `sized` fits the number of ranks to a machine before the rules between keys are checked.
+    `fit` sets the number of ranks for a machine before the rules between keys are checked.
     """
     tree = read_toml(path)
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
-    config, invalid = _checked(tree, problems, sized)
+    config, invalid = _check(tree, problems, fit)
     problems = [*problems, *invalid]
     if problems or config is None:
-        given = [override.lstrip("-") for override in overrides]
-        lines = [_of_override(str(problem), given) for problem in problems]
-        places = [str(path)] if None in lines else []
-        places += ["the command line"] if any(lines) else []
-        shown_at = zip(lines, problems, strict=True)
-        toml = _text_of(path)
-        raise ConfigError([line or _with_line(str(problem), toml) for line, problem in shown_at], " and ".join(places))
+        raise _config_error(problems, path, [override.lstrip("-") for override in overrides])
     return config
 
 
-def checked_config(tree: Mapping[str, object], source: str) -> Config:
+def _config_error(problems: Sequence[Problem], path: str | Path, overrides: Sequence[str]) -> ConfigError:
+    """Every problem with its override, else with its line in the file."""
+    toml, lines, places = _read_text(path), list[str](), set[str]()
+    for problem in map(str, problems):
+        line = _name_override(problem, overrides)
+        if line is None:
+            lines.append(_add_line(problem, toml))
+            places.add(str(path))
+        else:
+            lines.append(line)
+            places.add("the command line")
+    in_order = [place for place in (str(path), "the command line") if place in places]
+    return ConfigError(lines, " and ".join(in_order))
+
+
+def config_from_tables(tree: Mapping[str, object], source: str) -> Config:
     """The configuration of tables as a TOML file would hold them; `source` names them in messages.
 
     Raises:
         ConfigError: names every problem.
     """
-    config, problems = _checked(tree, [], lambda config: config)
+    config, problems = _check(tree, [], lambda config: config)
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
 
 
-def _checked(
-    tree: Mapping[str, object], known: Sequence[Problem], sized: Callable[[Config], Config]
+def _check(
+    tree: Mapping[str, object], known: Sequence[Problem], fit: Callable[[Config], Config]
 ) -> tuple[Config | None, list[Problem]]:
     """The configuration, and all that is wrong with its values and between them, except what is `known`."""
-    config, problems = validated(Config, tree)
+    config, problems = validate(Config, tree)
     if config is None:
         return None, problems
     try:
-        config = sized(config)
+        config = fit(config)
     except UserError as error:
         problems.append(Problem("", str(error)))
     # A rule that involves a rejected value would complain about the default in its place.
@@ -70,7 +79,7 @@ def _checked(
 def read_toml(path: str | Path) -> dict[str, object]:
     """The content of a TOML file; `UserError` names file and line of an error."""
     try:
-        return tomllib.loads(_text_of(path))
+        return tomllib.loads(_read_text(path))
     except FileNotFoundError:
         if Path(path).is_dir():
             raise UserError(
@@ -92,12 +101,14 @@ def _mentions(line: str, keys: Sequence[str]) -> bool:
     return any(re.search(rf"\b{re.escape(key)}\b", line) for key in keys if key)
 
 
-def _text_of(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     path = Path(path)
-    return (path / "config.toml" if path.is_dir() else path).read_text(encoding="utf-8-sig")
+    if path.is_dir():
+        path = path / "config.toml"
+    return path.read_text(encoding="utf-8-sig")
 
 
-def _of_override(problem: str, overrides: Sequence[str]) -> str | None:
+def _name_override(problem: str, overrides: Sequence[str]) -> str | None:
     """The problem with the override that it is about; None when it is about none."""
     key = problem.partition(":")[0]
     if key.lstrip("-") in overrides and "=" not in key:  # no override at all
@@ -105,11 +116,13 @@ def _of_override(problem: str, overrides: Sequence[str]) -> str | None:
     for override in reversed(overrides):
         name = override.partition("=")[0]
         if key == name or key.startswith(f"{name}."):
-            return f"{problem} (from --{override if len(override) < 80 else name})"
+            if len(override) >= 80:
+                override = name
+            return f"{problem} (from --{override})"
     return None
 
 
-def _with_line(problem: str, toml: str) -> str:
+def _add_line(problem: str, toml: str) -> str:
     """The problem with the line of the file that it is about, where there is one."""
     key = problem.partition(":")[0]
     table, items = "", Counter[str]()
@@ -135,7 +148,9 @@ def _apply(tree: dict[str, object], override: str) -> Problem | None:
     key, equals, text = override.lstrip("-").partition("=")
     names = key.split(".")
     if not equals or not all(names):
-        right = key if find_field(Config, names) else suggestion(Config, key) or "table.key"
+        right = key
+        if find_field(Config, names) is None:
+            right = suggestion(Config, key) or "table.key"
         return Problem("", f"{override}: not an override; write --{right}=VALUE")
     node: object = tree
     for depth, name in enumerate(names[:-1]):
@@ -150,10 +165,12 @@ def _apply(tree: dict[str, object], override: str) -> Problem | None:
         node.pop(leaf, None)
         if text != "none":
             node[leaf] = _value(names, text)
-    elif _has_item(node, leaf):
-        node[int(leaf) : int(leaf) + 1] = [] if text == "none" else [_value(names, text)]
-    else:
+    elif not _has_item(node, leaf):
         return _no_place(names[:-1], leaf, node)
+    elif text == "none":
+        del node[int(leaf)]
+    else:
+        node[int(leaf)] = _value(names, text)
     return None
 
 
@@ -165,7 +182,7 @@ def _no_place(table: Sequence[str], name: str, node: object) -> Problem:
     key = ".".join(table)
     if isinstance(node, list):
         return Problem(key, f"has no item {name}; it holds {len(node)} items, counted from 0")
-    return Problem(key, f"found {shown(node)}, which has no keys, so {key}.{name} cannot be set")
+    return Problem(key, f"found {format_value(node)}, which has no keys, so {key}.{name} cannot be set")
 
 
 def _value(names: Sequence[str], text: str) -> object:
@@ -175,8 +192,10 @@ def _value(names: Sequence[str], text: str) -> object:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
-        value = text if text_only else _loose_number(text)
-    return text if text_only and not isinstance(value, str) else value
+        value = _loose_number(text)
+    if text_only and not isinstance(value, str):
+        return text
+    return value
 
 
 def _loose_number(text: str) -> object:

@@ -7,25 +7,25 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
+    Description,
     FloatDtype,
     ForRl,
     ForVideo,
     ForVlm,
     HalfOpenFraction,
-    Later,
     NoEffect,
     NonNegativeFloat,
     Pattern,
+    Planned,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
     Table,
-    Words,
 )
 
 LoraInit = Annotated[
     StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")],
-    Words('true, false, "gaussian", "eva", "olora", "pissa" or "pissa_niter_<number>"'),
+    Description('true, false, "gaussian", "eva", "olora", "pissa" or "pissa_niter_<number>"'),
 ]
 Solver = Literal["flow", "euler", "dance", "ddim", "dpm1", "dpm2"]
 
@@ -44,7 +44,7 @@ class LoraConfig(Table):
     primary_adapter: str | None = None
     """The adapter that is trained; unset: the first of lora_names."""
     target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...], Words('a list of name endings of layers, or "all-linear"')
+        Literal["all-linear"] | tuple[str, ...], Description('a list of name endings of layers, or "all-linear"')
     ] = "all-linear"
     """Name endings of the layers that get adapters, or "all-linear"."""
     init_lora_weights: LoraInit = True
@@ -58,7 +58,7 @@ class LoraConfig(Table):
     """lora_alpha for layers whose name matches the regular expression."""
     r_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
     """r for layers whose name matches the regular expression."""
-    modules_to_save: Later[tuple[str, ...] | None] = None
+    modules_to_save: Planned[tuple[str, ...] | None] = None
     """Layers trained as a whole, in addition to the adapters."""
 
     @property
@@ -152,15 +152,15 @@ class DiffusersConfig(Table):
 class ParallelismConfig(Table):
     """`[policy.parallelism]` and `[rollout.parallelism]`: how the ranks share the work."""
 
-    n_init_replicas: Later[PositiveInt] = 1
+    n_init_replicas: Planned[PositiveInt] = 1
     """Replicas of the whole set of ranks."""
-    tp_size: Later[PositiveInt] = 1
+    tp_size: Planned[PositiveInt] = 1
     """Tensor parallel ranks."""
-    cp_size: Later[PositiveInt] = 1
+    cp_size: Planned[PositiveInt] = 1
     """Context parallel ranks."""
-    ep_size: Later[PositiveInt] = 1
+    ep_size: Planned[PositiveInt] = 1
     """Expert parallel ranks."""
-    pp_size: Later[PositiveInt] = 1
+    pp_size: Planned[PositiveInt] = 1
     """Pipeline parallel ranks."""
     dp_shard_size: Annotated[StrictInt, Field(ge=-1)] = 1
     """Ranks over which parameters are sharded; -1: all that are left. Each sees its own samples."""
@@ -190,7 +190,7 @@ class PolicyConfig(Table):
     model_max_length: ForVlm[PositiveInt] = 4096
     """Longest sample in tokens."""
     is_diffusers: StrictBool = False
-    """The model is a diffusers pipeline. false (vision-language models) is not runnable yet."""
+    """The model is a diffusers pipeline. false (vision-language models) is not supported yet."""
     model_gradient_checkpointing: StrictBool = True
     """Recompute activations in the backward pass to save memory."""
     freeze_pattern: tuple[Pattern, ...] | None = None

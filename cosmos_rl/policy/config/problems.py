@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config.aliases import RENAMED, with_present_names
+from cosmos_rl.policy.config.aliases import RENAMED, rename_old_keys
 from cosmos_rl.policy.config.keys import allowed, field_of, find_field, suggestion, tables_of
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -23,7 +23,9 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.text}" if self.key else self.text
+        if not self.key:
+            return self.text
+        return f"{self.key}: {self.text}"
 
 
 class ConfigError(UserError):
@@ -31,22 +33,25 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem | str], source: str = "") -> None:
         self.problems = tuple(str(problem) for problem in problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        heading = f"{count} in {source}:" if source else f"{count}:"
-        super().__init__("\n".join([heading, *(f"  {problem}" for problem in self.problems)]))
+        heading = f"{len(self.problems)} problems"
+        if len(self.problems) == 1:
+            heading = "1 problem"
+        if source:
+            heading += f" in {source}"
+        super().__init__("\n".join([f"{heading}:", *(f"  {problem}" for problem in self.problems)]))
 
 
-def validated(model: type[Model], values: Mapping[str, object]) -> tuple[Model | None, list[Problem]]:
+def validate(model: type[Model], values: Mapping[str, object]) -> tuple[Model | None, list[Problem]]:
     """The model of `values` and all problems.
 
     With problems the model holds defaults in their places, so that further rules can be checked on the rest.
     """
     tree = copy.deepcopy(dict(values))
-    problems = [Problem(key, text) for key, text in with_present_names(tree)]
+    problems = [Problem(key, text) for key, text in rename_old_keys(tree)]
     try:
         return model.model_validate(tree), problems
     except ValidationError as error:
-        found = _located(model, error)
+        found = _locate(model, error)
     problems += [_problem(model, tree, path, unknown) for path, unknown in found.items()]
     for path in found:
         _remove(tree, path)
@@ -56,7 +61,7 @@ def validated(model: type[Model], values: Mapping[str, object]) -> tuple[Model |
         return None, problems
 
 
-def _located(model: type[BaseModel], error: ValidationError) -> dict[tuple[str, ...], bool]:
+def _locate(model: type[BaseModel], error: ValidationError) -> dict[tuple[str, ...], bool]:
     """The keys that failed, each with whether it is unknown; a key with several complaints appears once."""
     found: dict[tuple[str, ...], bool] = {}
     for item in error.errors(include_url=False, include_context=False, include_input=False):
@@ -91,7 +96,7 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
         kinds = {"a table": None}
     if isinstance(holder, Mapping) and path[-1] not in holder:
         return Problem(key, f"missing; allowed: {' or '.join(kinds)}")
-    return Problem(key, f"found {shown(_value_at(tree, path))}; allowed: {' or '.join(kinds)}")
+    return Problem(key, f"found {format_value(_value_at(tree, path))}; allowed: {' or '.join(kinds)}")
 
 
 def _unknown(model: type[BaseModel], tables: list[type[BaseModel]], holder: object, path: tuple[str, ...]) -> str:
@@ -99,22 +104,24 @@ def _unknown(model: type[BaseModel], tables: list[type[BaseModel]], holder: obje
     elsewhere = [table for table in tables if path[-1] in table.model_fields]
     if elsewhere:  # several tables can stand here, and this is a key of another one
         chosen = holder.get("type", "sft") if isinstance(holder, Mapping) else None
-        right = " or ".join(shown(table.model_fields["type"].default) for table in elsewhere)
-        return f"belongs to type = {right}; here is type = {shown(chosen)}"
+        right = " or ".join(format_value(table.model_fields["type"].default) for table in elsewhere)
+        return f"belongs to type = {right}; here is type = {format_value(chosen)}"
     if ".".join(path) in RENAMED:
         return f"is now called {RENAMED['.'.join(path)]}"
     near = suggestion(model, ".".join(path))
     if near:
         return f"unknown key; did you mean {near}?"
-    names = ", ".join(dict.fromkeys(name for table in tables for name in table.model_fields))
-    return (
-        f"unknown key; known in [{'.'.join(path[:-1])}]: {names}" if len(path) > 1 else f"unknown key; known: {names}"
-    )
+    names, where = ", ".join(dict.fromkeys(name for table in tables for name in table.model_fields)), ""
+    if len(path) > 1:
+        where = f" in [{'.'.join(path[:-1])}]"
+    return f"unknown key; known{where}: {names}"
 
 
 def _tables_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
     field = find_field(model, path)
-    return tables_of(field.annotation) if field else [model]
+    if field is None:
+        return [model]
+    return tables_of(field.annotation)
 
 
 def _value_at(tree: object, path: Sequence[str]) -> object:
@@ -128,13 +135,15 @@ def _value_at(tree: object, path: Sequence[str]) -> object:
     return tree
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as it would look in TOML, cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return text
 
 
 def _remove(tree: MutableMapping[str, object], path: tuple[str, ...]) -> None:

@@ -1,19 +1,20 @@
-"""How many ranks a configuration asks for, and the same configuration for another number of them."""
+"""How many ranks a configuration sets, and the same configuration for another number of them."""
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.utils.logging import logger
 
 
 def world_size(parallelism: ParallelismConfig) -> int:
-    """Ranks that the configuration asks for; -1 when dp_shard_size leaves it open."""
+    """Ranks that the configuration sets; -1 when dp_shard_size leaves it open."""
     if parallelism.dp_shard_size == -1:
         return -1
     return parallelism.dp_shard_size * _other_sizes(parallelism)
 
 
-def has_unbuilt_ranks(parallelism: ParallelismConfig) -> bool:
-    """Whether ranks are asked for that `not_runnable_yet` refuses: there is nothing to be sized then."""
+def has_unsupported_ranks(parallelism: ParallelismConfig) -> bool:
+    """Whether ranks are set that `unsupported_settings` refuses."""
     return any(getattr(parallelism, name) != 1 for name in ("tp_size", "cp_size", "pp_size", "ep_size"))
 
 
@@ -22,7 +23,7 @@ def data_ranks(parallelism: ParallelismConfig) -> int:
     return max(parallelism.dp_shard_size, 1) * parallelism.dp_replicate_size
 
 
-def resized(config: Config, ranks: int) -> Config:
+def with_world_size(config: Config, ranks: int) -> Config:
     """The configuration for so many ranks: dp_shard_size takes up the difference; one rank has no replicas either.
 
     Raises:
@@ -35,15 +36,79 @@ def resized(config: Config, ranks: int) -> Config:
     if ranks % rest:
         raise UserError(
             f"{ranks} ranks are not a multiple of {rest}, the product of the other sizes in [policy.parallelism]: "
-            f"{described(parallelism)}"
+            f"{describe_parallelism(parallelism)}"
         )
-    sized = parallelism.model_copy(update={"dp_shard_size": ranks // rest})
-    rollout = config.rollout.model_copy(update={"parallelism": sized if config.rollout.parallelism else None})
-    policy = config.policy.model_copy(update={"parallelism": sized})
+    parallelism = parallelism.model_copy(update={"dp_shard_size": ranks // rest})
+    policy, rollout = config.policy.model_copy(update={"parallelism": parallelism}), config.rollout
+    if rollout.parallelism is not None:
+        rollout = rollout.model_copy(update={"parallelism": parallelism})
     return config.model_copy(update={"policy": policy, "rollout": rollout})
 
 
-def described(parallelism: ParallelismConfig) -> str:
+def resolve_world_size(config: Config, nproc: int | None, gpus: int, nodes: int = 1) -> Config:
+    """The configuration for the ranks that will run.
+
+    Args:
+        config: as written.
+        nproc: ranks on each node; None: one on a CPU, else as many as the configuration sets.
+        gpus: GPUs of this node.
+        nodes: how many there are, each with as many ranks.
+
+    Raises:
+        UserError: a node has fewer GPUs than that, or the sizes do not divide the ranks.
+    """
+    parallelism = config.policy.parallelism
+    if parallelism.dp_shard_size == 0 or has_unsupported_ranks(parallelism):  # errors that are named elsewhere
+        return config
+    on_cpu = gpus == 0 or config.train.device == "cpu"
+    ranks = world_size(parallelism)
+    if nproc:
+        ranks = nproc * nodes
+    elif on_cpu:
+        ranks = nodes
+    elif ranks == -1:
+        ranks = gpus * nodes
+    if ranks % nodes:
+        raise UserError(
+            f"[policy.parallelism] ({describe_parallelism(parallelism)} = {ranks} ranks) is not a multiple of "
+            f"--num-workers {nodes}; --nproc-per-node N takes N ranks on each"
+        )
+    if not on_cpu and ranks // nodes > gpus:
+        raise UserError(_too_few_gpus(parallelism, ranks, nproc, gpus, nodes))
+    if ranks == world_size(parallelism):
+        return config
+    resolved = with_world_size(config, ranks)
+    _log_world_size(config, resolved, ranks, nproc, gpus, nodes)
+    return resolved
+
+
+def _too_few_gpus(parallelism: ParallelismConfig, ranks: int, nproc: int | None, gpus: int, nodes: int) -> str:
+    who, need = f"[policy.parallelism] ({describe_parallelism(parallelism)} = {ranks} ranks)", f"{ranks} GPUs"
+    if nproc:
+        who = f"--nproc-per-node {nproc}"
+    if nodes > 1:
+        need = f"{ranks // nodes} GPUs on each of {nodes} nodes"
+    has = f"{gpus} GPUs"
+    if gpus == 1:
+        has = "1 GPU"
+    return f"{who} needs {need}, this machine has {has}; --nproc-per-node {gpus} runs on what is there"
+
+
+def _log_world_size(config: Config, resolved: Config, ranks: int, nproc: int | None, gpus: int, nodes: int) -> None:
+    reason, each, count = f"{gpus} GPUs", "", f"{ranks} ranks"
+    if nproc:
+        reason = f"--nproc-per-node {nproc}"
+    elif gpus == 0 or config.train.device == "cpu":
+        reason = "on a CPU"
+    if nodes > 1:
+        each = f" on each of {nodes} nodes"
+    if ranks == 1:
+        count = "1 rank"
+    size, before = resolved.policy.parallelism.dp_shard_size, config.policy.parallelism.dp_shard_size
+    logger.info(f"{reason}{each}: {count}, policy.parallelism.dp_shard_size = {size} in place of {before}")
+
+
+def describe_parallelism(parallelism: ParallelismConfig) -> str:
     """The sizes that are not 1, as `dp_shard_size 4 x dp_replicate_size 2`."""
     names = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size")
     sizes = [f"{name} {getattr(parallelism, name)}" for name in names if getattr(parallelism, name) != 1]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StrictFloat
 
-from cosmos_rl.policy.config.base import PositiveFloat, PositiveInt, Table, Words
+from cosmos_rl.policy.config.base import Description, PositiveFloat, PositiveInt, Table
 
 _CLIP = 5.0
 _WIDE_CLIPS = {"hpsv3": 15.0}
@@ -17,7 +17,7 @@ class RewardFnConfig(Table):
     name: str
     """Reward type at the service."""
     weight: StrictFloat = 1.0
-    """Weight in the sum over all rewards; negative: a penalty, 0: not asked for."""
+    """Weight in the sum over all rewards; negative: a penalty, 0: not requested."""
     score_key: str | None = None
     """Field of the answer that holds the score, or "a+b" for a sum; unset: the usual one (ocr: ocr_reward, gen_eval:
     gen_eval_score, cosmos_reason1: no_score, dance_grpo: overall_reward), else as name."""
@@ -74,7 +74,7 @@ def _with_place(name: str) -> str:
 
 
 FunctionName = Annotated[
-    str, AfterValidator(_with_place), Words('"package.module:function" or "path/file.py:function"')
+    str, AfterValidator(_with_place), Description('"package.module:function" or "path/file.py:function"')
 ]
 
 
@@ -115,6 +115,6 @@ class LocalRewardConfig(Table):
     timeout_s: PositiveFloat = 600.0
     """Seconds that one call may take; a longer one ends the run, as a function cannot be interrupted."""
     reward_fns: Annotated[
-        tuple[LocalRewardFnConfig, ...], Words('a list of tables like [{function = "my_reward.py:red"}]')
+        tuple[LocalRewardFnConfig, ...], Description('a list of tables like [{function = "my_reward.py:red"}]')
     ] = ()
     """The functions whose scores are added up."""

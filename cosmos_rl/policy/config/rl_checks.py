@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
@@ -13,9 +14,9 @@ _NOISELESS = ("dpm1", "dpm2", "euler")
 
 def rl_rules(config: Config) -> list[str]:
     """Every broken rule, one line each, starting with the dotted key; none for other jobs."""
-    job = config.train.train_policy
-    if not isinstance(job, GrpoPolicyConfig) or not config.policy.is_diffusers:
+    if not job_kind(config).online or not config.policy.is_diffusers:
         return []
+    job = online_table(config)
     return [
         *_placement(config, job),
         *_sampling(config.policy.diffusers.sample),
@@ -35,18 +36,7 @@ def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         yield "train.train_policy.uncentralized_training: found false; allowed: true for diffusers pipelines"
     if job.variant != "grpo":
         yield f'train.train_policy.variant: found "{job.variant}"; allowed: "grpo" for diffusers pipelines'
-    lora = config.policy.lora
-    if lora and job.trainer_type == "diffusion_nft" and not {"default", "old"} <= set(lora.lora_names):
-        yield (
-            f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "
-            '"default" (trained) and "old" (samples) for "diffusion_nft"'
-        )
-    elif lora and job.trainer_type == "diffusion_nft" and lora.active_adapter != "default":
-        found = "unset" if lora.primary_adapter is None else f'"{lora.primary_adapter}"'
-        yield (
-            f"policy.lora.primary_adapter: found {found} with policy.lora.lora_names = {list(lora.lora_names)}; "
-            'allowed: "default", as "old" only samples for "diffusion_nft"'
-        )
+    yield from _adapters(config, job)
     ours, rollouts = config.policy.parallelism, config.rollout.parallelism
     for name in ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size"):
         if rollouts and getattr(rollouts, name) != getattr(ours, name):
@@ -54,6 +44,26 @@ def _placement(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
                 f"rollout.parallelism.{name}: found {getattr(rollouts, name)}; allowed: "
                 f"{getattr(ours, name)} as in policy.parallelism, or leave [rollout.parallelism] out"
             )
+
+
+def _adapters(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    lora, needed = config.policy.lora, job_kind(config).adapters
+    if lora is None or not needed:
+        return
+    trained, *others = needed
+    if not set(needed) <= set(lora.lora_names):
+        samples = "".join(f' and "{name}" (samples)' for name in others)
+        yield (
+            f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "
+            f'"{trained}" (trained){samples} for "{job.trainer_type}"'
+        )
+    elif lora.active_adapter != trained:
+        found = "unset" if lora.primary_adapter is None else f'"{lora.primary_adapter}"'
+        only = "".join(f', as "{name}" only samples' for name in others)
+        yield (
+            f"policy.lora.primary_adapter: found {found} with policy.lora.lora_names = {list(lora.lora_names)}; "
+            f'allowed: "{trained}"{only} for "{job.trainer_type}"'
+        )
 
 
 def _sampling(sample: SampleConfig) -> Iterator[str]:
@@ -157,7 +167,9 @@ def _guard(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 def _nearest(total: int, step: int) -> str:
     below = total // step * step
-    return f"{below + step}" if below == 0 else f"{below} or {below + step}"
+    if below == 0:
+        return str(step)
+    return f"{below} or {below + step}"
 
 
 def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
 from cosmos_rl.policy.config.policy import PolicyConfig
-from cosmos_rl.policy.config.problems import ConfigError, validated
+from cosmos_rl.policy.config.problems import ConfigError, validate
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.rollout import RewardFunction, RolloutConfig
 from cosmos_rl.policy.config.train import TrainConfig
@@ -49,7 +49,7 @@ class ValidationConfig(Table):
     """Built-in rewards for answers."""
 
 
-def _lowered(value: object) -> object:
+def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -58,7 +58,7 @@ def _none_word_to_none(value: object) -> object:
     return None if value in ("", "None", "none") else value
 
 
-LoggerName = Annotated[Literal["console", "wandb", "tensorboard", "trackio"], BeforeValidator(_lowered)]
+LoggerName = Annotated[Literal["console", "wandb", "tensorboard", "trackio"], BeforeValidator(_lower)]
 
 
 class LoggingConfig(Table):
@@ -145,7 +145,7 @@ class Config(Table):
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "Config":
         """The configuration of a dictionary as read from TOML; `ConfigError` names every problem."""
-        config, problems = validated(cls, values)
+        config, problems = validate(cls, values)
         if config is None or problems:
             raise ConfigError(problems, source="configuration")
         return config

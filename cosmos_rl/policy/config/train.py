@@ -6,25 +6,25 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     AnyTable,
+    Description,
     FloatDtype,
     Fraction,
     HalfOpenFraction,
-    Later,
     NoEffect,
     NonNegativeFloat,
     NonNegativeInt,
     OpenFraction,
     Pattern,
+    Planned,
     PositiveFloat,
     PositiveInt,
     Table,
-    Words,
 )
 from cosmos_rl.policy.config.train_policy import SftPolicyConfig, TrainPolicy
 
 LearningRate = Annotated[
     PositiveFloat | tuple[PositiveFloat] | dict[Pattern, PositiveFloat],
-    Words("a number > 0, alone or in a list, or a table of them"),
+    Description("a number > 0, alone or in a list, or a table of them"),
 ]
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 
@@ -49,11 +49,11 @@ class CheckpointConfig(Table):
     hf_repo_name: str | None = None
     """Repository on the hub, needed for upload_hf: owner/name, or a name alone, which becomes
     <user>/<name>-<start time of the run>."""
-    upload_s3: Later[Literal[False, "final", "all"]] = False
+    upload_s3: Planned[Literal[False, "final", "all"]] = False
     """Upload the final checkpoint, or all, to S3."""
-    s3_bucket: Later[str | None] = None
+    s3_bucket: Planned[str | None] = None
     """Bucket, needed for upload_s3."""
-    s3_prefix: Later[str] = "outputs"
+    s3_prefix: Planned[str] = "outputs"
     """Folder in the bucket."""
 
 
@@ -87,11 +87,11 @@ class TrainConfig(Table):
     """Type in which gradients are added up over ranks. "float16" trains with a dynamic loss scale."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward pass; "default": all but the last block's."""
-    fsdp_offload: Later[StrictBool] = False
+    fsdp_offload: Planned[StrictBool] = False
     """Keep sharded parameters, gradients and moments in host memory."""
-    activation_offload: Later[StrictBool] = False
+    activation_offload: Planned[StrictBool] = False
     """Keep activations in host memory until the backward pass."""
-    compile: Later[StrictBool] = False
+    compile: Planned[StrictBool] = False
     """Compile the transformer."""
 
     optm_name: Literal["Adam", "AdamW", "Adam8bit", "AdamW8bit"] = "AdamW"
@@ -171,15 +171,20 @@ class TrainConfig(Table):
         """The learning rate of parameters that no pattern of a table finds."""
         if isinstance(self.optm_lr, dict):
             return self.optm_lr["global"]
-        return self.optm_lr[0] if isinstance(self.optm_lr, tuple) else self.optm_lr
+        if isinstance(self.optm_lr, tuple):
+            return self.optm_lr[0]
+        return self.optm_lr
 
     @property
     def lr_patterns(self) -> dict[str, float]:
         """Regular expressions over parameter names and the learning rates of what they find, in order."""
-        rates = self.optm_lr if isinstance(self.optm_lr, dict) else {}
-        return {pattern: rate for pattern, rate in rates.items() if pattern != "global"}
+        if not isinstance(self.optm_lr, dict):
+            return {}
+        return {pattern: rate for pattern, rate in self.optm_lr.items() if pattern != "global"}
 
     @property
     def optimizer_impl(self) -> OptimizerImpl:
         """The implementation of the optimiser's step."""
-        return self.optm_impl[0] if isinstance(self.optm_impl, tuple) else self.optm_impl
+        if isinstance(self.optm_impl, tuple):
+            return self.optm_impl[0]
+        return self.optm_impl

@@ -10,11 +10,11 @@ from cosmos_rl.policy.config.base import (
     ForRl,
     ForVlm,
     Fraction,
-    Later,
     NoEffect,
     NonNegativeFloat,
     NonNegativeInt,
     OpenFraction,
+    Planned,
     PositiveFloat,
     PositiveInt,
     Table,
@@ -35,9 +35,9 @@ class DatasetConfig(Table):
     a share."""
     name: ForRl[str] = ""
     """Named prompt set: pickscore, ocr, geneval or dance_grpo_t2v."""
-    subset: Later[str | None] = None
+    subset: Planned[str | None] = None
     """Subset of the data set on the hub."""
-    revision: Later[str | None] = None
+    revision: Planned[str | None] = None
     """Branch, tag or commit of the data set on the hub."""
     split: ForRl[str | tuple[str, ...]] = ""
     """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
@@ -187,11 +187,11 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """How far the likelihood ratio may fall below 1."""
     epsilon_high: NoEffect[NonNegativeFloat] = 0.2
     """How far the likelihood ratio may rise above 1."""
-    on_policy: Later[StrictBool] = False
+    on_policy: Planned[StrictBool] = False
     """Sample with the weights that are trained."""
-    reference_reset_interval: Later[PositiveInt | None] = None
+    reference_reset_interval: Planned[PositiveInt | None] = None
     """Steps after which the reference becomes the present model; unset: never."""
-    reset_optimizer_with_reference: Later[StrictBool] = False
+    reset_optimizer_with_reference: Planned[StrictBool] = False
     """Forget the optimiser's moments then."""
     allowed_outdated_steps: NoEffect[NonNegativeInt] = 4
     """Samples are never outdated: rollout and training share the weights."""
@@ -254,12 +254,12 @@ class GrpoPolicyConfig(TrainPolicyConfig):
 _MEANS_GRPO = frozenset({"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"})
 
 
-def _with_type(value: object) -> object:
+def _infer_type(value: object) -> object:
     if not isinstance(value, Mapping) or "type" in value:
         return value
     return {"type": "sft" if _MEANS_GRPO.isdisjoint(value) else "grpo", **value}
 
 
 TrainPolicy = Annotated[
-    SftPolicyConfig | ForRl[GrpoPolicyConfig], Field(discriminator="type"), BeforeValidator(_with_type)
+    SftPolicyConfig | ForRl[GrpoPolicyConfig], Field(discriminator="type"), BeforeValidator(_infer_type)
 ]

@@ -122,8 +122,8 @@ def _check_config(config: LoraConfig, module_names: list[str]) -> None:
         raise UserError("\n".join(problems))
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise UserError(
-            f'not runnable yet: policy.lora.init_lora_weights = "{config.init_lora_weights}" changes the base weights, '
-            'which an exported adapter cannot carry; use true or "gaussian"'
+            f'not supported yet: policy.lora.init_lora_weights = "{config.init_lora_weights}" changes the base '
+            'weights, which an exported adapter cannot carry; use true or "gaussian"'
         )
 
 

@@ -1,11 +1,13 @@
 """The training loop and one task per kind of job. Only this room sees all others."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config, world_size
+from cosmos_rl.policy.config.jobs import job_kind, load_part
+from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.imports import disable_gc
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.run_folder import RunFolder
@@ -43,34 +45,25 @@ def run(
     Returns:
         Exit code: 0 done, 75 saved and stopped by SIGTERM, SIGUSR1 or SIGHUP, 130 saved and stopped by Ctrl-C.
     """
+    kind = job_kind(config)
     with disable_gc():
         from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
         from cosmos_rl.distributed.memory import memory_phase
         from cosmos_rl.policy.trainer.loop import TrainLoop
 
-        build = _builder(config)
+        make_task = load_part(kind.task)
     if config.train.deterministic:
         use_deterministic_kernels()
-    rewards = {}
-    if isinstance(config.train.train_policy, GrpoPolicyConfig):
-        rewards = {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
+    given: dict[str, Any] = {"dataset": dataset, "val_dataset": val_dataset}
+    if kind.online:
+        given |= {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}
     parallelism = config.policy.parallelism
     sizes = (parallelism.dp_replicate_size, parallelism.cp_size)
     with process_group(config.train.device, *sizes) as context, contextlib.ExitStack() as stack:
+        if world_size(parallelism) != context.world_size:  # ranks that another launcher has started
+            config = with_world_size(config, context.world_size)
         with memory_phase("loading"):
-            task = build(config, context, dataset=dataset, val_dataset=val_dataset, **rewards)
-        if rewards:
-            stack.callback(task.close)
+            task = make_task(config, context, **given)
+        stack.callback(task.close)
         loop = TrainLoop(config, run_folder, context, task, custom_logger_fns, hook_fns or {}, stop)
         return loop.run(resume_from)
-
-
-def _builder(config: Config) -> Callable[..., Any]:
-    """What makes the task of a job; imports its libraries."""
-    if isinstance(config.train.train_policy, GrpoPolicyConfig):
-        from cosmos_rl.policy.trainer.rl.build import build_online
-
-        return build_online
-    from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
-
-    return SFTTrainer

@@ -12,7 +12,7 @@ from torch import Tensor
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
 from cosmos_rl.policy.trainer.task import StepReport
 
@@ -34,6 +34,8 @@ class TaskBase(abc.ABC):
     ) -> None:
         """``export`` copies the weights as they are now; its result writes them into a step's folder."""
         self._config, self._context = config, context
+        if data_ranks(config.policy.parallelism) != context.dp_size:
+            raise RuntimeError(f"the configuration is not that of {context.dp_size} data-parallel ranks")
         self._seed = config.train.seed
         self.params = params
         self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
@@ -115,6 +117,9 @@ class TaskBase(abc.ABC):
         """Take over the counters of a checkpoint."""
         self._optimizer_steps = int(state["optimizer_steps"])
         self.optimizer.load_state_dict(state.get("loss_scale"))
+
+    def close(self) -> None:  # noqa: B027 - most tasks have nothing to close
+        """Nothing is open."""
 
     def on_rewind(self, step: int, rewinds: int) -> None:  # noqa: B027 - most tasks have nothing to do
         """Nothing depends on it."""

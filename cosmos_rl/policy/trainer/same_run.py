@@ -8,10 +8,11 @@ from typing import Any
 from cosmos_rl.data.pair_files import digest_pairs, scan_pairs
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-from cosmos_rl.policy.config.base import Kind
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.base import Support
+from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.keys import keys_of
-from cosmos_rl.policy.config.problems import shown
+from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.model.digest import pipeline_digest
 from cosmos_rl.utils.logging import logger
 
@@ -60,22 +61,23 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
     if context.is_main:
         model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision)
     found = {**task, "base model (digest of its files)": context.broadcast_from_main(model or "") or None}
-    lora, job = config.policy.lora, config.train.train_policy
+    lora, kind = config.policy.lora, job_kind(config)
     if lora is not None:
         found |= {f"policy.lora.{name}": getattr(lora, name) for name in _ADAPTER}
         if lora.target_modules != "all-linear":
             found["policy.lora.target_modules"] = sorted(set(lora.target_modules))  # their order means nothing
-    if isinstance(job, GrpoPolicyConfig) and job.data_term.beta > 0:
+    if kind.online and online_table(config).data_term.beta > 0:
+        folder = Path(online_table(config).data_term.local_dir).expanduser()
         pairs = ""
         if context.is_main:
-            pairs = digest_pairs(scan_pairs(Path(job.data_term.local_dir).expanduser())[0])
+            pairs = digest_pairs(scan_pairs(folder)[0])
         found["train.train_policy.data_term (digest of names and captions)"] = context.broadcast_from_main(pairs)
     return _to_json_values(found)
 
 
 def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:
     """Values of the configuration that a run may change on its way and that change what is learnt."""
-    kept = {key.path: key.value for key in keys_of(config) if key.kind is not Kind.NO_EFFECT}
+    kept = {key.path: key.value for key in keys_of(config) if key.kind is not Support.NO_EFFECT}
     found = {path: value for path, value in kept.items() if _counts(path)}
     train = config.train
     if train.optm_decay_type not in (None, "none") or isinstance(train.optm_warmup_steps, float):
@@ -100,7 +102,7 @@ def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
 def log_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """One line with all values that are not those of the checkpoint."""
     changed = [
-        f"{name} {shown(saved[name])} -> {shown(value)}"
+        f"{name} {format_value(saved[name])} -> {format_value(value)}"
         for name, value in now.items()
         if name in saved and saved[name] != value
     ]

@@ -116,6 +116,10 @@ class Task(Protocol):
         """Take over the counters of a checkpoint."""
         ...
 
+    def close(self) -> None:
+        """Called once at the end of the run, whatever ended it."""
+        ...
+
     def on_rewind(self, step: int, rewinds: int) -> None:
         """The state after ``step`` steps is back, for the ``rewinds``-th time in all."""
         ...

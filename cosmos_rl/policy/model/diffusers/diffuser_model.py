@@ -24,6 +24,7 @@ from cosmos_rl.diffusion.schedule import loss_weight, mix
 from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
+from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
@@ -32,8 +33,6 @@ from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries, quiet_warnings
 from cosmos_rl.utils.logging import logger
 
-DECODED_AT_ONCE = 2**20
-"""Pixels; the VAE's maps of that many take about 5 GB in SD3, whatever the number of samples that are decoded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -212,7 +211,7 @@ class DiffuserModel(VelocityModel):
         scale = self.vae.config.scaling_factor
         shift = getattr(self.vae.config, "shift_factor", None) or 0.0
         pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
-        parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_AT_ONCE // pixels, 1))
+        parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_PIXELS // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
             images = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
         images = images.masked_fill_(images.isinf(), torch.nan)  # else its pixel would be a plain white or black

@@ -17,6 +17,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.plan import plan_sft
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.base import TaskBase, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
@@ -54,10 +55,10 @@ class SFTTrainer(TaskBase):
         if config.validation.enable:
             self._val_dataset = self._split_off_held_out(val_dataset)
             self._val_records = self._load_validation_records()
-        sft, ranks = config.train.train_policy, context.dp_size
-        batch, key = config.train.global_batch_size, "train.global_batch_size"
-        if batch is None:
-            batch, key = config.train.train_batch_per_replica * ranks, "train.train_batch_per_replica x ranks"
+        sft, key = config.train.train_policy, "train.global_batch_size"
+        if config.train.global_batch_size is None:
+            key = "train.train_batch_per_replica x ranks"
+        batch = plan_sft(config).total
         self.stream = MapStream(
             len(self._dataset), batch, sft.dataloader_seed, sft.dataloader_shuffle, sft.dataloader_drop_last, key
         )

@@ -94,14 +94,6 @@ class Algorithm(Protocol):
     maxima: ClassVar[tuple[str, ...]]
     """Terms of which the largest value is reported too."""
 
-    def keeps_old(self, optimizer_steps: int) -> bool:
-        """Whether the old policy ever differs from the trained one while it is used.
-
-        Args:
-            optimizer_steps: of each training step.
-        """
-        ...
-
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """Policies whose velocity the loss needs; never one that is the trained one, or that has no weight."""
         ...

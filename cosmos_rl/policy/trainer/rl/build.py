@@ -13,28 +13,25 @@ from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.jobs import job_kind, load_part, online_table
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts
-from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
 
 DataLoss = Callable[[int, int], Iterator[Tensor]]
-ALGORITHMS: dict[str, Callable[[Config], Algorithm]] = {"diffusion_nft": DiffusionNft.from_config}
-"""By ``train.train_policy.trainer_type``."""
 
 
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm that ``config`` names."""
-    job = config.train.train_policy
-    assert isinstance(job, GrpoPolicyConfig)
-    return ALGORITHMS[job.trainer_type](config)
+    return load_part(job_kind(config).algorithm)(config)
 
 
 def build_online(
@@ -51,8 +48,7 @@ def build_online(
     Raises:
         UserError: prompts, rewards, model or data do not fit the configuration.
     """
-    job = config.train.train_policy
-    assert isinstance(job, GrpoPolicyConfig)
+    job = online_table(config)
     prompts = _records(open_dataset(dataset, config, "dataset"))
     named = find_sampling_keys(prompts)
     if named:
@@ -129,8 +125,7 @@ def _data_loss(
     stream = MapStream(len(pairs), term.batch_size, job.dataloader_seed)
     noising = Noising(model, encoding, config)
     skipped = Skipped(len(pairs), job.max_skipped_frac)
-    local = (config.train.global_batch_size or config.train.train_batch_per_replica) // context.dp_size
-    per_step = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
+    per_step = plan_online(config).optimizer_steps
 
     def losses(step: int, number: int) -> Iterator[Tensor]:
         index = step * per_step + number

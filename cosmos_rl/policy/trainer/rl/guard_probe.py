@@ -24,9 +24,10 @@ from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import RewardHackingGuardConfig
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
-from cosmos_rl.policy.trainer.rl.guard_rules import SIGMAS, Measurement
+from cosmos_rl.policy.trainer.rl.guard_rules import Measurement
 from cosmos_rl.rollout.sampler import Conditions, Rollouts, RolloutSampler, Sample, group_samples, measure_diversity
 from cosmos_rl.utils.logging import logger
 
@@ -156,13 +157,13 @@ class GuardProbe:
     @torch.no_grad()
     def held_out_loss(self, conditions: Conditions) -> tuple[float, Tensor]:
         """Mean flow-matching loss of the held-out samples under the trained policy, and the velocities' root mean
-        square ``[W, len(SIGMAS)]``; same sigmas, same noise always."""
+        square ``[W, len(GUARD_SIGMAS)]``; same sigmas, same noise always."""
         latents, prompts = self.held_out.latents, self.held_out.prompts
 
         def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
             clean = latents[list(indices)].to(self._model.device)
             cond, found = conditions([prompts[i] for i in indices]), []
-            for number, value in enumerate(SIGMAS):
+            for number, value in enumerate(GUARD_SIGMAS):
                 noise = randomness.normal(clean.shape[1:], self._seed, "watch/noise", number, indices).to(clean)
                 sigma = torch.full((len(indices),), value, device=clean.device)
                 velocity = self._model.velocity(mix(clean, noise, sigma), sigma, cond).float()

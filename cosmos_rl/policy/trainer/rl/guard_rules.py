@@ -10,10 +10,8 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.paired import PairedChange, compare_pairs
 from cosmos_rl.policy.config import RewardHackingGuardConfig
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS
 from cosmos_rl.utils.logging import logger
-
-SIGMAS = (0.125, 0.375, 0.625, 0.875)
-"""At which the held-out loss is measured; each is the middle of a quarter of [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +21,16 @@ class Measurement:
     loss: float
     """Mean flow-matching loss of the held-out samples."""
     norm: Tensor
-    """``[W, len(SIGMAS)]``: root mean square of the velocity at each of their points."""
+    """``[W, len(GUARD_SIGMAS)]``: root mean square of the velocity at each of their points."""
     diversity: float
     """How much the samples of one prompt differ."""
 
 
 def compute_norm_metrics(kind: str, ratio_R: Tensor, sigma_R: Tensor) -> dict[str, float]:
     """Median and 90 % quantile of the norm ratios of ``R`` velocities, by quarter of the noise levels; NaN: none."""
-    quarter_R = (sigma_R * len(SIGMAS)).long().clamp(max=len(SIGMAS) - 1)
+    quarter_R = (sigma_R * len(GUARD_SIGMAS)).long().clamp(max=len(GUARD_SIGMAS) - 1)
     found = {}
-    for number, sigma in enumerate(SIGMAS):
+    for number, sigma in enumerate(GUARD_SIGMAS):
         ratios = ratio_R[(quarter_R == number) & ~ratio_R.isnan()]
         if len(ratios):
             found[f"{kind}/velocity_norm_ratio/{sigma:g}"] = float(ratios.quantile(0.5))
@@ -62,7 +60,8 @@ def compare_measurements(
                 f"(reward_hacking_guard.min_diversity_ratio = {config.min_diversity_ratio:g}): the policy collapses"
             )
     ratios = now.norm / start.norm
-    return metrics | compute_norm_metrics("guard", ratios.flatten(), torch.tensor(SIGMAS).repeat(len(ratios))), wrong
+    sigma_R = torch.tensor(GUARD_SIGMAS).repeat(len(ratios))
+    return metrics | compute_norm_metrics("guard", ratios.flatten(), sigma_R), wrong
 
 
 class UntrainedRewards:

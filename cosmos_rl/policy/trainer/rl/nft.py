@@ -13,7 +13,8 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
 
@@ -41,14 +42,9 @@ class DiffusionNft:
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """The keys of ``[policy.diffusers]`` and ``[train.train_policy]`` that it reads."""
-        job, diffusers = config.train.train_policy, config.policy.diffusers
-        assert isinstance(job, GrpoPolicyConfig)
+        job, diffusers = online_table(config), config.policy.diffusers
         bounds = (job.advantage_low, job.advantage_high)
         return cls(diffusers.nft_beta, *bounds, diffusers.weight_copy_decay_type, diffusers.trained_levels)
-
-    def keeps_old(self, optimizer_steps: int) -> bool:
-        """Not where every training step is one optimiser step that ends with a hard copy."""
-        return self.decay_type != 0 or optimizer_steps > 1
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """The old policy where it is another one, the reference where its distance has a weight."""

@@ -17,7 +17,9 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, rollout_chunk, validation_chunk
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig, validation_chunk
+from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
@@ -73,29 +75,22 @@ class OnlineTask(TaskBase):
         Raises:
             UserError: prompts and batch do not fit.
         """
-        job = config.train.train_policy
-        assert isinstance(job, GrpoPolicyConfig)
+        job = online_table(config)
         self._job, self.algorithm, self.model = job, algorithm, parts.model
         self._prompts, self._val_prompts, self._encode = parts.prompts, parts.val_prompts, parts.encode
         self._prompts_digest = digest_prompts(parts.prompts)  # every save asks for it
         self._rewards, self._val_rewards = parts.rewards, parts.val_rewards or parts.rewards
         self._data_loss = parts.data_loss
-        self.samples_per_step = config.train.global_batch_size or config.train.train_batch_per_replica
-        self._group = config.rollout.n_generation
-        self.stream = _prompt_stream(len(parts.prompts), self.samples_per_step // self._group, job)
+        self.plan = plan_online(config)
+        self.stream = _prompt_stream(len(parts.prompts), self.plan.items, job)
         steps = self.stream.steps_per_epoch
         params = parts.model.trainable_parameters()
         super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
-        local = self.samples_per_step // context.dp_size
-        optimizer_steps = job.mu_iterations * -(-local // (job.batch_size_per_optimize or local))
-        self.policies = parts.model.policies(
-            keep_old=algorithm.keeps_old(optimizer_steps), keep_reference=job.kl_beta > 0.0
-        )
+        self.policies = parts.model.policies(keep_old=self.plan.keeps_old, keep_reference=job.kl_beta > 0.0)
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
         self._sigmas = parts.model.sampling_sigmas(diffusers.sample.num_steps)[:-1]
-        self._chunk = rollout_chunk(config)
         probe = GuardProbe(
             job.reward_hacking_guard,
             parts.model,
@@ -105,7 +100,7 @@ class OnlineTask(TaskBase):
             prompts=parts.prompts,
             seed=self._seed,
             micro_batch=job.mini_batch,
-            rollout_chunk=self._chunk,
+            rollout_chunk=self.plan.chunk,
         )
         self.guard = RewardHackingGuard(job.reward_hacking_guard, probe, parts.held_out)
         self._num_evaluations = 0  # of all ranks, before this process was started or at the last step
@@ -145,13 +140,13 @@ class OnlineTask(TaskBase):
     @memory_phase("sampling")
     def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable]"]]:
         """This rank's samples; each chunk is being scored while the next one is sampled."""
-        local, parts, futures = self.samples_per_step // self._context.dp_size, [], []
+        local, parts, futures = self.plan.samples, [], []
         samples = self._samples(step)[self._context.dp_rank * local :][:local]
         conditions.encode_all([sample.prompt for sample in samples])
         _, purpose, _ = self._draws(step).key("rollout")
         with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
-            for first in range(0, len(samples), self._chunk):
-                chunk = samples[first : first + self._chunk]
+            for first in range(0, len(samples), self.plan.chunk):
+                chunk = samples[first : first + self.plan.chunk]
                 parts.append(self._sampler.sample(chunk, conditions, purpose, step))
                 futures.append(self._rewards.submit(batches.build_scoring_request(parts[-1])))
         return concat_rollouts(parts), futures
@@ -340,8 +335,8 @@ class OnlineTask(TaskBase):
         """What the positions in the prompts and the draws depend on."""
         return {
             "seed": self._seed,
-            "samples_per_step": self.samples_per_step,
-            "n_generation": self._group,
+            "samples_per_step": self.plan.total,
+            "n_generation": self.plan.group,
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
@@ -395,7 +390,7 @@ class OnlineTask(TaskBase):
     def _samples(self, step: int) -> list[Sample]:
         """All of a step: prompts x samples, a contiguous block for each rank."""
         positions = self.stream.positions(step)
-        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self._group)
+        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self.plan.group)
 
     @property
     def _kl_beta(self) -> float:
@@ -412,11 +407,11 @@ class OnlineTask(TaskBase):
 
     def _wait_for_scores(self, future: "Future[RewardTable]") -> RewardTable:
         """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not."""
-        job, calls = self._job, self._chunk * max(len(self._rewards.names), 1)
+        job, calls = self._job, self.plan.chunk * max(len(self._rewards.names), 1)
         seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
         if not wait([future], seconds).done:
             raise TrainingStoppedError(
-                f"the rewards {', '.join(self._rewards.names)} of {self._chunk} samples have not arrived after "
+                f"the rewards {', '.join(self._rewards.names)} of {self.plan.chunk} samples have not arrived after "
                 f"{seconds:g} s (the sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
             )
         return future.result()
@@ -456,8 +451,8 @@ class OnlineTask(TaskBase):
             what = "LoRA adapter"
         logger.info(
             f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
-            f"{self.stream.length} prompts, {self.stream.batch} per step x {self._group} samples = "
-            f"{self.samples_per_step}, {self._config.policy.diffusers.trained_levels} of {len(self._sigmas)} noise "
+            f"{self.stream.length} prompts, {self.stream.batch} per step x {self.plan.group} samples = "
+            f"{self.plan.total}, {self.plan.sigmas} of {len(self._sigmas)} noise "
             f"levels each, rewards {', '.join(self._rewards.names)}; {self.total_steps} steps"
         )
 

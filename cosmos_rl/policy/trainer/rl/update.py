@@ -5,14 +5,11 @@ from dataclasses import replace
 
 import torch
 
+from cosmos_rl.policy.config.plan import KEPT_BYTES
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, MicroBatch, Rows, Terms
 from cosmos_rl.rollout.sampler import Conditions
-
-TARGET_BYTES = 256 * 2**20
-"""Velocities of frozen policies that are kept at once. Exchanging policies costs time where they are copies, so
-velocities are computed for many micro-batches in a row."""
 
 
 def accumulate_gradient(
@@ -60,7 +57,7 @@ def _blocks(slices: Sequence[slice], rows: Rows, micro_batch: int) -> Iterator[S
     """Micro-batches in blocks whose kept tensors stay under the cap."""
     latents = next(iter(rows.data.values()))
     each = 4 * 4 * micro_batch * latents[0].numel()  # clean, noised, old, reference in float32
-    size = max(TARGET_BYTES // each, 1)
+    size = max(KEPT_BYTES // each, 1)
     for first in range(0, len(slices), size):
         yield slices[first : first + size]
 

@@ -50,11 +50,18 @@ def _examine(given: argparse.Namespace) -> None:
     from cosmos_rl.policy.model.driver.probe import prove
 
     pipeline = load_pipeline(given.path, dtype=getattr(torch, given.dtype), revision=given.revision).to(given.device)
-    call = {"max_sequence_length": given.max_prompt_length} if given.max_prompt_length else {}
-    driver = Driver(pipeline, call=call, size=Size(*given.size) if given.size else None)
+    call, size = {}, None
+    if given.max_prompt_length:
+        call = {"max_sequence_length": given.max_prompt_length}
+    if given.size:
+        size = Size(*given.size)
+    driver = Driver(pipeline, call=call, size=size)
 
     def report(check: Check) -> None:
-        print(f"passed  {check.name}{f' ({check.detail})' if check.detail else ''}", flush=True)
+        line = f"passed  {check.name}"
+        if check.detail:
+            line += f" ({check.detail})"
+        print(line, flush=True)
 
     facts = prove(driver, cache=default_cache(), again=given.again, report=report)
     print()

@@ -28,7 +28,7 @@ class LogFile:
 
 
 @contextlib.contextmanager
-def output_to(log_dir: str | None, node: int = 0) -> Iterator[LogFile | None]:
+def redirect_output(log_dir: str | None, node: int = 0) -> Iterator[LogFile | None]:
     """Within the block everything this process and its children print goes to `log_dir/logs_<time>/policy_<node>.log`.
 
     Done at the level of file descriptors, so that children inherit it and their lines never overwrite each other.

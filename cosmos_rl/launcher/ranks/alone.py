@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cosmos_rl.launcher.signals import StopRequest, interrupts_held
-from cosmos_rl.launcher.workers import MONITOR_SECONDS, Workers, outcome, worker_environment
+from cosmos_rl.launcher.ranks.signals import StopRequest, hold_interrupts
+from cosmos_rl.launcher.ranks.workers import MONITOR_SECONDS, Workers, outcome, worker_environment
 
 
 def run_worker(command: Sequence[str], *, environment: Mapping[str, str], stop: StopRequest) -> tuple[int, str]:
-    """Run `command` as the only rank until it ends; the exit code and what failed, as `agent.run_workers` tells them.
+    """Run `command` as the only rank until it ends; the exit code and what failed, as `agent.run_workers` returns them.
 
     The caller records signals in `stop`; from here on they are handed on to the worker.
     """
@@ -24,15 +24,19 @@ def run_worker(command: Sequence[str], *, environment: Mapping[str, str], stop: 
         stop.forward = workers.forward
         if stop.requested:
             return stop.exit_code, ""
-        surroundings = {**os.environ, **_place(), **worker_environment(environment, exit_file, rank=0, nproc=1)}
-        with interrupts_held():
+        surroundings = {
+            **os.environ,
+            **_rank_variables(),
+            **worker_environment(environment, exit_file, rank=0, nproc=1),
+        }
+        with hold_interrupts():
             process = subprocess.Popen(command, env=surroundings, start_new_session=True)
         try:
-            workers.started({0: process.pid})
+            workers.record_started({0: process.pid})
             while process.returncode is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(MONITOR_SECONDS)
-                workers.end_after_a_mistake()
+                workers.end_after_user_error()
         finally:
             if process.poll() is None:
                 workers.kill()
@@ -40,8 +44,8 @@ def run_worker(command: Sequence[str], *, environment: Mapping[str, str], stop: 
         return outcome(stop, exit_file, {0: process.returncode} if process.returncode else {})
 
 
-def _place() -> dict[str, str]:
-    """The place of the only rank, by the names that torch's agent gives, for scripts that read them."""
+def _rank_variables() -> dict[str, str]:
+    """Rank and addresses of the only rank, by the names that torch's agent gives, for scripts that read them."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

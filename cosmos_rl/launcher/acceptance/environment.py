@@ -3,96 +3,45 @@
 import ast
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
-from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig, LocalRewardFnConfig
+from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
-DataForm = Literal["pairs", "prompts"]
-"""Captioned images, or a list of prompts."""
 
 
-def check_environment(config: Config, data: DataForm | None) -> list[str]:
-    """Raise `UserError` with all folders and files that are named and are not there, or hold no usable data.
+def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str], list[str]]:
+    """What the configuration needs outside of itself.
 
     Args:
-        config: a checked configuration.
+        config: a valid configuration.
         data: what the data folders must hold; None: a script of the user's own may read anything.
 
     Returns:
-        What a run would leave out of its data, a text for each folder.
+        Folders and files that are named and are not there, or hold no usable data, one problem each; and what a run
+        would leave out of its data, a text for each folder.
     """
     problems, notes = _model(config), list[str]()
     if config.train.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
         problems.append('train.device = "cuda", but this machine has no NVIDIA device; use "auto" or "cpu"')
-    if data == "pairs":
-        problems += _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
-        if config.validation.enable:
-            problems += _held_out(config, notes)
-    if data == "prompts":
-        problems += _prompts(config, "train.train_policy.dataset", "train")
-        if config.validation.enable:
-            problems += _prompts(config, "validation.dataset", "test")
-    problems += _rl(config, notes)
+    if data is not None:
+        problems += _DATA[data](config, notes)
+    if job_kind(config).online:
+        problems += _rewards(config) + _folders_of_pairs(config, notes)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
     problems += find_missing_access(config)
-    if problems:
-        raise UserError("\n".join(problems))
-    return notes
-
-
-def with_absolute_paths(config: Config) -> Config:
-    """The configuration with local paths made absolute: what is written beside a run must lead there from anywhere."""
-
-    def absolute(value: str) -> str:
-        path = Path(value).expanduser()
-        return str(path.absolute()) if value and path.exists() else value
-
-    policy, train, validation = config.policy, config.train, config.validation
-    lora = policy.lora
-    if lora is not None and lora.lora_path:
-        lora = lora.model_copy(update={"lora_path": absolute(lora.lora_path)})
-    name = absolute(policy.model_name_or_path)
-    policy = policy.model_copy(update={"model_name_or_path": name, "lora": lora})
-    job = train.train_policy
-    data = job.dataset.model_copy(update={"local_dir": absolute(job.dataset.local_dir)})
-    # resolved now: the links of the output folder will lead to the new run once it begins
-    resume = str(find_checkpoint(Path(train.resume))) if isinstance(train.resume, str) else train.resume
-    output = str(Path(train.output_dir).expanduser().absolute())
-    job = job.model_copy(update={"dataset": data})
-    if isinstance(job, GrpoPolicyConfig):
-        tables = {name: getattr(job, name) for name in ("data_term", "reward_hacking_guard")}
-        folders = {name: t.model_copy(update={"local_dir": absolute(t.local_dir)}) for name, t in tables.items()}
-        job = job.model_copy(update={**folders, "local_reward": _with_absolute_files(job.local_reward)})
-    train = train.model_copy(update={"output_dir": output, "resume": resume, "train_policy": job})
-    held_out = validation.dataset.model_copy(update={"local_dir": absolute(validation.dataset.local_dir)})
-    local = validation.local_reward and _with_absolute_files(validation.local_reward)
-    validation = validation.model_copy(update={"dataset": held_out, "local_reward": local})
-    return config.model_copy(update={"policy": policy, "train": train, "validation": validation})
-
-
-def _with_absolute_files(table: LocalRewardConfig) -> LocalRewardConfig:
-    """``my_reward.py:red`` leads to the same function from any folder."""
-
-    def absolute(function: LocalRewardFnConfig) -> LocalRewardFnConfig:
-        file, _, name = function.function.rpartition(":")
-        if not file.endswith(".py"):
-            return function
-        return function.model_copy(update={"function": f"{Path(file).expanduser().absolute()}:{name}"})
-
-    return table.model_copy(update={"reward_fns": tuple(map(absolute, table.reward_fns))})
+    return problems, notes
 
 
 def _trackers(config: Config) -> list[str]:
@@ -103,25 +52,27 @@ def _trackers(config: Config) -> list[str]:
     return []
 
 
-def _rl(config: Config, notes: list[str]) -> list[str]:
-    """Files of rewards, and folders of pairs that reinforcement learning reads beside its prompts."""
-    job = config.train.train_policy
-    if not isinstance(job, GrpoPolicyConfig):
-        return []
-    validation = config.validation.local_reward
-    tables = {"train.train_policy.local_reward": job.local_reward, "validation.local_reward": validation}
-    missing = [
-        problem
-        for key, table in tables.items()
-        for entry in (table.reward_fns if table else ())
-        for problem in _reward_file(f"{key}.reward_fns", entry.function)
-    ]
-    problems = list[str]()
+def _folders_of_pairs(config: Config, notes: list[str]) -> list[str]:
+    """Folders of pairs that reinforcement learning reads in addition to its prompts."""
+    job, problems = online_table(config), list[str]()
     if job.data_term.beta > 0:
         problems += _pairs("train.train_policy.data_term", job.data_term.local_dir, notes)
-    problems += missing
     if job.reward_hacking_guard.enable:
         problems += _pairs("train.train_policy.reward_hacking_guard", job.reward_hacking_guard.local_dir, notes)
+    return problems
+
+
+def _rewards(config: Config) -> list[str]:
+    """Files of reward functions."""
+    tables = {
+        "train.train_policy.local_reward": online_table(config).local_reward,
+        "validation.local_reward": config.validation.local_reward,
+    }
+    problems = list[str]()
+    for key, table in tables.items():
+        if table is not None:
+            for entry in table.reward_fns:
+                problems += _reward_file(f"{key}.reward_fns", entry.function)
     return problems
 
 
@@ -155,17 +106,34 @@ def _names(module: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-def _prompts(config: Config, table: str, split: str) -> list[str]:
-    """A set that has not been fetched yet is no problem: the run fetches it."""
-    dataset = config.validation.dataset if split == "test" else config.train.train_policy.dataset
+def _prompt_data(config: Config, notes: list[str]) -> list[str]:
+    """Prompts for training and validation; of those nothing is left out."""
+    problems = _prompts(config.train.train_policy.dataset, "train.train_policy.dataset", "train")
+    if config.validation.enable:
+        guidance = config.policy.diffusers.sample.guidance_scale
+        problems += _prompts(config.validation.dataset, "validation.dataset", "test", guidance)
+    return problems
+
+
+def _prompts(dataset: DatasetConfig, table: str, split: str, guidance: float | None = None) -> list[str]:
+    """A set that has not been fetched yet is no problem: the run fetches it. `guidance`: used for sampling."""
     try:
-        found = prompt_file(dataset, table, split=split)
-        records = read_prompts(found) if found is not None else []
-        if split == "test":
-            check_sampling(records, config.policy.diffusers.sample.guidance_scale)
+        file = prompt_file(dataset, table, split=split)
+        if file is not None:
+            records = read_prompts(file)
+            if guidance is not None:
+                check_sampling(records, guidance)
     except UserError as error:
         return [str(error)]
     return []
+
+
+def _pair_data(config: Config, notes: list[str]) -> list[str]:
+    """Captioned images for training and validation."""
+    problems = _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
+    if config.validation.enable:
+        problems += _held_out(config, notes)
+    return problems
 
 
 def _missing(key: str, value: str) -> list[str]:
@@ -257,3 +225,7 @@ def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
     if left_out:
         notes.append(f"{key}: {left_out}")
     return []
+
+
+_DATA: dict[DataForm, Callable[[Config, list[str]], list[str]]] = {"pairs": _pair_data, "prompts": _prompt_data}
+"""What looks at the data folders of a job; puts what would be left out into the list."""

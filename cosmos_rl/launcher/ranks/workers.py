@@ -1,4 +1,4 @@
-"""What all ways of running workers share: their environment, stop signals, and what their ends amount to. No torch."""
+"""What all ways of running workers share: environment, stop signals, and the exit code of the job. No torch."""
 
 import os
 import signal
@@ -7,49 +7,49 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from cosmos_rl.launcher.signals import (
+from cosmos_rl.launcher.ranks.signals import (
+    DELIBERATE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
-    ON_PURPOSE,
     STOP_SIGNALS,
     StopRequest,
 )
-from cosmos_rl.launcher.supervised import ready_file
+from cosmos_rl.launcher.ranks.worker_process import ready_file
 
 MONITOR_SECONDS = 0.1
-ALONE_SECONDS = 10.0
-"""So long ranks may go on after another one has met a mistake of the user's."""
+GRACE_SECONDS = 10.0
+"""So long ranks may continue after another one has ended with a user's error."""
 
 
 class Workers:
-    """The live worker processes of this machine, each in a session of its own."""
+    """The live worker processes of this node, each in a session of its own."""
 
     def __init__(self, stop: StopRequest, exit_file: Path) -> None:
         self._stop = stop
         self._exit_file = exit_file
         self._live: dict[int, int] = {}
         self._signalled: set[int] = set()
-        self._mistake_at: float | None = None
+        self._error_at: float | None = None
 
     @property
-    def met_a_mistake(self) -> bool:
-        """Whether a rank was seen to end with a user's mistake."""
-        return self._mistake_at is not None
+    def has_user_error(self) -> bool:
+        """Whether a rank has ended with a user's error."""
+        return self._error_at is not None
 
-    def before_start(self) -> None:
-        """Remove what an earlier attempt has left."""
+    def clear_exit_files(self) -> None:
+        """Remove the exit files of an earlier attempt."""
         for stale in self._exit_file.parent.glob("exit.*"):
             stale.unlink()
 
-    def started(self, live: Mapping[int, int]) -> None:
+    def record_started(self, live: Mapping[int, int]) -> None:
         """Local rank -> process of the workers that run now."""
         self._live = dict(live)
-        if self._stop.requested:  # it came while they were being started
+        if self._stop.requested:  # while they were being started
             self.forward()
 
     def forward(self) -> None:
-        """Hand the stop request on to every worker, once; kill them when it is insisted on."""
+        """Hand the stop request on to every worker, once; kill them after a second Ctrl-C."""
         for local_rank, pid in self._live.items():
             with suppress(ProcessLookupError):
                 if self._stop.insisted:
@@ -60,12 +60,12 @@ class Workers:
                     self._signalled.add(pid)
                     os.kill(pid, getattr(signal, self._stop.requested if ready else "SIGTERM"))
 
-    def end_after_a_mistake(self) -> None:
-        """A rank that met a user's mistake is gone; ranks that wait for it would do so until a collective times out."""
+    def end_after_user_error(self) -> None:
+        """A rank with a user's error has ended; ranks that wait for it would do so until a collective times out."""
         if EXIT_USER_ERROR not in _codes(self._exit_file):
             return
-        self._mistake_at = self._mistake_at or time.monotonic()
-        if time.monotonic() - self._mistake_at > ALONE_SECONDS:
+        self._error_at = self._error_at or time.monotonic()
+        if time.monotonic() - self._error_at > GRACE_SECONDS:
             self.kill()
 
     def kill(self) -> None:
@@ -76,7 +76,7 @@ class Workers:
 
 
 def worker_environment(given: Mapping[str, str], exit_file: Path, *, rank: int, nproc: int) -> dict[str, str]:
-    """What a worker gets besides the launcher's own environment and its place among the ranks."""
+    """What a worker gets in addition to the launcher's own environment and its rank."""
     environment = {
         **given,
         "COSMOS_EXIT_FILE": str(exit_file),
@@ -91,7 +91,7 @@ def worker_environment(given: Mapping[str, str], exit_file: Path, *, rank: int, 
 
 
 def outcome(stop: StopRequest, exit_file: Path, process_codes: Mapping[int, int]) -> tuple[int, str]:
-    """The exit code that the workers' ends amount to, and what failed or is wrong.
+    """The exit code of the job, and what failed or is wrong.
 
     `process_codes`: rank -> exit code of each process that failed, the first failure first; negative: ended by that
     signal.
@@ -102,17 +102,20 @@ def outcome(stop: StopRequest, exit_file: Path, process_codes: Mapping[int, int]
         path.read_text(encoding="utf-8") for path in sorted(exit_file.parent.glob("exit.*.message"))
     )
     if messages:  # a rank that has something to say takes the others down with it, by a lost connection
-        return EXIT_USER_ERROR if EXIT_USER_ERROR in _codes(exit_file) else EXIT_FAILED, "\n".join(messages)
+        code = EXIT_FAILED
+        if EXIT_USER_ERROR in _codes(exit_file):
+            code = EXIT_USER_ERROR
+        return code, "\n".join(messages)
     if process_codes:
         by_signal = {-getattr(signal, name) for name in STOP_SIGNALS}
         asked_to = all(code in by_signal for code in process_codes.values())
         if stop.requested and asked_to:  # it had not begun to work yet, so there is nothing to save
             return stop.exit_code, ""
-        return EXIT_FAILED, _described(*next(iter(process_codes.items())))
+        return EXIT_FAILED, _describe_failure(*next(iter(process_codes.items())))
     if not any(exit_file.parent.glob("exit.*.ready")):
         return EXIT_FAILED, "the script ended without calling cosmos_rl.launcher.worker_entry.main"
     codes = _codes(exit_file)
-    return next((code for code in ON_PURPOSE if code in codes), 0), ""
+    return next((code for code in DELIBERATE if code in codes), 0), ""
 
 
 def _codes(exit_file: Path) -> set[int]:
@@ -121,9 +124,10 @@ def _codes(exit_file: Path) -> set[int]:
     return {int(text) for text in texts if text}  # an empty one is just being written
 
 
-def _described(rank: int, code: int) -> str:
+def _describe_failure(rank: int, code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return f"the worker of rank {rank} was ended by {name}{hint}"
+        if name == "SIGKILL":
+            name += " (out of memory?)"
+        return f"the worker of rank {rank} was ended by {name}"
     return f"the worker of rank {rank} ended with exit code {code}"

@@ -1,14 +1,13 @@
-"""What reinforcement learning takes besides: policies that are kept, rollouts, and targets of the update. No torch."""
+"""What reinforcement learning takes in addition: kept policies, rollouts, and targets of the update. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown
-from cosmos_rl.launcher.rl_plan import keeps_old, rl_plan
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-
-KEPT_TARGETS = 256 * 2**20
-"""Bytes of latents, noised latents and velocities of the frozen policies that the update keeps at once."""
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.chunks import rows_per_sample
+from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.config.plan import KEPT_BYTES, plan_online
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,20 @@ class RlMemory:
     """On the device, while it learns."""
 
 
+NO_RL = RlMemory({}, 0, 0, 0, 0)
+"""Of any other job."""
+
+
 def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int) -> RlMemory:
     """The sizes for `trained` weights over `shards` ranks.
 
     Raises:
         Unknown: the sizes of latents cannot be known.
     """
-    job, plan = config.train.train_policy, rl_plan(config)
-    assert isinstance(job, GrpoPolicyConfig)
+    job, plan = online_table(config), plan_online(config)
     lora, share = config.policy.lora, 4 * trained // shards
     copies = {
-        "old policy": share * (lora is None and keeps_old(config)),
+        "old policy": share * (lora is None and plan.keeps_old),
         "reference": share * (job.kl_beta > 0 and (lora is None or not lora.starts_as_base)),
     }
     height, width = config.policy.diffusers.inference_size
@@ -45,9 +47,9 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     guard, held_out = job.reward_hacking_guard, 0
     if guard.enable and not guard.local_dir:
         held_out = guard.samples * latent
-    saved = (lora is not None or keeps_old(config)) + (lora is not None and copies["reference"] > 0)
+    saved = (lora is not None or plan.keeps_old) + (lora is not None and copies["reference"] > 0)
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
-    rows = min(plan.pairs, max(KEPT_TARGETS // micro, 1) * job.mini_batch)
+    rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
         saved=4 * trained * saved + held_out,
@@ -61,7 +63,7 @@ def latent_numbers(config: Config, pipeline: PipelineFiles) -> int:
     """Numbers of one sample's latents.
 
     Raises:
-        Unknown: the VAE or the transformer does not tell.
+        Unknown: the VAE is of a class that is not known here.
     """
     settings = pipeline.configs.get("vae", {})
     if settings.get("_class_name") != "AutoencoderKL":
@@ -72,15 +74,13 @@ def latent_numbers(config: Config, pipeline: PipelineFiles) -> int:
 
 
 def _conditions(config: Config, pipeline: PipelineFiles) -> int:
-    """Bytes of one prompt's text features, with their guidance twin."""
+    """Bytes of one prompt's text features, with those of its negative prompt."""
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[config.train.param_dtype]
     settings = pipeline.configs["transformer"]
     tokens = 77 + config.policy.diffusers.max_prompt_length
-    twins = 2 if config.policy.diffusers.sample.guidance_scale > 1 else 1
-    return twins * size * tokens * int(settings.get("joint_attention_dim") or 0)
+    return rows_per_sample(config) * size * tokens * int(settings.get("joint_attention_dim") or 0)
 
 
 def chunk_rows(config: Config) -> int:
     """Rows of one forward pass of a rollout."""
-    twins = 2 if config.policy.diffusers.sample.guidance_scale > 1 else 1
-    return twins * rl_plan(config).chunk
+    return rows_per_sample(config) * plan_online(config).chunk

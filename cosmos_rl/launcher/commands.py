@@ -1,4 +1,4 @@
-"""Verbs of `cosmos-rl` other than training. Each takes the rest of the command line and returns the exit code."""
+"""Subcommands of `cosmos-rl`: each takes the rest of the command line and returns the exit code."""
 
 import argparse
 import json
@@ -86,7 +86,9 @@ def sample(argv: Sequence[str]) -> int:
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
-    size = dict(zip(("height", "width"), given.size, strict=True)) if given.size else {}
+    size = dict[str, int]()
+    if given.size:
+        size = {"height": given.size[0], "width": given.size[1]}
     if given.size and any(side % pipe.vae_scale_factor for side in given.size):
         raise UserError(
             f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {pipe.vae_scale_factor}"
@@ -97,7 +99,7 @@ def sample(argv: Sequence[str]) -> int:
         "max_sequence_length": length,
         **size,
     }
-    images = _drawn(pipe, prompts, generators, settings)
+    images = _draw(pipe, prompts, generators, settings)
     stacked = torch.stack([torch.from_numpy(image) for image in images])
     shown = [
         Shown(image, prompt, generator.initial_seed())
@@ -108,7 +110,7 @@ def sample(argv: Sequence[str]) -> int:
     return 0
 
 
-def _drawn(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+def _draw(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
     """Images as arrays; prompts that are cut are named in one line, not printed by the libraries."""
     from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_warnings
 
@@ -133,8 +135,12 @@ def schema(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     from cosmos_rl.policy.config.document import json_schema, markdown, toml_template
 
-    text = toml_template() if given.toml else json_schema()
-    print(markdown() if given.markdown else text, end="")
+    make_text = json_schema
+    if given.toml:
+        make_text = toml_template
+    elif given.markdown:
+        make_text = markdown
+    print(make_text(), end="")
     return 0
 
 

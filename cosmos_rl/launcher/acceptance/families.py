@@ -14,21 +14,23 @@ _BY_NAME = {"cogvideox": "CogVideoX", "stable-diffusion-xl": "Stable Diffusion X
 """Word of a hub name -> a family whose models predict noise."""
 
 
-def family_not_runnable(policy: PolicyConfig) -> list[str]:
-    """One line for `not_runnable_yet` when no class can train the model, as far as its files or its hub name say."""
+def unsupported_family(policy: PolicyConfig) -> list[str]:
+    """One line when no class can train the model, as far as its files or its hub name say."""
     if not policy.is_diffusers or not policy.model_name_or_path:
         return []
     name = policy.model_name_or_path
-    kind = _part_of(policy, "model_index.json").get("_class_name")
+    kind = _read_json(policy, "model_index.json").get("_class_name")
     if kind is None:
         family = _family_of_name(name)
-        return [] if family is None else [f'policy.model_name_or_path = "{name}" ({family}); it predicts noise']
+        if family is None:
+            return []
+        return [f'policy.model_name_or_path = "{name}" ({family}); it predicts noise']
     if kind in served_classes():
         return []
     if not in_diffusers(kind):
         served = ", ".join(sorted(served_classes()))
         return [f'policy.model_name_or_path = "{name}" ({kind}); today only {served} and pipelines of diffusers']
-    scheduler = _part_of(policy, "scheduler/scheduler_config.json")
+    scheduler = _read_json(policy, "scheduler/scheduler_config.json")
     prediction = scheduler.get("prediction_type", "flow_prediction")
     if "FlowMatch" not in scheduler.get("_class_name", "FlowMatch") and prediction != "flow_prediction":
         return [f'policy.model_name_or_path = "{name}" ({kind}, {prediction}); today only flow matching']
@@ -45,14 +47,16 @@ def in_diffusers(pipeline_class: str) -> bool:
     return f'"{pipeline_class}"' in names
 
 
-def _part_of(policy: PolicyConfig, file: str) -> dict[str, Any]:
+def _read_json(policy: PolicyConfig, file: str) -> dict[str, Any]:
     """A JSON file of the pipeline, in its folder or in the hub cache; empty when it is not there."""
     try:
         folder = folder_of(policy.model_name_or_path, policy.model_revision)
         found = json.loads((folder / file).read_text(encoding="utf-8"))
     except (Unknown, OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return found
 
 
 def _family_of_name(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What `cosmos-rl check --env` says about texts that a run would cut. No torch: tokenizers come from files."""
+"""What `cosmos-rl check --env` reports about texts that a run would cut. No torch: tokenizers come from files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +8,9 @@ from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import is_prompt_file, read_prompts
 from cosmos_rl.data.text_lengths import Named, describe_truncation, load_encoders
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.environment import DataForm
 from cosmos_rl.launcher.pipeline_files import Unknown, folder_of
 from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.jobs import DataForm, job_kind
 
 
 def text_notes(config: Config, data: DataForm | None) -> list[str]:
@@ -22,7 +22,7 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
         encoders = load_encoders(folder, config.policy.diffusers.max_prompt_length)
     except (Unknown, OSError, ValueError, KeyError):
         return []  # what cannot be read here the run reads by another way
-    noun = "captions" if data == "pairs" else "prompts"
+    noun = job_kind(config).items
     sets = {noun: (config.train.train_policy.dataset, "train")}
     if config.validation.enable:
         sets[f"validation {noun}"] = (config.validation.dataset, "test")
@@ -33,14 +33,21 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
 
 
 def _texts(dataset: DatasetConfig, data: DataForm, split: str) -> Sequence[Named]:
-    """Empty where `check_environment` has found something wrong, or there is nothing to read."""
+    """Empty where `inspect_environment` has found something wrong, or there is nothing to read."""
     try:
-        if data == "prompts" or (split == "test" and is_prompt_file(dataset.local_dir)):
-            file = prompt_file(dataset, "", split=split) if data == "prompts" else Path(dataset.local_dir)
-            return [(repr(r.prompt[:40]), r.prompt) for r in read_prompts(file)] if file is not None else []
+        if data == "prompts":
+            return _prompts(prompt_file(dataset, "", split=split))
+        if split == "test" and is_prompt_file(dataset.local_dir):
+            return _prompts(Path(dataset.local_dir))
         if not dataset.local_dir:
             return []
         pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser())
         return [(f"{pair.name}.json", pair.prompt) for pair in pairs]
     except UserError:
         return []
+
+
+def _prompts(file: Path | None) -> Sequence[Named]:
+    if file is None:
+        return []
+    return [(repr(record.prompt[:40]), record.prompt) for record in read_prompts(file)]

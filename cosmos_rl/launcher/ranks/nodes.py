@@ -1,4 +1,4 @@
-"""The machines ("nodes") of one job: what `--num-workers`, `--worker-idx`, `--node-ip-list` and `--rdzv-port` mean."""
+"""The nodes of one job: what `--num-workers`, `--worker-idx`, `--node-ip-list` and `--rdzv-port` mean."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ DEFAULT_PORT = 29345
 
 @dataclass(frozen=True)
 class Nodes:
-    """All machines of the job, and which of them this one is. Node 0 decides, the others follow."""
+    """All nodes of the job, and which of them this one is. Node 0 decides for all."""
 
     addresses: tuple[str, ...] = ("localhost",)
     """One for each node, in the order of their indices."""
@@ -24,21 +24,21 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of this machine, as the others reach it."""
+        """Of this node, as the others reach it."""
         return self.addresses[self.index]
 
     @property
-    def meeting_point(self) -> str:
+    def endpoint(self) -> str:
         """`address:port` of node 0."""
         return f"{self.addresses[0]}:{self.port}"
 
-    def described(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """`node 1 (10.0.0.2)`."""
         return f"node {index} ({self.addresses[index]})"
 
 
 class JobEnded(Exception):
-    """The job ends on this machine too, with this exit code; `reason` is for the user, empty after a stop request."""
+    """The job ends on this node too, with this exit code; `reason` is for the user, empty after a stop request."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class JobPlan:
     nodes: int
 
 
-def nodes_of(num_workers: int, worker_idx: int, node_ip_list: str | None, rdzv_port: int) -> Nodes:
+def read_nodes(num_workers: int, worker_idx: int, node_ip_list: str | None, rdzv_port: int) -> Nodes:
     """The nodes that the flags name.
 
     Raises:
@@ -72,7 +72,9 @@ def nodes_of(num_workers: int, worker_idx: int, node_ip_list: str | None, rdzv_p
         return Nodes()
     addresses = tuple(part.strip() for part in (node_ip_list or "").split(";") if part.strip())
     if len(addresses) != num_workers:
-        found = f"found {len(addresses)} in {node_ip_list!r}" if node_ip_list else "it is missing"
+        found = "it is missing"
+        if node_ip_list:
+            found = f"found {len(addresses)} in {node_ip_list!r}"
         raise UserError(
             f"--node-ip-list: --num-workers {num_workers} needs {num_workers} addresses, that of node 0 first, as "
             f"'10.0.0.1;10.0.0.2' (in quotes: the shell takes ; for itself); {found}"

@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
-ON_PURPOSE = (EXIT_INTERRUPTED, EXIT_USER_ERROR, EXIT_FAILED, EXIT_STOPPED)
+DELIBERATE = (EXIT_INTERRUPTED, EXIT_USER_ERROR, EXIT_FAILED, EXIT_STOPPED)
 """Codes that a worker chooses itself: it is not started again."""
 
 
@@ -53,7 +53,7 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def listening(stop: StopRequest) -> Iterator[None]:
+def listen(stop: StopRequest) -> Iterator[None]:
     """Within the block stop signals are recorded in `stop` and handed on to `stop.forward`.
 
     A SIGHUP that this process ignores, as under `nohup`, stays ignored.
@@ -70,7 +70,7 @@ def listening(stop: StopRequest) -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `interrupts_held`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `hold_interrupts`
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ def listening(stop: StopRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
+def hold_interrupts() -> Iterator[None]:
     """Processes started within the block get no SIGINT until they listen.
 
     One that comes while they still import would end them with a traceback; the launcher ends them in its own way.

@@ -15,10 +15,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 
-from cosmos_rl.launcher.link import Link
-from cosmos_rl.launcher.nodes import JobEnded
-from cosmos_rl.launcher.signals import EXIT_FAILED, StopRequest, interrupts_held
-from cosmos_rl.launcher.workers import MONITOR_SECONDS, Workers, outcome, worker_environment
+from cosmos_rl.launcher.ranks.coordinator import Coordinator
+from cosmos_rl.launcher.ranks.nodes import JobEnded
+from cosmos_rl.launcher.ranks.signals import EXIT_FAILED, StopRequest, hold_interrupts
+from cosmos_rl.launcher.ranks.workers import MONITOR_SECONDS, Workers, outcome, worker_environment
 
 
 def run_workers(
@@ -29,39 +29,40 @@ def run_workers(
     nproc: int = 1,
     max_restarts: int = 0,
     debug: bool = False,
-    link: Link | None = None,
+    coordinator: Coordinator | None = None,
     job_id: str = "",
 ) -> tuple[int, str]:
     """Run `command` as `nproc` ranks until they end; returns the exit code and what failed or is wrong.
 
-    The caller records signals in `stop`; from here on they are handed on to the workers. With a `link` the ranks of all
-    its nodes are one job.
+    The caller records signals in `stop`; from here on they are handed on to the workers. With a `coordinator` the
+    ranks of all its nodes are one job.
     """
     if not debug:
         _quieten_elastic()
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         exit_file = Path(folder) / "exit"
-        handler = link.rendezvous(job_id) if link else _alone()
-        address = link.nodes.address if link else "localhost"
+        handler, address = _rendezvous_alone(), "localhost"
+        if coordinator is not None:
+            handler, address = coordinator.rendezvous(job_id), coordinator.nodes.address
         spec = _spec(command, nproc, handler, address, max_restarts)
-        agent = _Agent(spec, environment, stop, exit_file, link)
+        agent = _Agent(spec, environment, stop, exit_file, coordinator)
         stop.forward = agent.forward
         if stop.requested:
             return stop.exit_code, ""
         try:
             result = cast(RunResult, agent.run())
         except RendezvousError as error:
-            reason = str(error) or "the nodes did not meet again in time"
-            raise JobEnded(EXIT_FAILED, f"the job of several nodes has fallen apart: {reason}") from error
+            reason = str(error) or "the nodes did not join again in time"
+            raise JobEnded(EXIT_FAILED, f"the nodes lost each other: {reason}") from error
         failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
         code, failure = outcome(stop, exit_file, {rank: failed.exitcode for rank, failed in failures})
-        if link is not None and (result.is_failed() or failure):
-            link.ended(code, failure)
+        if coordinator is not None and (result.is_failed() or failure):
+            coordinator.announce_failure(code, failure)
         return code, failure
 
 
-def _alone() -> RendezvousHandler:
-    """The rendezvous of a job on one machine, on a free port."""
+def _rendezvous_alone() -> RendezvousHandler:
+    """The rendezvous of a job on one node, on a free port."""
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
@@ -90,7 +91,7 @@ def _spec(
 
 
 class _Agent(LocalElasticAgent):
-    """The elastic agent of one machine, which hands stop signals on to its workers in place of killing them."""
+    """The elastic agent of one node, which hands stop signals on to its workers in place of killing them."""
 
     def __init__(
         self,
@@ -98,42 +99,42 @@ class _Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         stop: StopRequest,
         exit_file: Path,
-        link: Link | None,
+        coordinator: Coordinator | None,
     ) -> None:
         # The agent would take over these signals; ours are handled by the caller, so it gets none.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         self._workers_environment = _Environment(environment, exit_file)
         super().__init__(spec, self._workers_environment)
-        self._link = link
+        self._coordinator = coordinator
         self._stop = stop
         self._workers = Workers(stop, exit_file)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._workers.before_start()
-        with interrupts_held():
+        self._workers.clear_exit_files()
+        with hold_interrupts():
             live = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._workers_environment.starts += 1
-        self._workers.started(live)
+        self._workers.record_started(live)
         if self._stop.requested:
             self._remaining_restarts = 0
         return live
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._workers.end_after_a_mistake()
-        if self._workers.met_a_mistake:
-            self._remaining_restarts = 0  # the same mistake would be met again
-        if self._link is not None:
-            self._link.exchange()
+        self._workers.end_after_user_error()
+        if self._workers.has_user_error:
+            self._remaining_restarts = 0  # the same error would occur again
+        if self._coordinator is not None:
+            self._coordinator.exchange()
             if self._stop.requested:
                 self.forward()
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _exit_barrier(self) -> None:
-        if self._workers.met_a_mistake:
+        if self._workers.has_user_error:
             return
-        if self._link is not None:
+        if self._coordinator is not None:
             with suppress(JobEnded):
-                self._link.finished()
+                self._coordinator.announce_done()
         super()._exit_barrier()
 
     def forward(self) -> None:
@@ -150,7 +151,7 @@ class _Environment(LogsSpecs):
         self._environment = environment
         self._exit_file = exit_file
         self.starts = 0
-        """How often workers were started before: the same on all nodes, since every start is a meeting of all. The
+        """How often workers were started before: the same on all nodes, since all nodes join for every start. The
         agent's own count leaves out the restarts that another node has caused."""
 
     @property

@@ -1,0 +1,1 @@
+"""Whether a valid configuration can run here: model, data, rewards, environment."""

@@ -1,0 +1,121 @@
+"""Whether a valid configuration can run here: the only place that refuses one. No torch."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.acceptance.environment import inspect_environment
+from cosmos_rl.launcher.acceptance.families import unsupported_family
+from cosmos_rl.launcher.acceptance.length import RunLength, run_length
+from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
+from cosmos_rl.launcher.acceptance.selection import Selection, select
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, vae_stride
+from cosmos_rl.policy.config import Config, unsupported_settings
+from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
+from cosmos_rl.policy.config.model_rules import size_problem
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The pipeline as its files describe it, and what of it is trained."""
+
+    pipeline: PipelineFiles
+    selection: Selection
+
+
+def read_model(config: Config) -> ModelFiles:
+    """What the files of the pipeline hold.
+
+    Raises:
+        Unknown: they are not there, or not in a form that can be read without loading them.
+    """
+    pipeline = read_pipeline(config.policy)
+    return ModelFiles(pipeline, select(config, pipeline))
+
+
+def accept(config: Config, data: DataForm | None, *, own_script: bool) -> Config:
+    """The configuration as it will run, with absolute paths.
+
+    Args:
+        config: a valid one, for the ranks that will run.
+        data: what its data folders hold; None: the caller brings the data.
+        own_script: a script or program of the user's, which may register model classes and give reward functions.
+
+    Raises:
+        UserError: names everything that speaks against the run: parts that are not supported, else what is missing on
+            this machine, else what the files of model and data show.
+    """
+    problems = unsupported_parts(config, own_script=own_script)
+    if not problems:
+        problems, _ = inspect_environment(config, data)
+    if not problems:
+        model = None
+        with suppress(Unknown):
+            model = read_model(config)
+        length = run_length(config, own_data=data is None)
+        problems = list(find_problems(config, data, model, length, own_script=own_script))
+    if problems:
+        raise UserError("\n".join(problems))
+    return with_absolute_paths(config)
+
+
+def unsupported_parts(config: Config, *, own_script: bool) -> list[str]:
+    """What this version cannot run, one line each."""
+    lines = unsupported_settings(config)
+    if not own_script:
+        lines += unsupported_family(config.policy)
+    return [f"not supported yet: {line}" for line in lines]
+
+
+def find_problems(
+    config: Config, data: DataForm | None, model: ModelFiles | None, length: RunLength, *, own_script: bool
+) -> Iterator[str]:
+    """What speaks against a run in the files of model and data. `model`: None where they cannot be read."""
+    if model is not None:
+        yield from model.selection.problems
+        yield from _size_problems(config, model.pipeline)
+    if data is not None:
+        yield from _data_problems(config, data)
+    if job_kind(config).online and not own_script and not _has_rewards(config):
+        yield (
+            "no reward: set train.train_policy.use_remote_reward = true, name functions in "
+            "train.train_policy.local_reward, or start a script that gives reward_fns"
+        )
+    if length.steps_per_epoch == 0:
+        yield (
+            f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"
+            f" out, make no whole step of {length.batch} samples; lower the batch or set "
+            "train.train_policy.dataloader_drop_last = false"
+        )
+
+
+def _size_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    policy = config.policy
+    if pipeline.class_name != "StableDiffusion3Pipeline":
+        return
+    settings = pipeline.configs["transformer"]
+    try:
+        factor = vae_stride(pipeline) * int(settings["patch_size"])
+    except (Unknown, KeyError):
+        return
+    positions = settings.get("pos_embed_max_size")
+    problem = size_problem(policy.diffusers.inference_size, policy.model_name_or_path, factor, positions)
+    if problem is not None:
+        yield problem
+
+
+def _data_problems(config: Config, data: DataForm) -> Iterator[str]:
+    dataset, key = config.train.train_policy.dataset, "train.train_policy.dataset.local_dir"
+    if dataset.local_dir:
+        return
+    if data == "pairs":
+        yield f"{key}: missing; give the folder of training images"
+    elif not dataset.name:
+        yield f"{key}: missing; give a file of prompts, or a prompt set as train.train_policy.dataset.name"
+
+
+def _has_rewards(config: Config) -> bool:
+    job = online_table(config)
+    remote = job.use_remote_reward and job.remote_reward.reward_fns
+    return bool(job.bypass_reward or remote or job.local_reward.reward_fns)

@@ -1,0 +1,111 @@
+"""How long a run is: samples, steps, saves. Counts files, decodes nothing. No torch."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompts import read_prompts
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.jobs import DataForm, job_kind
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is. None: unknown."""
+
+    batch: int
+    """Samples per step over all ranks."""
+    samples: int | None
+    """Samples in the data folder, or prompts."""
+    held_out: int
+    """Of these for validation."""
+    steps_per_epoch: int | None
+    steps: int | None
+    saves: int | None
+    why: str
+    """Why the number of samples is unknown."""
+
+
+def run_length(config: Config, *, own_data: bool) -> RunLength:
+    """The length of the run that `config` describes. `own_data`: the data set is a script's."""
+    samples, why = _samples(config, own_data=own_data)
+    held_out, per_epoch, limits = 0, None, []
+    if samples is not None:
+        held_out = _held_out(config, samples)
+        per_epoch = _steps_per_epoch(config, samples - held_out)
+        limits.append(per_epoch * config.train.epoch)
+    if config.train.max_num_steps is not None:
+        limits.append(config.train.max_num_steps)
+    steps = min(limits, default=None)
+    batch = job_kind(config).plan(config).total
+    return RunLength(batch, samples, held_out, per_epoch, steps, _saves(config, steps, per_epoch), why)
+
+
+def _steps_per_epoch(config: Config, samples: int) -> int:
+    kind = job_kind(config)
+    items = kind.plan(config).items
+    repeats = kind.online and samples < items  # few prompts are taken several times
+    if config.train.train_policy.dataloader_drop_last and not repeats:
+        return samples // items
+    return math.ceil(samples / items)
+
+
+def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
+    dataset = config.train.train_policy.dataset
+    if own_data:
+        return None, "the script brings its own data"
+    return _COUNTS[job_kind(config).data](dataset)
+
+
+def _pairs(dataset: DatasetConfig) -> tuple[int | None, str]:
+    """How many captions the folder holds."""
+    if not dataset.local_dir:
+        return None, "train.train_policy.dataset.local_dir is not set"
+    place = Path(dataset.local_dir).expanduser()
+    if not place.is_dir():
+        return None, f"{place} is not there"
+    return sum(name.endswith(".json") and not name.startswith(".") for name in os.listdir(place)), ""
+
+
+def _prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
+    """How many prompts the file holds; a named set is not fetched for that."""
+    try:
+        file = prompt_file(dataset, "train.train_policy.dataset", split="train")
+        if file is None:
+            return None, f"the prompts {dataset.name} have not been fetched yet"
+        return len(read_prompts(file)), ""
+    except UserError as error:
+        return None, str(error)
+
+
+_COUNTS: dict[DataForm, Callable[[DatasetConfig], tuple[int | None, str]]] = {"pairs": _pairs, "prompts": _prompts}
+
+
+def _held_out(config: Config, samples: int) -> int:
+    share, validation = config.train.train_policy.dataset.test_size, config.validation
+    if share is None or not validation.enable or validation.dataset.local_dir:
+        return 0
+    if job_kind(config).data == "prompts":
+        return 0
+    if isinstance(share, float):
+        share = round(share * samples)
+    return min(share, samples)
+
+
+def _saves(config: Config, steps: int | None, per_epoch: int | None) -> int | None:
+    """How often the run saves, its end included."""
+    ckpt = config.train.ckpt
+    if not ckpt.enable_checkpoint:
+        return 0
+    every = ckpt.save_freq
+    if ckpt.save_freq_in_epoch:
+        if not per_epoch:
+            return None
+        every = ckpt.save_freq_in_epoch * per_epoch
+    if steps is None:
+        return None
+    return math.ceil(steps / every)

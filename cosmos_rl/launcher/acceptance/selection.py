@@ -1,0 +1,97 @@
+"""What of a pipeline a configuration trains, from the shapes of its weights. No torch."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cosmos_rl.distributed.blocks import blocks_in_a_row
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, elements
+from cosmos_rl.policy.config import Config, LoraConfig
+from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
+
+ALL_LINEAR = "all-linear"
+_BUFFERS = re.compile(r"(^|\.)pos_embed\.pos_embed$")  # in the file, but computed, not trained
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many numbers of the transformer are trained, and how the others are held."""
+
+    trained: int
+    frozen: int
+    spare_adapters: int
+    """Numbers of adapters other than the trained one."""
+    targets: Mapping[str, int]
+    """LoRA target -> how many layers it finds."""
+    problems: Sequence[str] = ()
+    """What speaks against the adapters' names and targets."""
+    eight_bit: int = 0
+    """Of the trained numbers those whose moments an 8-bit optimiser holds in 8 bits."""
+
+
+def parameters(shapes: Shapes) -> int:
+    """How many numbers are weights rather than stored buffers."""
+    return elements({name: shape for name, shape in shapes.items() if not _BUFFERS.search(name)})
+
+
+def select(config: Config, pipeline: PipelineFiles) -> Selection:
+    """What of the transformer is trained, by the rules of the trainer."""
+    shapes = pipeline.transformer
+    if config.policy.lora is not None:
+        return _select_adapters(config.policy.lora, shapes)
+    chosen = {name: shape for name, shape in shapes.items() if config.policy.is_trained(name)}
+    trained = parameters(chosen)
+    return Selection(trained, elements(shapes) - trained, 0, {}, eight_bit=_in_eight_bits(chosen.values()))
+
+
+def _select_adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
+    layers = _adaptable_layers(shapes)
+    found = _find_targets(lora, layers)
+    adapted = {name for names in found.values() for name in names}
+    matrices = [matrix for name in adapted for matrix in _adapter_shapes(layers[name], _rank_of(name, lora))]
+    size = sum(math.prod(matrix) for matrix in matrices)
+    problems = adapter_name_problems(lora.lora_names, (name.rpartition(".")[0] for name in shapes))
+    if lora.target_modules != ALL_LINEAR:
+        problems += target_problems(lora.target_modules, layers)
+    return Selection(
+        trained=size,
+        frozen=elements(shapes),
+        spare_adapters=(len(lora.lora_names) - 1) * size,
+        targets={target: len(names) for target, names in found.items()},
+        problems=problems,
+        eight_bit=_in_eight_bits(matrices),
+    )
+
+
+def _adaptable_layers(shapes: Shapes) -> Shapes:
+    """Linear layers and two-dimensional convolutions."""
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    return {name: shape for name, shape in weights.items() if len(shape) in (2, 4)}
+
+
+def _find_targets(lora: LoraConfig, layers: Shapes) -> dict[str, list[str]]:
+    """Target -> the layers that it finds."""
+    if lora.target_modules == ALL_LINEAR:
+        return {ALL_LINEAR: [name for name, shape in layers.items() if len(shape) == 2]}
+    return {
+        target: [name for name in layers if name == target or name.endswith(f".{target}")]
+        for target in lora.target_modules
+    }
+
+
+def _adapter_shapes(layer: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
+    """Shapes of the two matrices of an adapter."""
+    outside, inside, *kernel = layer
+    yield (rank, inside, *kernel)
+    yield (outside, rank)
+
+
+def _rank_of(name: str, lora: LoraConfig) -> int:
+    """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
+    matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+    return next(matching, lora.r)
+
+
+def _in_eight_bits(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes if blocks_in_a_row(shape))

@@ -1,0 +1,49 @@
+"""A step and a run in words. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cosmos_rl.launcher.acceptance.length import RunLength
+from cosmos_rl.launcher.check.rl_lines import rl_lines
+from cosmos_rl.launcher.machine import format_count
+from cosmos_rl.policy.config import Config, data_ranks
+from cosmos_rl.policy.config.jobs import job_kind
+
+
+def batch_lines(config: Config, length: RunLength, transformer: Mapping[str, Any] | None) -> list[str]:
+    """The arithmetic in words. `transformer`: its `config.json`; None: not known."""
+    if job_kind(config).online:
+        return [*rl_lines(config, transformer), *_step_lines(config, length)]
+    return [*_sft_lines(config), *_step_lines(config, length)]
+
+
+def _sft_lines(config: Config) -> list[str]:
+    plan, ranks = job_kind(config).plan(config), data_ranks(config.policy.parallelism)
+    parts = format_count(plan.backwards, "micro-batch", "micro-batches")
+    return [
+        f"{plan.total} samples per step = {ranks} x {plan.samples} (data parallel ranks x samples of a rank)",
+        f"a rank takes its {plan.samples} in {parts} of {config.train.train_policy.mini_batch}",
+    ]
+
+
+def _step_lines(config: Config, length: RunLength) -> list[str]:
+    train, most = config.train, config.train.max_num_steps
+    if length.samples is None:
+        end = ""
+        if most is not None:
+            end = f"; at most {most} by train.max_num_steps"
+        return [f"number of samples and steps: unknown ({length.why}){end}"]
+    held = ""
+    if length.held_out:
+        held = f", {length.held_out} of them held out for validation"
+    dataset = train.train_policy.dataset
+    lines = [f"{length.samples} {job_kind(config).items} in {dataset.local_dir or dataset.name}{held}"]
+    per_epoch = length.steps_per_epoch or 0
+    whole = format_count(per_epoch * train.epoch, "step")
+    epochs = format_count(train.epoch, "epoch")
+    lines.append(f"{format_count(per_epoch, 'step')} per epoch x {epochs} = {whole}")
+    if most is not None and most < per_epoch * train.epoch:
+        lines.append(f"train.max_num_steps ends the run after {format_count(most, 'step')}")
+    elif most is not None:
+        lines.append(f"train.epoch ends the run after {whole}, before train.max_num_steps = {most}")
+    return lines

@@ -1,0 +1,343 @@
+"""How much memory and disk a run will take, from its configuration and the shapes of its weights. No torch.
+
+Sizes follow what the trainer keeps: trained weights, gradients, moments and averages in float32, a frozen base in
+`train.param_dtype`, text encoders in `policy.diffusers.dtype`, the VAE in float32.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cosmos_rl.distributed.blocks import BLOCK
+from cosmos_rl.launcher.acceptance.accept import ModelFiles
+from cosmos_rl.launcher.acceptance.selection import Selection
+from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, rl_memory
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements, vae_channels, vae_stride
+from cosmos_rl.policy.config import Config, images_at_once
+from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.plan import DECODED_PIXELS, plan_online
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
+_KEPT_BY_A_BLOCK = {"float32": 100.0, "bfloat16": 62.0, "float16": 62.0}
+_KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
+_AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU in addition to tensors, measured
+_MADE_BY_A_BLOCK = 0.4  # of that, without autograd
+_VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder or decoder
+_IMAGES = 6  # float32 numbers per pixel of an image that is decoded and clamped
+_BLOCK = re.compile(r"^(.+?\.\d+)\.")
+_GRADIENTS, _MOMENTS = "gradients", "optimizer state"
+_ENCODERS, _VAE = "text encoders and other frozen parts", "VAE"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank."""
+
+    parts: Mapping[str, int]
+    """What stays for the whole run -> bytes."""
+    phases: Mapping[str, int]
+    """Part of a step -> bytes on the device at its height; on a CPU, of everything."""
+    host: int
+    """Bytes in the host's memory next to a GPU: parts that rest there, and copies that are being written."""
+    without: Sequence[str]
+    """What could not be estimated and is left out."""
+
+    @property
+    def peak(self) -> int:
+        """The largest of the phases."""
+        return max(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that a run writes."""
+
+    checkpoint: int
+    export: int
+    shared_export: int
+    """What the first export of a run copies in addition to the weights; later exports link to it."""
+
+
+def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None) -> Memory:
+    """The estimate for one rank. `saves`: how often the run saves, where that is known."""
+    rank = _Rank(config, files.pipeline, files.selection, on_cpu)
+    saved, export = rank.saved_copy, _exported(config, files)
+    phases, host = rank.phases(), saved + export
+    if not on_cpu:
+        host += rank.parts[_ENCODERS] + rank.parts[_VAE] - rank.resident + rank.rl.collected
+    else:
+        again = config.train.ckpt.enable_checkpoint and (saves is None or saves > 1)
+        if again:  # the next steps begin while the copies are being written
+            phases = {name: size + host for name, size in phases.items()}
+            phases["export"] = rank.state + rank.average + export + saved
+        else:
+            phases["export"] += export
+        phases["saving"] = rank.state + host
+    return Memory({name: size for name, size in rank.parts.items() if size}, phases, host, rank.work.without)
+
+
+def disk(config: Config, files: ModelFiles) -> Disk:
+    """What one checkpoint and one export take on the disk, all ranks together."""
+    pipeline, chosen = files.pipeline, files.selection
+    per_weight = 4
+    if config.train.ema_enable:
+        per_weight = 8
+    shared = 0
+    if config.policy.lora is None:
+        others = [pipeline.folder / name for name in pipeline.parts if name != "transformer"]
+        shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
+    rl = _estimate_work(config, pipeline, chosen).rl or NO_RL
+    state = per_weight * chosen.trained + _moments(config, chosen) + rl.saved
+    return Disk(round(state), _exported(config, files), shared)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The bytes of one rank: what stays for the whole run, and what each phase of a step adds to it."""
+
+    config: Config
+    pipeline: PipelineFiles
+    chosen: Selection
+    on_cpu: bool
+
+    @cached_property
+    def work(self) -> "_Work":
+        return _estimate_work(self.config, self.pipeline, self.chosen)
+
+    @property
+    def rl(self) -> RlMemory:
+        return self.work.rl or NO_RL
+
+    @property
+    def shards(self) -> int:
+        return max(self.config.policy.parallelism.dp_shard_size, 1)
+
+    @property
+    def trained(self) -> int:
+        return 4 * self.chosen.trained // self.shards
+
+    @property
+    def average(self) -> int:
+        return self.trained * self.config.train.ema_enable
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """What stays -> bytes."""
+        config, chosen = self.config, self.chosen
+        base = 4
+        if config.policy.lora is not None:
+            base = BYTES[config.train.param_dtype]
+        spare = "adapters that are not trained"
+        if self.work.rl is not None:
+            spare = "old policy"
+        encoders, vae = _frozen_parts(config, self.pipeline)
+        return {
+            "trained weights": self.trained,
+            "frozen transformer weights": base * chosen.frozen // self.shards,
+            spare: 4 * chosen.spare_adapters // self.shards,
+            _GRADIENTS: self.trained,
+            _MOMENTS: _moments(config, chosen) // self.shards,
+            "moving average (EMA)": self.average,
+            _ENCODERS: encoders,
+            _VAE: vae,
+            **self.rl.copies,
+        }
+
+    @property
+    def offloads(self) -> bool:
+        """Whether encoders and VAE leave the device when they are not in use."""
+        job = self.config.train.train_policy
+        caches = job.cached_latents or job.cached_text
+        return (self.config.policy.diffusers.offload or caches) and not self.on_cpu
+
+    @property
+    def resident(self) -> int:
+        """Of encoders and VAE, on the device."""
+        if self.offloads:
+            return 0
+        return self.parts[_ENCODERS] + self.parts[_VAE]
+
+    @property
+    def state(self) -> int:
+        """On the device between two phases."""
+        lasting = sum(size for name, size in self.parts.items() if name not in (_GRADIENTS, _ENCODERS, _VAE))
+        return lasting + self.resident + _AT_WORK * self.on_cpu
+
+    @property
+    def gathered(self) -> int:
+        """Weights in the compute dtype that a forward pass makes."""
+        compute, train = BYTES[self.config.train.param_dtype], self.config.train
+        if self.shards > 1:
+            return _gathered(self.pipeline.transformer, compute, train.fsdp_reshard_after_forward)
+        if self.config.policy.lora is not None or compute == 4:
+            return 0
+        return compute * self.chosen.trained
+
+    @property
+    def saved_copy(self) -> int:
+        """Of the copies that a background save keeps for good."""
+        ckpt = self.config.train.ckpt
+        if not ckpt.enable_checkpoint or ckpt.save_mode != "async":
+            return 0
+        moments = self.parts[_MOMENTS]
+        return self.trained + moments + self.average + self.rl.saved // self.shards
+
+    def phases(self) -> dict[str, int]:
+        """Part of a step -> bytes at its height."""
+        phases = {
+            "encoding": self._encoding(),
+            "forward and backward": self._learning(),
+            "optimiser step": self._stepping(),
+            "export": self.state + self.average,
+        }
+        if self.work.rl is not None:
+            phases["rollout"] = self._sampling()
+        return phases
+
+    def _encoding(self) -> int:
+        loaded = max(self.parts[_ENCODERS], self.parts[_VAE]) * self.offloads
+        return self.state + self.work.encoding + loaded
+
+    def _learning(self) -> int:
+        rows = self.rl.targets + self.rl.conditions + self.rl.collected * self.on_cpu
+        return self.state + self.trained + self.gathered + self.work.activations + rows
+
+    def _stepping(self) -> int:
+        gradients = self.trained
+        if self.config.train.optimizer_impl == "foreach":  # all updates at once
+            gradients += self.trained
+        return self.state + gradients
+
+    def _sampling(self) -> int:
+        decoding = self.work.decoding + self.parts[_VAE] * self.offloads
+        held = self.rl.conditions + self.rl.collected * self.on_cpu
+        return self.state + held + max(self.gathered + self.work.sampling, decoding)
+
+
+def _moments(config: Config, chosen: Selection) -> int:
+    """Bytes of both moments: codes of a byte and a scale for each block, else float32."""
+    eight_bit = 0
+    if config.train.optm_name.endswith("8bit"):
+        eight_bit = chosen.eight_bit
+    return round(8 * (chosen.trained - eight_bit) + 2 * (1 + 4 / BLOCK) * eight_bit)
+
+
+# ---- what comes and goes -----------------------------------------------------------------------------------------
+
+
+def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:
+    """Bytes of the encoders (and whatever else is not the transformer) and of the VAE, whole on every rank."""
+    others = [name for name in pipeline.parts if name not in ("transformer", "vae")]
+    encoders = BYTES[config.policy.diffusers.dtype] * sum(pipeline.count(name) for name in others)
+    return encoders, 4 * pipeline.count("vae") if "vae" in pipeline.parts else 0
+
+
+def _gathered(shapes: Shapes, compute: int, reshard: str) -> int:
+    """Whole weights of two blocks (one is fetched ahead), and one block's gradients before they are sharded."""
+    if reshard == "never":
+        return elements(shapes) * compute
+    blocks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _BLOCK.match(name)
+        key = match[1] if match else ""
+        blocks[key] = blocks.get(key, 0) + math.prod(shape)
+    return max(blocks.values()) * (2 * compute + 4)
+
+
+def _exported(config: Config, files: ModelFiles) -> int:
+    numbers = files.selection.trained
+    if config.policy.lora is None:
+        numbers = files.pipeline.count("transformer")
+    return BYTES[config.train.param_dtype] * numbers
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Bytes that come and go; 0 for what is unknown."""
+
+    activations: int
+    """Of a micro-batch, forward and backward."""
+    encoding: int
+    """Of the VAE, for the images of a micro-batch."""
+    sampling: int
+    """Of a rollout's forward pass."""
+    decoding: int
+    """Of the VAE, for the samples of a rollout's chunk."""
+    rl: RlMemory | None
+    without: Sequence[str]
+
+
+def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -> _Work:
+    online, without = job_kind(config).online, []
+    activations = encoding = sampling = decoding = 0
+    rl = None
+    try:
+        activations = _activations(config, pipeline)
+        if online:
+            sampling = round(_MADE_BY_A_BLOCK * _block(config, pipeline, chunk_rows(config)))
+    except Unknown as why:
+        without.append(f"activations of the transformer ({why})")
+    try:
+        if online:
+            decoding = _decoding(config, pipeline)
+        else:
+            encoding = _encoding(config, pipeline)
+    except Unknown as why:
+        without.append(f"work of the VAE ({why})")
+    if online:
+        try:
+            rl = rl_memory(config, pipeline, chosen.trained, max(config.policy.parallelism.dp_shard_size, 1))
+        except Unknown as why:
+            without.append(f"copies of the policy and latents ({why})")
+    return _Work(activations, encoding, sampling, decoding, rl, without)
+
+
+def tokens(config: Config, pipeline: PipelineFiles) -> int:
+    """Tokens of one sample in the transformer, text included.
+
+    Raises:
+        Unknown: the transformer is of a class that is not known here.
+    """
+    kind, settings = pipeline.class_of("transformer"), pipeline.configs["transformer"]
+    if kind != "SD3Transformer2DModel":
+        raise Unknown(f"{kind} is not known here")
+    stride = vae_stride(pipeline) * int(settings["patch_size"])
+    height, width = config.policy.diffusers.inference_size
+    return (height // stride) * (width // stride) + 77 + config.policy.diffusers.max_prompt_length
+
+
+def _activations(config: Config, pipeline: PipelineFiles) -> int:
+    rows, dtype = config.train.train_policy.mini_batch, config.train.param_dtype
+    block, layers = _block(config, pipeline, rows), int(pipeline.configs["transformer"]["num_layers"])
+    if not config.policy.model_gradient_checkpointing:
+        return round(layers * block)
+    return round(layers * block / _KEPT_BY_A_BLOCK[dtype] * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] + block)
+
+
+def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
+    """Bytes that one block of the transformer makes of so many samples."""
+    settings: Mapping[str, Any] = pipeline.configs["transformer"]
+    count = tokens(config, pipeline) * rows
+    try:
+        int(settings["num_layers"])
+        width = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
+    except (KeyError, TypeError, ValueError):
+        raise Unknown("its config.json does not hold its size") from None
+    return _KEPT_BY_A_BLOCK[config.train.param_dtype] * count * width
+
+
+def _encoding(config: Config, pipeline: PipelineFiles) -> int:
+    height, width = config.policy.diffusers.inference_size
+    return _VAE_MAPS * 4 * height * width * vae_channels(pipeline)[0] * images_at_once(config)
+
+
+def _decoding(config: Config, pipeline: PipelineFiles) -> int:
+    height, width = config.policy.diffusers.inference_size
+    samples = plan_online(config).chunk
+    at_once = min(samples, max(DECODED_PIXELS // (height * width), 1))
+    maps = _VAE_MAPS * vae_channels(pipeline)[:2][-1] * at_once
+    return 4 * height * width * (maps + _IMAGES * samples)

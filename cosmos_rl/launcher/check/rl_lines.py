@@ -1,0 +1,131 @@
+"""What one step of reinforcement learning samples, scores and learns from, in words. No torch."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.launcher.machine import format_count
+from cosmos_rl.policy.config import Config, data_ranks
+from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS, OnlinePlan, plan_online
+from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+
+
+def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[str]:
+    """The step in words; `transformer` as in `plan_online`."""
+    job, plan, diffusers = online_table(config), plan_online(config, transformer), config.policy.diffusers
+    sample, ranks = diffusers.sample, data_ranks(config.policy.parallelism)
+    yield f"{plan.total} samples per step = {plan.items} x {plan.group} (prompts x samples per prompt)"
+    on = format_count(ranks, "data parallel rank")
+    yield f"{plan.samples} samples and {plan.items / ranks:g} prompts per rank, on {on}"
+    guided = ", without guidance"
+    if sample.guidance_scale > 1:
+        guided = ", each with its negative prompt"
+    chunks = format_count(math.ceil(plan.samples / plan.chunk), "chunk")
+    yield (
+        f"rollout: {chunks} of {plan.chunk} samples x {sample.num_steps} sampling "
+        f'steps ("{sample.solver}") = {plan.rollout_forwards} forward passes{guided}'
+    )
+    yield (
+        f"{plan.sigmas} of {sample.num_steps} noise levels are trained, int({sample.num_steps} x "
+        f"{diffusers.timesteps_fraction:g}): {plan.pairs} pairs of sample and level"
+    )
+    passes = ""
+    if job.mu_iterations > 1:
+        passes = f", {job.mu_iterations} times"
+    yield f"{plan.samples // job.mini_batch} micro-batches of {job.mini_batch} at each level{passes}"
+    if job_kind(config).supported:
+        yield from _policies(config, plan)
+    else:
+        yield f"{plan.backwards} backward passes per rank and step"
+    yield f"{format_count(plan.optimizer_steps, 'optimiser step')} per step"
+    if job.data_term.beta > 0:
+        yield f"and {job.data_term.batch_size} real samples of {job.data_term.local_dir} per optimiser step"
+    yield from _validation(config)
+
+
+def _policies(config: Config, plan: OnlinePlan) -> Iterator[str]:
+    models = ["policy"] + ["old policy"] * (plan.old_forwards > 0) + ["reference"] * (plan.reference_forwards > 0)
+    yield (
+        f"{plan.backwards} backward passes and {plan.forwards} forward passes ({', '.join(models)}) per rank and step"
+    )
+    kind, copied = config.policy.diffusers.weight_copy_decay_type, 0
+    while kind != 0 and old_policy_decay(kind, copied + 1) == 0.0:
+        copied += 1
+    if plan.dropout is None and (kind == 0 or copied):
+        yield "unknown: whether the network has dropout, with which the old policy is run even where it is a copy"
+    if copied and plan.old_while_copied < plan.old_forwards:
+        fewer = plan.forwards - plan.old_forwards + plan.old_while_copied
+        yield f"{fewer} forward passes during the first {copied} optimiser steps, as the old policy is a copy then"
+
+
+def _validation(config: Config) -> Iterator[str]:
+    validation, sample = config.validation, config.policy.diffusers.sample
+    if validation.enable:
+        steps = sample.eval_num_steps or sample.num_steps
+        yield (
+            f"validation: {format_count(validation.n_generation, 'sample')} for each of its prompts, "
+            f"{steps} steps of the ODE, every {format_count(validation.freq, 'step')}"
+        )
+
+
+def reward_lines(config: Config, *, own_script: bool) -> list[str]:
+    """What scores the samples, how much it counts and where it runs; empty: nothing does."""
+    job = online_table(config)
+    if job.bypass_reward:
+        return ["none: all rewards are 0 (train.train_policy.bypass_reward)"]
+    remote = None
+    if job.use_remote_reward:
+        remote = job.remote_reward
+    lines = list(_score_lines(remote, job.local_reward))
+    if own_script:
+        lines.append("functions that the script gives as reward_fns take the place of local ones")
+    validation = config.validation
+    if lines and validation.enable:
+        lines += [f"validation: {line}" for line in _score_lines(validation.remote_reward, validation.local_reward)]
+    return lines
+
+
+def _score_lines(remote: RemoteRewardConfig | None, local: LocalRewardConfig | None) -> Iterator[str]:
+    if remote is not None:
+        yield from _service_lines(remote)
+    if local is not None:
+        yield from _function_lines(local)
+
+
+def _service_lines(table: RemoteRewardConfig) -> Iterator[str]:
+    for entry in table.reward_fns:
+        line = f"{entry.name}: weight {entry.weight:g}, clipped to {entry.lower:g} ... {entry.upper:g}, service"
+        if not entry.weight:
+            line += ", not requested"
+        yield line
+
+
+def _function_lines(table: LocalRewardConfig) -> Iterator[str]:
+    for entry in table.reward_fns:
+        clip = f"clipped to {entry.clip_min:g} ... {entry.clip_max:g}"
+        line = f"{entry.shown_name}: weight {entry.weight:g}, {clip}, here ({entry.function})"
+        if not entry.weight:
+            line += ", measured only"
+        yield line
+
+
+def guard_lines(config: Config) -> list[str]:
+    """What the guard against reward hacking measures, what it costs and what it does."""
+    guard, sample = online_table(config).reward_hacking_guard, config.policy.diffusers.sample
+    if not guard.enable:
+        return ["off: nothing detects reward hacking"]
+    diversity = format_count(max(guard.samples // 2, 4), "sample")
+    source = f"own samples, made at the start in {sample.eval_num_steps or sample.num_steps} steps"
+    if guard.local_dir:
+        source = f"pairs of {guard.local_dir}"
+    action = guard.action
+    if action == "rewind":
+        action = f"rewind, at most {guard.max_rewinds} times, to the newest checkpoint before it"
+    return [
+        f"every {format_count(guard.freq, 'step')} {guard.samples} held-out samples ({source}) at {len(GUARD_SIGMAS)} "
+        f"noise levels, and the diversity of {diversity} made in {format_count(sample.num_steps, 'step')}",
+        f"alarm when their loss is more than {guard.max_loss_ratio:g} times, or the diversity less than "
+        f"{guard.min_diversity_ratio:g} times that of the start: {action}",
+    ]

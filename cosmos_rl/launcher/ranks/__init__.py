@@ -1,0 +1,1 @@
+"""Starting, supervising and ending the worker processes, on one node or several."""

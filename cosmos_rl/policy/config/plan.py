@@ -1,0 +1,122 @@
+"""What one step of a job takes: read by `check`, by the estimates and by the trainers. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl.policy.config.chunks import rollout_chunk
+from cosmos_rl.policy.config.ranks import data_ranks
+from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+
+GUARD_SIGMAS = (0.125, 0.375, 0.625, 0.875)
+"""Noise levels at which the guard against reward hacking measures; each is the middle of a quarter of all levels."""
+KEPT_BYTES = 256 * 2**20
+"""Latents, noised latents and velocities of frozen policies that an update keeps at once. Exchanging policies costs
+time where they are copies, so their velocities are computed for many micro-batches in a row."""
+DECODED_PIXELS = 2**20
+"""Of one call of the decoder; a VAE's maps of that many take about 5 GB in SD3, whatever the number of samples."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. Numbers are per rank where nothing else is said."""
+
+    total: int
+    """Samples over all ranks."""
+    items: int
+    """What they are made of, over all ranks: pairs, or prompts."""
+    samples: int
+    optimizer_steps: int
+    backwards: int
+    """Micro-batches of all optimiser steps: a backward pass each, and a forward pass of every policy that is run."""
+
+
+@dataclass(frozen=True)
+class OnlinePlan(StepPlan):
+    """One step of reinforcement learning in which every sample is trained on."""
+
+    group: int
+    """Samples of a prompt."""
+    chunk: int
+    """Samples that are made at once."""
+    rollout_forwards: int
+    """Forward passes of all chunks."""
+    sigmas: int
+    """Trained noise levels of a sample."""
+    pairs: int
+    """(sample, noise level) pairs of one pass over the samples."""
+    keeps_old: bool
+    """Whether the old policy ever differs from the trained one while it is used."""
+    old_forwards: int
+    """Of those after the hard copies of the decay type; see `old_while_copied`."""
+    old_while_copied: int
+    """While each step ends with a hard copy: the first optimiser step of a step does not run the old policy."""
+    reference_forwards: int
+    dropout: bool | None
+    """Whether dropout acts, so that the old policy is run even where it is a copy; None: not known, counted as not."""
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the update."""
+        return self.backwards + self.old_forwards + self.reference_forwards
+
+
+def plan_sft(config: Config) -> StepPlan:
+    """A step of supervised fine-tuning: one optimiser step on pairs."""
+    train, ranks = config.train, data_ranks(config.policy.parallelism)
+    total = train.global_batch_size or train.train_batch_per_replica * ranks
+    samples = total // ranks
+    return StepPlan(total, total, samples, 1, math.ceil(samples / train.train_policy.mini_batch))
+
+
+def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) -> OnlinePlan:
+    """A step of reinforcement learning.
+
+    `transformer`: its `config.json`; None: not known.
+    """
+    job, diffusers = config.train.train_policy, config.policy.diffusers
+    assert isinstance(job, GrpoPolicyConfig)
+    group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
+    total = config.train.global_batch_size or config.train.train_batch_per_replica
+    samples = total // ranks
+    chunk, sigmas = rollout_chunk(config), diffusers.trained_levels
+    each_step = (job.batch_size_per_optimize or samples) * sigmas // job.mini_batch
+    steps = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations
+    dropout = _acts_dropout(config, transformer)
+    passes = each_step * steps
+    old_forwards, old_while_copied, reference_forwards = passes, passes, 0
+    if not dropout:
+        old_while_copied -= each_step
+    always_copied = diffusers.weight_copy_decay_type == 0
+    if always_copied:
+        old_forwards = old_while_copied
+    if job.kl_beta > 0:
+        reference_forwards = passes
+    return OnlinePlan(
+        total=total,
+        items=total // group,
+        samples=samples,
+        optimizer_steps=steps,
+        backwards=passes,
+        group=group,
+        chunk=chunk,
+        rollout_forwards=math.ceil(samples / chunk) * diffusers.sample.num_steps,
+        sigmas=sigmas,
+        pairs=samples * sigmas,
+        keeps_old=not always_copied or steps > 1,
+        old_forwards=old_forwards,
+        old_while_copied=old_while_copied,
+        reference_forwards=reference_forwards,
+        dropout=dropout,
+    )
+
+
+def _acts_dropout(config: Config, transformer: Mapping[str, Any] | None) -> bool | None:
+    """Of the adapters or of the network itself, which has what its `config.json` says."""
+    if config.policy.lora is not None and config.policy.lora.lora_dropout > 0:
+        return True
+    if transformer is None:
+        return None
+    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in transformer.items())

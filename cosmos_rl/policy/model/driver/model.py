@@ -12,8 +12,9 @@ from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
-from cosmos_rl.policy.model.diffusers.diffuser_model import DECODED_AT_ONCE, DiffuserModel
+from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Size
@@ -207,7 +208,7 @@ class DrivenModel(DiffuserModel):
     def decode(self, latents: Tensor) -> Tensor:
         """Clean states -> media ``[N, (T,) 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
         pixels = self.size.height * self.size.width * self.size.frames
-        parts = latents.split(max(DECODED_AT_ONCE // pixels, 1))
+        parts = latents.split(max(DECODED_PIXELS // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
             return torch.cat([self.driver.decode(part, self.size).float() for part in parts])
 

@@ -23,6 +23,7 @@ from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.driver.loading import read_pipeline
 from cosmos_rl.policy.model.quiet import quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 
@@ -72,7 +73,7 @@ def _examined_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Ite
     step = list(_one_step(model, latents, cond, config.train.seed))
     yield from step
     if all(finding.mark != FAIL for finding in step):
-        yield _export(model, config, items[0].prompt, latents)
+        yield _export(model, config, items[0].prompt)
 
 
 def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     findings = list(examine_rl(config, model))
     yield from findings
     if any(finding.subject == "backward" and finding.mark == OK for finding in findings):
-        yield _export(model, config, "a photo", latents)
+        yield _export(model, config, "a photo")
 
 
 def _load(config: Config, device: torch.device) -> Any:
@@ -191,10 +192,11 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
 # ---- export ------------------------------------------------------------------------------------------------------
 
 
-def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) -> Finding:
+def _export(model: DiffuserModel, config: Config, prompt: str) -> Finding:
     """The exported policy, loaded by plain diffusers, samples what the trainer samples, and not what the base does."""
     guidance = config.policy.diffusers.sample.guidance_scale
-    noise = randomness.normal(latents.shape[1:], config.train.seed, "doctor/export", 0, [0])
+    shape, seed = model.latent_shape(*config.policy.diffusers.inference_size), config.train.seed
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
     cond = model.encode_prompts([prompt], "" if guidance > 1.0 else None, each=True)
 
     def sampled() -> Tensor:
@@ -209,7 +211,10 @@ def _export(model: DiffuserModel, config: Config, prompt: str, latents: Tensor) 
         if model.lora_config is None and machine.free_disk(Path(place)) < 2 * needed:
             return Finding(WARN, "export", f"not tried: too little room in {place}", "set TMPDIR to a larger disk")
         prepare_export(model)(Path(place) / "step_0")
-        theirs = _plain_latents(model, Path(place) / "step_0", config, prompt, noise)
+        plain = _load_plain(model, Path(place) / "step_0")
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            theirs = model.sample_stock(plain, prompt, generator, num_steps=_STEPS, guidance=guidance).float().cpu()
     apart, change = relative_distance(theirs, ours), relative_distance(before, ours)
     exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
     same = apart <= min(1e-3, change / 2) if exact else apart <= 5e-2
@@ -227,30 +232,18 @@ def _follow_gradients(model: DiffuserModel) -> None:
                 param.grad = None
 
 
-def _plain_latents(model: DiffuserModel, folder: Path, config: Config, prompt: str, noise: Tensor) -> Tensor:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+def _load_plain(model: DiffuserModel, folder: Path) -> Any:
+    """The exported policy as diffusers loads it."""
     from diffusers.utils import logging
 
-    device, is_adapter = model.device, model.lora_config is not None
+    is_adapter = model.lora_config is not None
     source = model.base_folder if is_adapter else folder
     with quiet_libraries():
-        pipe: Any = DiffusionPipeline.from_pretrained(source, dtype=torch.float32)
+        pipe: Any = read_pipeline(source, torch.float32)
     pipe.set_progress_bar_config(disable=True)
     if is_adapter:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it would warn that the text encoders have no adapter
         pipe.load_lora_weights(str(folder / "lora"), weight_name="model.safetensors", adapter_name="default")
         logging.set_verbosity(level)
-    pipe.to(device)
-    height, width = config.policy.diffusers.inference_size
-    result = pipe(
-        prompt,
-        height=height,
-        width=width,
-        num_inference_steps=_STEPS,
-        guidance_scale=config.policy.diffusers.sample.guidance_scale,
-        max_sequence_length=config.policy.diffusers.max_prompt_length,
-        latents=noise.to(device),
-        output_type="latent",
-    )
-    return result.images.float().cpu()
+    return pipe.to(model.device)

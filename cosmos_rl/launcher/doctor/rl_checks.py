@@ -151,9 +151,9 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         prompts, metadata = [s.prompt for s in made.samples], [s.metadata for s in made.samples]
         count, probes = len(made.samples), _probes(made.media)
         ids = [sample.sample_id for sample in made.samples]
-        table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids), job)
+        table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps), job)
         images = len(probes)
-        request = ScoringRequest(probes, prompts[:1] * images, metadata[:1] * images, list(range(images)))
+        request = ScoringRequest(probes, prompts[:1] * images, metadata[:1] * images, list(range(images)), made.fps)
         probed = _scored(rewards, request, job)
     except (UserError, TimeoutError) as error:
         yield Finding(FAIL, "rewards", str(error))

@@ -290,6 +290,22 @@ class DiffuserModel(VelocityModel):
         factor = self.pipeline.vae_scale_factor
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
+    def sample_stock(
+        self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
+    ) -> Tensor:
+        """Clean latents ``[1, C, ...]`` by the public call of another pipeline of the same class."""
+        height, width = self.config.inference_size
+        return pipeline(
+            prompt,
+            height=height,
+            width=width,
+            num_inference_steps=num_steps,
+            guidance_scale=guidance,
+            max_sequence_length=self.config.max_prompt_length,
+            generator=[generator],
+            output_type="latent",
+        ).images
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     @property

@@ -239,6 +239,24 @@ class DrivenModel(DiffuserModel):
         states = self._stock_states(cond, noise, options["num_inference_steps"], options["guidance_scale"])
         return self.decode(states[-1]), states, None
 
+    def sample_stock(
+        self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
+    ) -> Tensor:
+        """The state that the public call of another pipeline of the same class ends with."""
+        value = guidance if guidance > 1.0 else self.driver.guidance_off
+        arguments = self.driver.arguments(1, value, self.size, [prompt], steps=num_steps)
+        states: list[Tensor] = []
+        stock_step = pipeline.scheduler.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            moved = stock_step(*args, **kwargs)
+            states.append(moved[0] if isinstance(moved, tuple) else moved.prev_sample)
+            return moved
+
+        pipeline.scheduler.step = step
+        pipeline(**arguments, generator=[generator], output_type="latent")
+        return states[-1]
+
     def _stock_states(self, cond: DrivenCond, noise: Tensor, num_steps: int, guidance: float) -> list[Tensor]:
         value = guidance if guidance > 1.0 else None
         self.num_evaluations += len(noise) * num_steps * (2 if value is not None and self._doubles else 1)

@@ -1,9 +1,10 @@
 """Subcommands of `cosmos-rl`: each takes the rest of the command line and returns the exit code."""
 
 import argparse
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def sample(argv: Sequence[str]) -> int:
     parser.add_argument("--guidance", type=float, default=4.5, help="classifier-free guidance (4.5)")
     parser.add_argument("--size", type=_count, nargs=2, metavar=("H", "W"), help="pixels; default: the pipeline's own")
     parser.add_argument("--max-prompt-length", type=_count, help="tokens; default: as in training, else 256")
+    parser.add_argument("--frames", type=_count, help="of a video; default: the pipeline's own")
     parser.add_argument("--seed", type=int, default=0, help="image k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
     if given.out.exists():
@@ -80,50 +82,68 @@ def sample(argv: Sequence[str]) -> int:
     import torch  # seconds, so only once the command line is known to be right
 
     from cosmos_rl.checkpoint.export import read_text_length
+    from cosmos_rl.policy.model.driver.rows import find_row
     from cosmos_rl.tracking.media import Shown, save_gallery
 
     length = given.max_prompt_length or read_text_length(adapter or Path(base).expanduser()) or 256
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
-    size = dict[str, int]()
-    if given.size:
-        size = {"height": given.size[0], "width": given.size[1]}
-    if given.size and any(side % pipe.vae_scale_factor for side in given.size):
-        raise UserError(
-            f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {pipe.vae_scale_factor}"
-        )
-    settings = {
-        "num_inference_steps": given.steps,
-        "guidance_scale": given.guidance,
-        "max_sequence_length": length,
-        **size,
-    }
-    images = _draw(pipe, prompts, generators, settings)
-    stacked = torch.stack([torch.from_numpy(image) for image in images])
+    media = _draw(pipe, prompts, generators, _call_settings(pipe, given, length), length)
+    fps = find_row(type(pipe).__name__).fps
     shown = [
-        Shown(image, prompt, generator.initial_seed())
-        for image, prompt, generator in zip((stacked * 255).round().to(torch.uint8), prompts, generators, strict=True)
+        Shown(pixels, prompt, generator.initial_seed(), fps=fps)
+        for pixels, prompt, generator in zip(media, prompts, generators, strict=True)
     ]
     for path in save_gallery(given.out, shown, remedy=""):
         print(path)
     return 0
 
 
-def _draw(pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
-    """Images as arrays; prompts that are cut are named in one line, not printed by the libraries."""
+def _call_settings(pipe: Any, given: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Keyword arguments of the pipeline's call by the names that its class has for them."""
+    from cosmos_rl.policy.model.driver.rows import find_row
+
+    accepted, row = inspect.signature(type(pipe).__call__).parameters, find_row(type(pipe).__name__)
+    settings: dict[str, Any] = {"num_inference_steps": given.steps, "max_sequence_length": length, **row.call}
+    if given.size:
+        step = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", 8)
+        if any(side % step for side in given.size):
+            raise UserError(f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {step}")
+        settings |= {"height": given.size[0], "width": given.size[1]}
+    guidance = [name for name in (row.guidance, "true_cfg_scale", "guidance_scale") if name and name in accepted]
+    frames = [name for name in (row.frames, "num_frames", "frames") if name and name in accepted]
+    if guidance:
+        settings[guidance[0]] = given.guidance
+    if guidance[:1] == ["true_cfg_scale"] or row.negative is not None:
+        settings["negative_prompt"] = row.negative or ""
+    if given.frames and not frames:
+        raise UserError(f"--frames {given.frames}: {type(pipe).__name__} makes images")
+    if given.frames:
+        settings[frames[0]] = given.frames
+    return {name: value for name, value in settings.items() if name in accepted}
+
+
+def _draw(
+    pipe: Any, prompts: Sequence[str], generators: Sequence[Any], settings: dict[str, Any], length: int
+) -> Iterator[Any]:
+    """Images uint8 ``[H, W, 3]`` or videos ``[T, H, W, 3]``; prompts that are cut are named in one line."""
+    from cosmos_rl.data.images import to_uint8
     from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_warnings
 
     tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]
-    encoders = build_text_encoders(tokenizers, settings["max_sequence_length"])
+    encoders = build_text_encoders(tokenizers, length)
     line = describe_truncation([(repr(text[:40]), text) for text in dict.fromkeys(prompts)], encoders, "prompts")
     if line:
         print(f"warning: {line}", file=sys.stderr)
-    with quiet_warnings():
-        return [
-            pipe(prompt, generator=generator, output_type="np", **settings).images[0]
-            for prompt, generator in zip(prompts, generators, strict=True)
-        ]
+    for prompt, generator in zip(prompts, generators, strict=True):
+        arguments = {"prompt": [prompt], "generator": [generator], "output_type": "pt", "return_dict": False}
+        try:
+            with quiet_warnings():
+                made = pipe(**arguments, **settings)
+        except ValueError as error:  # what pipelines say about their arguments
+            raise UserError(f"{type(pipe).__name__}: {error}") from error
+        yield to_uint8(made[0])[0]
 
 
 def schema(argv: Sequence[str]) -> int:
@@ -177,15 +197,11 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
 
 def _open(base: str, adapter: Path | None) -> Any:
     import torch
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    from cosmos_rl.policy.model.quiet import load_adapter, quiet_libraries
+    from cosmos_rl.policy.model.driver.loading import load_pipeline
+    from cosmos_rl.policy.model.quiet import load_adapter
 
-    try:
-        with quiet_libraries():
-            pipe: Any = DiffusionPipeline.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
+    pipe = load_pipeline(base)
     pipe.set_progress_bar_config(disable=True)
     if adapter is not None:
         load_adapter(pipe, adapter)

@@ -4,13 +4,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cosmos_rl.data.images import to_uint8
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
@@ -128,6 +132,21 @@ def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffuser
     if model is not None:
         ours = model.sample(TEXTS[:1], _noise(model), num_steps=4, guidance=1.0)
         assert (ours - images[1]).abs().max() <= 1e-4
+
+
+def test_the_sample_command_makes_what_the_stock_call_makes(tmp_path: Path, family: TrainedFamily) -> None:
+    options = ["--steps", "4", "--size", "32", "32", "--guidance", "3", "--max-prompt-length", "48", "--seed", "11"]
+    if family.frames is not None:
+        options += ["--frames", str(family.frames[1])]
+    out = tmp_path / "samples"
+    assert main(["sample", str(folder_of(family.name)), TEXTS[0], "--out", str(out), *options]) == 0
+    arguments = {**family.call(TEXTS[:1], 3.0), "generator": [torch.Generator().manual_seed(11)]}
+    with torch.no_grad():
+        media = stock_pipeline(folder_of(family.name))(**arguments, output_type="pt", return_dict=False)[0]
+    first = to_uint8(media)[0].reshape(-1, 32, 32, 3)[0]
+    (file,) = out.glob("*.png")
+    assert np.array_equal(np.asarray(Image.open(file)), first.numpy())
+    assert len(list(out.glob("*.mp4"))) == len(frames_of(family))
 
 
 def _copy(run: Path, target: Path) -> Path:

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import io
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -281,6 +282,7 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if options.attack:
+        os.nice(10)  # it would be on another machine: the service does not wait for a core because of it
         name, port, seconds = options.attack
         print(asyncio.run(_attack(name, int(port), float(seconds))))
         return

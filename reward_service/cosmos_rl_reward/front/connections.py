@@ -2,13 +2,15 @@
 
 The parser of uvicorn's fast protocol has no limits of its own. Here the bytes that lead to nothing (a request line,
 headers, trailers, chunk extensions without end) are counted, every head and every rest of a body has its time, and when
-there are too many connections those without a whole request make room. What thousands of connections send at once is
-handled a few at a time, so that the health check is answered in between.
+there are too many connections those without a whole request make room. When thousands of connections send or end at
+once, a few are handled at a time, so that the health check is answered in between.
 """
 
 import asyncio
+import functools
 import resource
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -21,33 +23,33 @@ _READ_S = 60.0  # for a client to read something of an answer that waits for it
 _PIPELINED = 8  # requests of one connection that wait for an answer before them
 _RESERVED_FILES = 96  # open files and sockets that are not connections
 _HEALTH_CHECK = b"GET /healthz "
-_PER_ROUND = 32  # pieces of input that one round of the event loop parses: 1 to 3 ms with the requests that they begin
+_PER_ROUND = 32  # pieces of input, or ends, that one round of the event loop handles: 1 to 3 ms with their requests
 
 
 class Turns:
-    """Which connections parse their input in this round of the event loop, and which wait for the next one."""
+    """What connections do in this round of the event loop, and what waits for the next one."""
 
     def __init__(self) -> None:
-        self._waiting: deque[LimitedProtocol] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._taken = 0
 
-    def take(self, connection: "LimitedProtocol") -> bool:
-        """True when the connection may parse now; else it is called in its turn."""
+    def run(self, loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+        """Do it now, or in its turn when this round has done enough."""
         if self._taken == 0:
-            connection.loop.call_soon(self._next_round)
+            loop.call_soon(self._next_round, loop)
         if self._taken < _PER_ROUND:
             self._taken += 1
-            return True
-        self._waiting.append(connection)
-        return False
+            action()
+        else:
+            self._waiting.append(action)
 
-    def _next_round(self) -> None:
+    def _next_round(self, loop: asyncio.AbstractEventLoop) -> None:
         self._taken = min(_PER_ROUND, len(self._waiting))
         turn = [self._waiting.popleft() for _ in range(self._taken)]
         if turn:
-            turn[0].loop.call_soon(self._next_round)
-        for connection in turn:
-            connection.parse_held_back()
+            loop.call_soon(self._next_round, loop)
+        for action in turn:
+            action()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -75,10 +77,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Forget it; the request under way, if any, notices in its turn."""
         self._forget()
-        super().connection_lost(exc)
         self._held_back = b""
+        self.connections.discard(self)
+        self.turns.run(self.loop, functools.partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         """Parse it in its turn; a health check has priority."""
@@ -86,12 +89,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._held_back += data
             if len(self._held_back) > _BODY_BYTES:
                 self.flow.pause_reading()
-        elif data.startswith(_HEALTH_CHECK) or self.turns.take(self):
+        elif data.startswith(_HEALTH_CHECK):
             self._parse(data)
         else:
             self._held_back = data
+            self.turns.run(self.loop, self._parse_held_back)
 
-    def parse_held_back(self) -> None:
+    def _parse_held_back(self) -> None:
         """Parse what waited for its turn."""
         data, self._held_back = self._held_back, b""
         if data and not self.transport.is_closing():

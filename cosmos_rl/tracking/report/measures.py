@@ -1,7 +1,7 @@
 """What the metrics are called in words, which direction is better, and what is noteworthy about them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.tracking.report.record import Record
@@ -104,30 +104,46 @@ def read_limit(record: Record, key: str) -> float | None:
     return ends[1][1]
 
 
+_SENTENCES: Sequence[tuple[str, Callable[[float | None], bool], str]] = (
+    (
+        "train/loss_mean",
+        lambda value: value is None,
+        "The loss was not finite at {}: left out, the weights stayed as they were.",
+    ),
+    ("val/empty_images", bool, "Validation images had one colour only at {}."),
+    ("val/nonfinite_images", bool, "Validation images had pixels that are not finite at {}."),
+    (
+        "adv/zero_std_ratio",
+        lambda value: value == 1.0,
+        "At {} the samples of each prompt all had the same reward: nothing was learnt from them. Does the reward "
+        "distinguish good from bad?",
+    ),
+)
+"""(metric, which values are noteworthy, what they mean)."""
+
+
 def warnings(record: Record) -> list[str]:
     """What a reader should know before believing the numbers: alarms, crossed limits, steps that were left out."""
-    found = []
+    sentences = []
     for key in (key for key in record.keys if key.startswith("guard/") and "alarm" in key):
-        steps = [step for step, value in record.series(key).known if value]
+        steps = _list_steps_where(record, key, bool)
         if steps:
-            found.append(f"Alarm {key} at {_list_steps(steps)}.")
-    found += [text for key in record.keys if is_guarded(key) for text in _describe_crossing(record, key)]
-    loss, equal_share = record.series("train/loss_mean"), record.series("adv/zero_std_ratio")
-    lost = [step for step, value in zip(loss.steps, loss.values, strict=True) if value is None]
-    if lost:
-        found.append(f"The loss was not finite at {_list_steps(lost)}: left out, the weights stayed as they were.")
-    images = {"val/empty_images": "one colour only", "val/nonfinite_images": "pixels that are not finite"}
-    for key, what in images.items():
-        steps = [step for step, value in record.series(key).known if value]
+            sentences.append(f"Alarm {key} at {steps}.")
+    sentences += [text for key in record.keys if is_guarded(key) for text in _describe_crossing(record, key)]
+    for key, holds, text in _SENTENCES:
+        steps = _list_steps_where(record, key, holds)
         if steps:
-            found.append(f"Validation images had {what} at {_list_steps(steps)}.")
-    equal = [step for step, value in zip(equal_share.steps, equal_share.values, strict=True) if value == 1.0]
-    if equal:
-        found.append(
-            f"At {_list_steps(equal)} the samples of each prompt all had the same reward: nothing was learnt from "
-            "them. Does the reward distinguish good from bad?"
-        )
-    return found
+            sentences.append(text.format(steps))
+    return sentences
+
+
+def _list_steps_where(record: Record, key: str, holds: Callable[[float | None], bool]) -> str:
+    """The steps at which a metric has such a value, in words; empty: there is none."""
+    series = record.series(key)
+    steps = [step for step, value in zip(series.steps, series.values, strict=True) if holds(value)]
+    if not steps:
+        return ""
+    return _list_steps(steps)
 
 
 def _describe_crossing(record: Record, key: str) -> list[str]:

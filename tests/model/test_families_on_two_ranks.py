@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.family_runs import PARAMS, TrainedFamily, family_toml
+from tests.support.family_runs import ORDINARY, ZOO, TrainedFamily, family_toml
 from tests.support.nft_runs import Job, run_forked
 
-pytestmark = [pytest.mark.process, pytest.mark.parametrize("family", PARAMS)]
+pytestmark = pytest.mark.process
+JOBS = [(family, lora) for family in (*ORDINARY, *ZOO) for lora in (True, False)]
+PARAMS = [
+    pytest.param(*job, id=f"{job[0].name}-{'lora' if job[1] else 'full'}", marks=pytest.mark.zoo) for job in JOBS[1:]
+]
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(("family", "lora"), [pytest.param(*JOBS[0], id="sana-lora"), *PARAMS])
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path, family: TrainedFamily, lora: bool) -> None:
     config = family_toml(tmp_path, family, job="nft", lora=lora)
     for ranks in (1, 2):

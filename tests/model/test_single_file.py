@@ -68,7 +68,7 @@ def test_files_of_other_kinds_are_named(
     save_file({key: torch.zeros(1) for key in keys}, file)
     assert why in problem_of(file)
     file.write_bytes(b"no header")
-    assert "no whole .safetensors file" in problem_of(file)
+    assert "not a complete .safetensors file" in problem_of(file)
     assert "only of .safetensors files" in problem_of(file.parent / "config.toml")
 
 

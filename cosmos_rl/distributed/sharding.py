@@ -60,14 +60,21 @@ def shard_module(
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give a sharded module that was built on the meta device its (still empty) memory."""
-    lost = [name for name, _ in _buffers_outside_state(module)]
+    """Give a sharded module whose parameters were built on the meta device their (still empty) memory.
+
+    Buffers that the module computes when it is built, and no weight file has, keep their values.
+    """
+    computed = dict(_buffers_outside_state(module))
+    lost = [name for name, buffer in computed.items() if buffer.is_meta]
     if lost:
         raise UserError(
             f"{type(module).__name__} computes buffers when it is built ({', '.join(lost[:3])}), which sharded loading "
             "cannot restore; train this model with one rank"
         )
     module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        if name in computed:
+            buffer.copy_(computed[name])
 
 
 def _buffers_outside_state(module: nn.Module) -> list[tuple[str, Tensor]]:

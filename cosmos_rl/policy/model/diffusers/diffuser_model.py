@@ -348,12 +348,13 @@ class DiffuserModel(VelocityModel):
 
     def _build_empty_transformer(self) -> Any:
         import diffusers
+        from accelerate import init_empty_weights
 
         folder = self.base_folder / "transformer"
         model_class = getattr(
             diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"]
         )
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False):  # some are computed here and are in no file
             shell = model_class.from_config(model_class.load_config(folder))
         if self._master_dtype != torch.float32:
             shell = shell.to(self._master_dtype)

@@ -36,7 +36,7 @@ test-fast: $(VENV)/installed
 # stock pipelines of many families that are driven without code of their own (docs/models.md), and further cases of the
 # longest tests
 test-zoo: $(VENV)/installed
-	$(BIN)/python -m pytest -m zoo $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m zoo $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -38,6 +38,8 @@ class DrivenModel(DiffuserModel):
         driver: what runs the pipeline.
     """
 
+    caches_text = False
+
     def __init__(self, config: DiffusersConfig, *, sharding: Sharding | None = None, **kwargs: Any) -> None:
         """Load the pipeline and prove that it can be driven, see ``DiffuserModel``.
 
@@ -68,8 +70,6 @@ class DrivenModel(DiffuserModel):
         )
         self._timesteps: dict[float, Tensor] = {}
         self.set_scheduler_timestep(self.train_sampling_steps)
-
-    caches_text = False
 
     def _count_frames(self) -> int:
         """Frames of all media; 1 for images.

@@ -12,6 +12,8 @@ from torch import Tensor
 from cosmos_rl.distributed.sharding import local_part
 from cosmos_rl.policy.model.driver.checks import Probing
 from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.policies import free_gathered
 
 
 @contextlib.contextmanager
@@ -21,24 +23,35 @@ def not_degenerate(probing: Probing) -> Iterator[None]:
     A model whose output layer or gates are zero says the same whatever it is asked. Noise is added to the weights that
     are all zero, to all of them if that is not enough; afterwards every bit is as before.
     """
-    weights = [weight for module in probing.driver.denoisers.values() for weight in module.parameters()]
-    zero = [weight for weight in weights if not weight.any()]
-    kept: list[tuple[Tensor, Tensor]] = []
+    weights = _local_weights(probing.driver)
+    zero = [name for name, weight in weights.items() if not weight.any()]
+    kept: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     try:
-        for group in (zero, weights):
+        for group in (zero, list(weights)):
             if not _degenerate(probing):
                 break
             probing.facts.perturbed = True
             with torch.no_grad():
-                for part in map(local_part, group):  # of a shard what is here
-                    kept.append((part, part.detach().clone()))
-                    part.add_(0.02 * torch.randn(part.shape, generator=generator).to(part))
+                now = _local_weights(probing.driver)
+                for name in group:
+                    kept.setdefault(name, now[name].detach().clone())
+                    now[name].add_(0.02 * torch.randn(now[name].shape, generator=generator).to(now[name]))
         yield
     finally:
         with torch.no_grad():
-            for weight, before in reversed(kept):
-                weight.copy_(before)
+            now = _local_weights(probing.driver)
+            for name, before in kept.items():
+                now[name].copy_(before)
+
+
+def _local_weights(driver: Driver) -> dict[str, Tensor]:
+    """All weights by name, of shards what is here; what is written to gathered ones would be lost."""
+    found = {}
+    for denoiser, module in driver.denoisers.items():
+        free_gathered(module)
+        found |= {f"{denoiser}.{name}": local_part(weight) for name, weight in module.named_parameters()}
+    return found
 
 
 def _degenerate(probing: Probing) -> bool:

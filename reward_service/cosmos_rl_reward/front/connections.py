@@ -23,7 +23,7 @@ _READ_S = 60.0  # for a client to read something of an answer that waits for it
 _PIPELINED = 8  # requests of one connection that wait for an answer before them
 _RESERVED_FILES = 96  # open files and sockets that are not connections
 _HEALTH_CHECK = b"GET /healthz "
-_PER_ROUND = 32  # pieces of input, or ends, that one round of the event loop handles: 1 to 3 ms with their requests
+_PER_ROUND = 16  # pieces of input, or ends, that one round of the event loop handles: about 1 ms with their requests
 
 
 class Turns:

@@ -79,7 +79,7 @@ def pairs_of(model: SD3Model) -> tuple[Rows, Cond, Tensor]:
     rows = Rows(
         data={"clean": torch.randn(count, *model.latent_shape(SIZE, SIZE), generator=generator)},
         prompts=[prompts[i % 4] for i in range(count)],
-        sigma=torch.rand(count, generator=generator) * 0.9 + 0.05,
+        level=model.training_level(torch.rand(count, generator=generator) * 0.9 + 0.05),
         value=torch.rand(count, generator=generator),
         weight=torch.ones(count),
         noise_ids=list(range(count)),
@@ -100,7 +100,7 @@ def plain_update(
     def run(kl_beta: float) -> None:
         for first in range(0, len(rows.prompts), MICRO):
             which = slice(first, first + MICRO)
-            clean, sigma, r = rows.data["clean"][which], rows.sigma[which], rows.value[which]
+            clean, sigma, r = rows.data["clean"][which], rows.level.sigma[which], rows.value[which]
             noise = randomness.normal(clean.shape[1:], *KEY, rows.noise_ids[which])
             s = sigma[:, None, None, None]
             noised = (1 - s) * clean + s * noise

@@ -41,7 +41,7 @@ def run_sampling(
     """Integrate from ``sigmas[0]`` down to ``sigmas[-1]``.
 
     Args:
-        velocity_fn: the model, guidance included.
+        velocity_fn: the model, guidance included; called once for each step, in their order.
         latents: ``[N, C, ...]``, noise at ``sigmas[0]``; its dtype is the dtype that the velocity function receives.
         sigmas: ``[S + 1]`` float32, descending.
         kernel: the transition; its coefficients say which steps need noise and history.

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_rl.data.images import to_uint8
+from cosmos_rl.diffusion.kernels import apply_transition, euler
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.launcher.cli import main
@@ -71,6 +72,23 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily,
         assert (ours.media.int() - media.int()).abs().max() <= 1
     assert ours.media.shape == (3, *frames_of(family), 32, 32, 3)
     assert (ours.fps is not None) == (family.frames is not None)
+
+
+def test_a_velocity_at_a_recorded_step_is_the_rollouts_bit_for_bit(tmp_path: Path, family: TrainedFamily) -> None:
+    model = loaded(tmp_path, family)
+    with torch.no_grad(), model.eval_mode():
+        cond = model.encode_prompts(TEXTS)
+        made = {"height": 32, "width": 32, "num_inference_steps": 4, "solver": "euler", "deterministic": True}
+        _, states, _ = model.rollout(cond, [torch.Generator().manual_seed(row) for row in range(3)], **made)
+        levels = model.sampling_levels(4)
+        for index, state in enumerate(states[:-1]):
+            velocity = model.velocity(state, levels.rows(index).expand(3), cond)
+            assert torch.equal(
+                apply_transition(euler(index, levels.sigma.tolist()), state, velocity), states[index + 1]
+            )
+    pipeline = stock_pipeline(folder_of(family.name))
+    first_step_of(pipeline, family.call(TEXTS, 1.0))
+    assert torch.equal(levels.t[:-1], pipeline.scheduler.timesteps)
 
 
 def test_the_loss_of_fine_tuning_is_that_of_the_stock_velocity(

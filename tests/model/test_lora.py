@@ -31,7 +31,8 @@ def build(tiny_sd3: Path, *, param_dtype: str = "float32", checkpointing: bool =
 def velocity(model: SD3Model) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, 4, 8, 8, generator=generator)
-    return model.velocity(latents, torch.tensor([0.3, 0.8]), model.encode_prompts(["a cat", "a dog"]))
+    level = model.training_level(torch.tensor([0.3, 0.8]))
+    return model.velocity(latents, level, model.encode_prompts(["a cat", "a dog"]))
 
 
 def test_a_fresh_adapter_changes_no_bit(tiny_sd3: Path) -> None:

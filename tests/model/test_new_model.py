@@ -1,6 +1,7 @@
 """A family that is not ours: registered from a user's script, and from a file dropped into the package folder."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from diffusers import SanaPipeline
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
 from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.tracking.metrics import read_metrics
@@ -58,6 +60,30 @@ def test_the_documented_class_trains_two_steps(
     trained = SanaPipeline.from_pretrained(run / "safetensors/step_2").transformer.state_dict()
     base = SanaPipeline.from_pretrained(tiny_sana).transformer.state_dict()
     assert any(not torch.equal(trained[key], base[key]) for key in base)
+
+
+def test_the_documented_class_samples_at_the_pipelines_own_times(
+    tiny_sana: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRegistry, "_models", {})  # the class is registered when its file is imported
+    own_class = runpy.run_path(str(MODEL_FILE))["MyModel"]
+
+    class Inverted(own_class):
+        def timestep_from_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+            return 1 - sigma
+
+    config = DiffusersConfig(inference_size=(32, 32))
+    model = own_class(config, model_str=str(tiny_sana))
+    scheduler = SanaPipeline.from_pretrained(tiny_sana).scheduler
+    for steps in (4, 9, 28):
+        scheduler.set_timesteps(steps)
+        levels = model.sampling_levels(steps)
+        assert torch.equal(levels.t[:-1].long(), scheduler.timesteps)
+        assert torch.equal(levels.sigma, scheduler.sigmas)
+    assert levels.t.tolist()[0] == 999
+    assert model.training_level(torch.tensor([0.99967])).t.tolist() == [999]
+    inverted = Inverted(config, model_str=str(tiny_sana)).sampling_levels(4)
+    assert torch.equal(inverted.t, 1 - inverted.sigma)
 
 
 def test_an_unknown_pipeline_class_names_the_nearest_one() -> None:

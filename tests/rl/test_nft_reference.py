@@ -32,18 +32,18 @@ def starts(adapter: Path) -> dict[str, str]:
 def test_the_distance_is_exactly_zero_at_the_start(tmp_path: Path, tiny_sd3: Path, adapter: Path, start: str) -> None:
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), starts(adapter)[start], "--train.optm_lr=1e-2")
     model, policies = trainer.model, trainer.policies
-    cond, sigma = model.encode_prompts(["a hat"]), torch.tensor([0.5])
+    cond, level = model.encode_prompts(["a hat"]), model.training_level(torch.tensor([0.5]))
     noise = torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
     def velocity(name: str) -> torch.Tensor:
         with policies.using(name), model.eval_mode():  # type: ignore[arg-type]
-            return model.velocity(noise, sigma, cond)
+            return model.velocity(noise, level, cond)
 
     first = velocity("default")
     model.transformer.disable_adapters()
     with torch.no_grad(), model.eval_mode():
-        base = model.velocity(noise, sigma, cond)
+        base = model.velocity(noise, level, cond)
     model.transformer.enable_adapters()
     assert not torch.allclose(base, first)
     distances = [trainer.train_step(step).metrics["train/kl_loss_mean"] for step in range(3)]

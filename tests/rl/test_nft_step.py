@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
 from tests.support.toy_models import PlaneModel
@@ -212,10 +213,10 @@ def test_a_loss_that_is_not_finite_is_named_with_prompt_and_sigma(capsys: pytest
     run = Recorder(tables)
     velocity, calls = run.trainer.model.velocity, []
 
-    def poisoned(latents: Tensor, sigma: Tensor, cond: Cond, **given: Any) -> Tensor:
-        found = velocity(latents, sigma, cond, **given)
+    def poisoned(latents: Tensor, level: Level, cond: Cond, **given: Any) -> Tensor:
+        found = velocity(latents, level, cond, **given)
         if found.requires_grad:
-            calls.append(float(sigma[5]))
+            calls.append(float(level.sigma[5]))
             found = found * torch.where(torch.arange(len(found)) == 5, torch.nan, 1.0)[:, None]
         return found
 

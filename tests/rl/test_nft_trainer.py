@@ -68,14 +68,14 @@ def loss_by_hand(trainer: OnlineTask, rows: Rows) -> tuple[Tensor, Tensor]:
     policy, kl, total = torch.zeros(()), torch.zeros(()), len(rows.prompts)
     conds = [model.encode_prompts([prompt]) for prompt in rows.prompts]
     noise = [randomness.normal(rows.data["clean"].shape[1:], *rows.noise_key, [name]) for name in rows.noise_ids]
-    clean, t = rows.data["clean"].split(1), rows.sigma.split(1)
+    clean, t = rows.data["clean"].split(1), rows.level.sigma.split(1)
     noised = [(1 - t[i]) * clean[i] + t[i] * noise[i] for i in range(total)]
     frozen = {}
     for name in ("old", "reference"):
         with torch.no_grad(), policies.using(name):
-            frozen[name] = [model.velocity(noised[i], t[i], conds[i]) for i in range(total)]
+            frozen[name] = [model.velocity(noised[i], model.training_level(t[i]), conds[i]) for i in range(total)]
     for i in range(total):
-        old, new = frozen["old"][i], model.velocity(noised[i], t[i], conds[i])
+        old, new = frozen["old"][i], model.velocity(noised[i], model.training_level(t[i]), conds[i])
         losses = []
         for velocity in ((1 - beta) * old + beta * new, (1 + beta) * old - beta * new):
             error = noised[i] - t[i] * velocity - clean[i]
@@ -139,8 +139,8 @@ def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path,
     metrics = trainer.train_step(0).metrics
     assert metrics["optim/steps"] == 4
     assert [len(rows.prompts) for rows in seen] == [8 * 9] * 4
-    levels = {float(level) for rows in seen for level in rows.sigma}
-    assert levels == {float(level) for level in trainer.model.sampling_sigmas(10)[:-1]}
+    sigmas = {float(sigma) for rows in seen for sigma in rows.level.sigma}
+    assert sigmas == {float(sigma) for sigma in trainer.model.sampling_sigmas(10)[:-1]}
     for first in (0, 2):  # a pass
         pairs = [n for rows in seen[first : first + 2] for n in rows.noise_ids]
         assert len(set(pairs)) == 16 * 9
@@ -191,14 +191,15 @@ def test_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, 
         cond = model.encode_prompts(["a hat"])
         noise = torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
         sigma = torch.tensor([0.5])
+        level = model.training_level(sigma)
         with torch.no_grad(), policies.using("reference"), model.eval_mode():
-            ours = model.velocity(noise, sigma, cond)
+            ours = model.velocity(noise, level, cond)
             assert {n for n, p in model.transformer.named_parameters() if p.requires_grad} == names
         with torch.no_grad():
             theirs = base(hidden_states=noise, timestep=1000 * sigma, **cond.text, return_dict=False)[0]
             assert torch.equal(ours, theirs)
-            assert not torch.equal(model.velocity(noise, sigma, cond), theirs)
-        model.velocity(noise, sigma, cond).sum().backward()
+            assert not torch.equal(model.velocity(noise, level, cond), theirs)
+        model.velocity(noise, level, cond).sum().backward()
         assert {n for n, p in model.transformer.named_parameters() if p.grad is not None} == names
 
 

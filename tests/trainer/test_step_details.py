@@ -20,6 +20,7 @@ from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Rows, Share
@@ -211,7 +212,9 @@ def test_guidance_goes_from_the_negative_to_the_positive() -> None:
 
     model = Labelled(nn.Linear(1, 1), ["zero", "one", "two"], (2,))  # the empty prompt is 3
     latents = torch.ones(2, 2)
-    found = model.velocity(latents, torch.ones(2), model.encode_prompts(["one", "two"], ""), guidance=5.0)
+    found = model.velocity(
+        latents, model.training_level(torch.ones(2)), model.encode_prompts(["one", "two"], ""), guidance=5.0
+    )
     assert found[:, 0].tolist() == [3 + 5 * (1 - 3), 3 + 5 * (2 - 3)]
 
 
@@ -274,29 +277,32 @@ def test_captions_are_dropped_with_the_given_share_and_noise_depends_on_step_and
 
 
 def test_sigmas_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
-    algorithm, levels, ones = DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=9), torch.linspace(1.0, 0.1, 10), torch.ones(6)
+    algorithm, ones = DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=9), torch.ones(6)
+    sigmas = torch.linspace(1.0, 0.1, 10)
+    levels = Level((1000 * sigmas).long(), sigmas)
     share = Share(range(10, 16), ["a"] * 6, {"clean": torch.zeros(6, 2)}, ones, ones)
 
     def drawn(number: int) -> Rows:
-        return algorithm.rows(share, sigmas=levels, draws=Draws(seed=0, step=3), number=number)
+        return algorithm.rows(share, levels=levels, draws=Draws(seed=0, step=3), number=number)
 
     rows = drawn(0)
     assert len(set(rows.noise_ids)) == 54
     for i in range(6):
-        own = rows.sigma[i::6].tolist()
+        own = rows.level.sigma[i::6].tolist()
         assert len(set(own)) == 9
-        assert set(own) <= set(levels.tolist())
-    assert not torch.equal(rows.sigma, drawn(1).sigma)
+        assert set(own) <= set(sigmas.tolist())
+    assert torch.equal(rows.level.t, (1000 * rows.level.sigma).long())
+    assert not torch.equal(rows.level.sigma, drawn(1).level.sigma)
 
 
 def test_each_optimiser_step_draws_its_own_sigmas() -> None:
     trainer = plane_trainer({"train.train_policy.mu_iterations": 3, "policy.diffusers.timesteps_fraction": 0.3})
     seen = record_rows(trainer)
     trainer.train_step(0)
-    assert len({tuple(rows.sigma.tolist()) for rows in seen}) == 3
-    assert {level for rows in seen for level in rows.sigma.tolist()} <= set(trainer._sigmas.tolist())
-    assert 1.0 in trainer._sigmas
-    assert 0.0 not in trainer._sigmas
+    assert len({tuple(rows.level.sigma.tolist()) for rows in seen}) == 3
+    assert {level for rows in seen for level in rows.level.sigma.tolist()} <= set(trainer._levels.sigma.tolist())
+    assert 1.0 in trainer._levels.sigma
+    assert 0.0 not in trainer._levels.sigma
 
 
 # ---- the data term -------------------------------------------------------------------------------------------------

@@ -141,12 +141,12 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
     if lora.lora_path or lora.init_lora_weights is False:
         yield Finding(INFO, "fresh adapter", "starts with an effect, as the configuration sets it")
         return
-    sigma = torch.full((len(latents),), 0.5, device=latents.device)
+    level = model.training_level(torch.full((len(latents),), 0.5))
     with torch.no_grad(), model.eval_mode():
-        adapted = model.velocity(latents, sigma, cond)
+        adapted = model.velocity(latents, level, cond)
         model.transformer.disable_adapters()
         try:
-            plain = model.velocity(latents, sigma, cond)
+            plain = model.velocity(latents, level, cond)
         finally:
             model.transformer.enable_adapters()
     change = relative_distance(adapted, plain)

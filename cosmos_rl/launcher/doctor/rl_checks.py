@@ -83,17 +83,17 @@ def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples:
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
     conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
     few = [samples[0], samples[-1]]
-    levels = model.sampling_sigmas(spec.num_steps)
+    levels = model.sampling_levels(spec.num_steps)
     with model.eval_mode(), torch.no_grad():
         states = RolloutSampler(model, quiet, config.train.seed).trajectory(few, conditions, _PURPOSE, 0)
-        if len(states) != len(levels):
+        if len(states) != len(levels.sigma):
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
         cond = conditions([sample.prompt for sample in few])
-        sigmas = [float(level) for level in levels]
+        sigmas = levels.sigma.tolist()
         followed = _follow_trained(states, sigmas, solver)
         apart = [
-            relative_distance(velocity, model.velocity(state, level.expand(len(few)).to(state.device), cond))
-            for velocity, state, level in zip(followed, states, levels, strict=False)
+            relative_distance(velocity, model.velocity(state, levels.rows(index).expand(len(few)), cond))
+            for index, (velocity, state) in enumerate(zip(followed, states, strict=False))
         ]
     worst = max(range(len(apart)), key=apart.__getitem__)
     exact = config.train.param_dtype == "float32"
@@ -119,12 +119,12 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
     """The ratio of the policies is 1 before anything is learnt."""
     policies = model.policies(keep_old=True, keep_reference=False)
     latents = made.latents.to(model.device)
-    sigma, cond = torch.full((len(latents),), 0.5, device=model.device), conditions([s.prompt for s in made.samples])
+    level, cond = model.training_level(torch.full((len(latents),), 0.5)), conditions([s.prompt for s in made.samples])
     found = {}
     with torch.no_grad(), model.eval_mode():
         for name in ("default", "old"):
             with policies.using(name):
-                found[name] = model.velocity(latents, sigma, cond)
+                found[name] = model.velocity(latents, level, cond)
     apart = relative_distance(found["old"], found["default"])
     text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
     return Finding(mark_of(apart == 0), "old policy", text)
@@ -225,8 +225,8 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
         algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
     )
-    sigmas = model.sampling_sigmas(config.policy.diffusers.sample.num_steps)[:-1]
-    rows = algorithm.rows(share, sigmas=sigmas, draws=Draws(config.train.seed, 0), number=0)
+    levels = model.sampling_levels(config.policy.diffusers.sample.num_steps).rows(slice(-1))
+    rows = algorithm.rows(share, levels=levels, draws=Draws(config.train.seed, 0), number=0)
     model.transformer.train()
     terms = accumulate_gradient(
         model,

@@ -54,7 +54,7 @@ def pretrain(steps: int = STEPS) -> ShapesModel:
         clean = draw_shapes(prompts, generator)
         noise = torch.randn(clean.shape, generator=generator)
         sigma = density(torch.randn(BATCH, generator=generator), "logit_normal").float()
-        velocity = model.velocity(mix(clean, noise, sigma), sigma, model.encode_prompts(prompts))
+        velocity = model.velocity(mix(clean, noise, sigma), model.training_level(sigma), model.encode_prompts(prompts))
         loss, count = flow_matching_loss(velocity, clean, noise)
         loss.backward()
         optimizer.step(step, scale=1.0 / float(count), loss=float(loss.detach()))

@@ -28,6 +28,7 @@ from cosmos_rl.diffusion.kernels import (
 from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
 
 TEXT_KEYWORDS = {
@@ -80,8 +81,17 @@ class VelocityModel(abc.ABC):
         """Latents ``[N, C, ...]`` -> media float32 in [0, 1]."""
 
     def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
-        """Sigma in [0, 1], float32 -> what the transformer takes as ``timestep``, float32."""
-        return sigma.float() * self.scheduler.config.num_train_timesteps
+        """Sigma in [0, 1], float32 -> what the transformer takes as ``timestep``, float32.
+
+        Rounded down where the scheduler's own timesteps are whole numbers.
+        """
+        if self.scheduler.timesteps.is_floating_point():
+            return sigma.float() * self.scheduler.config.num_train_timesteps
+        return (sigma.double() * self.scheduler.config.num_train_timesteps).floor().float()
+
+    def training_level(self, sigma: Tensor) -> Level:
+        """The level at any sigma in [0, 1], float32 ``[]`` or ``[B]``."""
+        return Level(self.timestep_from_sigma(sigma), sigma)
 
     def sampling_scheduler(self) -> Any:
         """A scheduler of its own for each sampling: the one that training uses keeps its state."""
@@ -90,6 +100,22 @@ class VelocityModel(abc.ABC):
     def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
         """Descending sigmas ``[num_steps + 1]`` float32, the last one 0, as the pipeline's scheduler has them."""
         return read_sigmas(scheduler or self.sampling_scheduler(), num_steps)
+
+    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Level:
+        """The ``[num_steps + 1]`` levels of sampling, descending, the last one clean.
+
+        The timesteps are the scheduler's own, unless a class has a ``timestep_from_sigma`` or ``sampling_sigmas`` of
+        its own: then they are what these two give.
+        """
+        scheduler = scheduler or self.sampling_scheduler()
+        sigma = self.sampling_sigmas(num_steps, scheduler)
+        if self._overrides("timestep_from_sigma") or self._overrides("sampling_sigmas"):
+            return self.training_level(sigma)
+        t = scheduler.timesteps.detach().to("cpu", torch.float32)
+        return Level(torch.cat([t, torch.zeros(1)]), sigma)
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(VelocityModel, method)
 
     def start_state(self, noise: Tensor) -> Tensor:
         """Noise ``[N, ...]`` of ``latent_shape`` -> where sampling starts; packed where a model packs its own."""
@@ -101,24 +127,23 @@ class VelocityModel(abc.ABC):
 
     # ---- velocity ----------------------------------------------------------------------------------------------
 
-    def velocity(self, latents: Tensor, sigma: Tensor, cond: Cond, *, guidance: float = 1.0) -> Tensor:
-        """Predicted ``dx/dsigma`` at ``sigma``; what rollouts, sampling and the losses of RL call.
+    def velocity(self, latents: Tensor, level: Level, cond: Cond, *, guidance: float = 1.0) -> Tensor:
+        """Predicted ``dx/dsigma``; what rollouts, sampling and the losses of RL call.
 
         Args:
             latents: ``[B, C, ...]``.
-            sigma: ``[B]`` float32 in [0, 1].
+            level: ``[B]``, from ``sampling_levels`` or ``training_level``.
             cond: conditions of the B samples.
             guidance: above 1 mixes ``negative + guidance * (text - negative)``, both in one pass.
         """
-        timestep = self.timestep_from_sigma(sigma)
         if guidance <= 1.0:
             self.num_evaluations += len(latents)
-            return self.predict(latents, timestep, cond)
+            return self.predict(latents, level.t, cond)
         if cond.negative is None:
             raise ValueError("guidance above 1 needs conditions of negative prompts")
         both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
         self.num_evaluations += 2 * len(latents)
-        out = self.predict(torch.cat([latents, latents]), torch.cat([timestep, timestep]), both)
+        out = self.predict(torch.cat([latents, latents]), torch.cat([level.t, level.t]), both)
         negative, positive = out.chunk(2)
         return negative + guidance * (positive - negative)
 
@@ -133,10 +158,10 @@ class VelocityModel(abc.ABC):
         ``solver`` is one of the noise-free ones, or ``stock`` (the pipeline scheduler's own step).
         """
         scheduler = self.sampling_scheduler()
-        sigmas = self.sampling_sigmas(num_steps, scheduler)
+        levels = self.sampling_levels(num_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, 0.0, True, scheduler)
         cond, noise = cond.to(self.device), noise.to(self.device)
-        return self._integrate(cond, self.start_state(noise), sigmas, kernel, step, guidance).latents
+        return self._integrate(cond, self.start_state(noise), levels, kernel, step, guidance).latents
 
     def sample(
         self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
@@ -237,10 +262,10 @@ class VelocityModel(abc.ABC):
             latents = torch.stack([torch.randn(shape, generator=g) for g in generator])
         start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
-        sigmas = self.sampling_sigmas(num_inference_steps, scheduler)
+        levels = self.sampling_levels(num_inference_steps, scheduler)
         kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)
         sampled = self._integrate(
-            cond, start, sigmas, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
+            cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
         visuals = sampled.latents if output_type == "latent" else self.decode(sampled.latents)
         log_probs = [log_prob for log_prob in sampled.log_probs if log_prob is not None]
@@ -283,7 +308,7 @@ class VelocityModel(abc.ABC):
         self,
         cond: Cond,
         noise: Tensor,
-        sigmas: Tensor,
+        levels: Level,
         kernel: Kernel,
         step_fn: StepFn,
         guidance: float,
@@ -291,10 +316,11 @@ class VelocityModel(abc.ABC):
         *,
         keep_trajectory: bool = False,
     ) -> Sampled:
-        """Noise at the first sigma -> latents at the last."""
+        """Noise at the first level -> latents at the last."""
+        each = (levels.rows(index) for index in range(len(levels.sigma)))
 
-        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-            return self.velocity(latents, sigma, cond, guidance=guidance)
+        def velocity(latents: Tensor, _sigma: Tensor) -> Tensor:
+            return self.velocity(latents, next(each).expand(len(latents)), cond, guidance=guidance)
 
         def step_noise(_index: int) -> Tensor:
             return torch.stack([torch.randn(noise.shape[1:], generator=g) for g in generators]).to(noise)
@@ -302,7 +328,7 @@ class VelocityModel(abc.ABC):
         return run_sampling(
             velocity,
             noise,
-            sigmas,
+            levels.sigma,
             kernel=kernel,
             step_fn=step_fn,
             noise_fn=step_noise,

@@ -19,6 +19,23 @@ class Level(NamedTuple):
     sigma: Tensor
     """float32; ``[]`` or ``[B]``."""
 
+    def rows(self, index: Tensor | slice | int) -> "Level":
+        """Some of ``[B]`` levels; one ``[]`` for a number."""
+        return Level(self.t[index], self.sigma[index])
+
+    def expand(self, count: int) -> "Level":
+        """One level as ``[count]`` equal ones."""
+        return Level(self.t.expand(count), self.sigma.expand(count))
+
+    def to(self, device: torch.device | str) -> "Level":
+        """The same on another device."""
+        return Level(self.t.to(device), self.sigma.to(device))
+
+
+def stack_levels(levels: Sequence[Level]) -> Level:
+    """Levels ``[]`` as one ``[B]``."""
+    return Level(torch.stack([level.t for level in levels]), torch.stack([level.sigma for level in levels]))
+
 
 class Size(NamedTuple):
     """Of the media, in pixels."""

@@ -17,7 +17,7 @@ from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
-from cosmos_rl.policy.model.driver.contract import Level, Size
+from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import default_cache
 from cosmos_rl.policy.model.driver.probe import prove
@@ -68,7 +68,6 @@ class DrivenModel(DiffuserModel):
             f"{type(self.pipeline).__name__} has no class of its own: the stock pipeline is driven "
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
         )
-        self._timesteps: dict[float, Tensor] = {}
         self.set_scheduler_timestep(self.train_sampling_steps)
 
     def _count_frames(self) -> int:
@@ -105,26 +104,21 @@ class DrivenModel(DiffuserModel):
 
     def set_scheduler_timestep(self, num_steps: int) -> None:
         """Cache the pipeline's own grid of training, ascending."""
-        levels = self._levels(num_steps)[:-1][::-1]
-        self.timestep_map = torch.stack([level.t for level in levels]).float()
-        self.sigma_map = torch.stack([level.sigma for level in levels])
+        levels = self.sampling_levels(num_steps)
+        self.timestep_map, self.sigma_map = levels.t[:-1].flip(0).float(), levels.sigma[:-1].flip(0)
+
+    def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Level:
+        """The ``[num_steps + 1]`` levels that the pipeline samples at, at the configured size, the last one clean."""
+        with self.on_device(*self._encoders()):
+            return stack_levels(self.driver.levels(num_steps))
 
     def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
-        """Descending sigmas ``[num_steps + 1]`` float32 as the pipeline has them at the configured size."""
-        return torch.stack([level.sigma for level in self._levels(num_steps)])
+        """The sigmas of ``sampling_levels``."""
+        return self.sampling_levels(num_steps).sigma
 
-    def _levels(self, num_steps: int) -> list[Level]:
-        with self.on_device(*self._encoders()):
-            levels = self.driver.levels(num_steps)
-        self._timesteps |= {float(level.sigma): level.t for level in levels}
-        return levels
-
-    def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
-        """The pipeline's own t where it samples or trains at that sigma, else the t that belongs to it."""
-        known = [self._timesteps.get(value) for value in sigma.tolist()]
-        if all(t is not None for t in known):
-            return torch.stack(known)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return self.driver.training_level(sigma.cpu()).t
+    def training_level(self, sigma: Tensor) -> Level:
+        """The level at any sigma, by the pipeline's own rule."""
+        return self.driver.training_level(sigma.detach().float().cpu())
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
@@ -148,14 +142,12 @@ class DrivenModel(DiffuserModel):
 
     # ---- velocity ----------------------------------------------------------------------------------------------
 
-    def velocity(self, latents: Tensor, sigma: Tensor, cond: DrivenCond, *, guidance: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def velocity(self, latents: Tensor, level: Level, cond: DrivenCond, *, guidance: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What the pipeline hands to its scheduler's step, see ``VelocityModel``."""
         guided = guidance > 1.0
         self.num_evaluations += len(latents) * (2 if guided and self._doubles else 1)
-        sigma = sigma.detach().float().cpu()
-        level = Level(self.timestep_from_sigma(sigma), sigma)
         with self._autocast():
-            found = self.driver.velocity(latents, level, cond, guidance if guided else None, self.size)
+            found = self.driver.velocity(latents, level.to("cpu"), cond, guidance if guided else None, self.size)
         return found.to(latents.dtype)
 
     @property
@@ -173,9 +165,9 @@ class DrivenModel(DiffuserModel):
     ) -> tuple[Tensor, Tensor]:
         """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``, see ``DiffuserModel``."""
         noised, noise, _ = self.add_noise(clean_latents, timestep=timestep, noise=noise)
-        sigma = self.sigma_map[timestep.cpu()]
-        velocity = self.velocity(noised, sigma, cond)
-        weight = loss_weight(sigma.to(clean_latents.device), self.config.weighting_scheme)
+        level = Level(self.timestep_map, self.sigma_map).rows(timestep.cpu())
+        velocity = self.velocity(noised, level, cond)
+        weight = loss_weight(level.sigma.to(clean_latents.device), self.config.weighting_scheme)
         return flow_matching_loss(velocity, clean_latents, noise, weight_B=weight)
 
     # ---- media -------------------------------------------------------------------------------------------------

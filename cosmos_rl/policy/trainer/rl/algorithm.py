@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 
 Terms = dict[str, Tensor]
@@ -19,8 +20,8 @@ class Rows:
     """``R`` rows of one rank in one optimiser step, in the order in which they are run: a sample at a noise level."""
 
     prompts: Sequence[str]
-    sigma: Tensor
-    """``[R]`` float32."""
+    level: Level
+    """``[R]``."""
     weight: Tensor
     """``[R]``; 0 for rows that only fill up."""
     value: Tensor
@@ -39,7 +40,7 @@ class MicroBatch:
 
     state: Tensor
     """Where the velocity is taken, ``[B, C, ...]``."""
-    sigma: Tensor
+    level: Level
     """``[B]``."""
     weight: Tensor
     """``[B]``."""
@@ -102,11 +103,11 @@ class Algorithm(Protocol):
         """Advantages as they are used, NaN where missing -> what the loss takes; float64 ``[N]``."""
         ...
 
-    def rows(self, share: Share, *, sigmas: Tensor, draws: Draws, number: int) -> Rows:
+    def rows(self, share: Share, *, levels: Level, draws: Draws, number: int) -> Rows:
         """What optimiser step ``number`` of a training step is to learn from.
 
         Args:
-            sigmas: of the sampler, float32, without the last 0.
+            levels: of the sampler, without the clean one.
             draws: keys of all random draws.
         """
         ...

@@ -165,8 +165,8 @@ class GuardProbe:
             cond, found = conditions([prompts[i] for i in indices]), []
             for number, value in enumerate(GUARD_SIGMAS):
                 noise = randomness.normal(clean.shape[1:], self._seed, "watch/noise", number, indices).to(clean)
-                sigma = torch.full((len(indices),), value, device=clean.device)
-                velocity = self._model.velocity(mix(clean, noise, sigma), sigma, cond).float()
+                level = self._model.training_level(torch.full((len(indices),), value)).to(clean.device)
+                velocity = self._model.velocity(mix(clean, noise, level.sigma), level, cond).float()
                 squares = [(velocity - (noise - clean)) ** 2, velocity**2]
                 found.append(torch.stack([element_mean(square, cond.element_mask) for square in squares], dim=1))
             return (torch.stack(found, dim=1),)

@@ -30,7 +30,7 @@ class Meter:
         for name, value_R in ((name, value_R.cpu()) for name, value_R in terms.items()):
             if name == _NORM_RATIO:
                 ratio_R = torch.where(counted, value_R, torch.nan)
-                self._norm_ratios.append(torch.stack([ratio_R, rows.sigma.to(ratio_R)], dim=1))
+                self._norm_ratios.append(torch.stack([ratio_R, rows.level.sigma.to(ratio_R)], dim=1))
                 continue
             if name.endswith("_max") or name in self._with_maxima:
                 top = float(value_R[counted].max()) if bool(counted.any()) else 0.0

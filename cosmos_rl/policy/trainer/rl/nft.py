@@ -15,6 +15,7 @@ from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
 
@@ -59,10 +60,10 @@ class DiffusionNft:
         """r in [0, 1]."""
         return optimality(advantage_N, self.advantage_low, self.advantage_high)
 
-    def rows(self, share: Share, *, sigmas: Tensor, draws: Draws, number: int) -> Rows:
-        """``num_sigmas`` of the sigmas for each sample: one of every sample, then the next one."""
+    def rows(self, share: Share, *, levels: Level, draws: Draws, number: int) -> Rows:
+        """``num_sigmas`` of the levels for each sample: one of every sample, then the next one."""
         seed, purpose, step = draws.key(f"{self.purpose}/{number}")
-        total, drawn = len(sigmas), []
+        total, drawn = len(levels.sigma), []
         for sample_id in share.sample_ids:
             generator = randomness.generator(seed, f"{purpose}/levels", step, sample_id)
             drawn.append(torch.randperm(total, generator=generator)[: self.num_sigmas].tolist())
@@ -70,7 +71,7 @@ class DiffusionNft:
         order = torch.tensor([row for row, _ in pairs])
         return Rows(
             prompts=[share.prompts[row] for row, _ in pairs],
-            sigma=torch.stack([sigmas[index] for _, index in pairs]),
+            level=levels.rows(torch.tensor([index for _, index in pairs])),
             weight=share.weight[order],
             value=share.value[order],
             data={"clean": share.data["clean"][order]},
@@ -82,8 +83,9 @@ class DiffusionNft:
         """Clean latents, noised to the rows' sigmas."""
         clean = rows.data["clean"][which].to(device)
         noise = randomness.normal(clean.shape[1:], *rows.noise_key, rows.noise_ids[which]).to(device)
-        sigma, weight, value = (rows_R[which].to(device) for rows_R in (rows.sigma, rows.weight, rows.value))
-        return MicroBatch(mix(clean, noise, sigma), sigma, weight, value, rows.prompts[which], {"clean": clean})
+        level = rows.level.rows(which).to(device)
+        weight, value = (rows_R[which].to(device) for rows_R in (rows.weight, rows.value))
+        return MicroBatch(mix(clean, noise, level.sigma), level, weight, value, rows.prompts[which], {"clean": clean})
 
     def loss(
         self, velocity: Tensor, micro: MicroBatch, element_mask: Tensor | None, kl_beta: float
@@ -95,7 +97,7 @@ class DiffusionNft:
             old,
             micro.data["clean"],
             micro.state,
-            micro.sigma,
+            micro.level.sigma,
             micro.value,
             beta=self.beta,
             scale=self.advantage_high,

@@ -90,7 +90,7 @@ class OnlineTask(TaskBase):
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
-        self._sigmas = parts.model.sampling_sigmas(diffusers.sample.num_steps)[:-1]
+        self._levels = parts.model.sampling_levels(diffusers.sample.num_steps).rows(slice(-1))
         probe = GuardProbe(
             job.reward_hacking_guard,
             parts.model,
@@ -218,7 +218,7 @@ class OnlineTask(TaskBase):
         context, algorithm, step = self._context, self.algorithm, draws.step
         value_N = algorithm.values(batch.used_N).float()
         share = self._share(indices, batch, learnable, value_N)
-        rows = algorithm.rows(share, sigmas=self._sigmas, draws=draws, number=number)
+        rows = algorithm.rows(share, levels=self._levels, draws=draws, number=number)
         conditions.encode_all(rows.prompts)
         self._seed_dropout(draws, number)
         total_weight = float(len(indices) * (len(rows.prompts) // len(share.prompts)))
@@ -236,7 +236,7 @@ class OnlineTask(TaskBase):
             loss_factor=self.optimizer.loss_factor,
         )
         sums = meter.add(terms, rows)
-        self._warn_if_broken(step, terms, rows.prompts, rows.sigma, rows.weight)
+        self._warn_if_broken(step, terms, rows.prompts, rows.level.sigma, rows.weight)
         if data_share is not None:
             sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
             meter.add_sum("data_loss", sums["data_loss"])
@@ -452,7 +452,7 @@ class OnlineTask(TaskBase):
         logger.info(
             f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
             f"{self.stream.length} prompts, {self.stream.batch} per step x {self.plan.group} samples = "
-            f"{self.plan.total}, {self.plan.sigmas} of {len(self._sigmas)} noise "
+            f"{self.plan.total}, {self.plan.sigmas} of {len(self._levels.sigma)} noise "
             f"levels each, rewards {', '.join(self._rewards.names)}; {self.total_steps} steps"
         )
 

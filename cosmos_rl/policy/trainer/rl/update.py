@@ -43,7 +43,7 @@ def accumulate_gradient(
         for micro in micros:
             model.set_gradient_sync(len(found) + 1 == len(slices))
             cond = conditions(micro.prompts)
-            velocity = model.velocity(micro.state, micro.sigma, cond)
+            velocity = model.velocity(micro.state, micro.level, cond)
             model.num_evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
             loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
             (loss_factor * loss).backward()
@@ -71,5 +71,5 @@ def _add_velocities(
     conditions: Conditions,
 ) -> list[MicroBatch]:
     with policies.using(name), model.eval_mode():
-        found = [model.velocity(m.state, m.sigma, conditions(m.prompts)) for m in micros]
+        found = [model.velocity(m.state, m.level, conditions(m.prompts)) for m in micros]
     return [replace(m, frozen={**m.frozen, name: v}) for m, v in zip(micros, found, strict=True)]

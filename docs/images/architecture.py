@@ -41,7 +41,7 @@ BOXES = {
     "data": Box("data", ("images and captions,", "prompts; by position"), 40, 160, 150, BLUE, "data"),
     "model": Box(
         "model",
-        ("text → conditions", "image → latents", "velocity(x, sigma, cond)"),
+        ("text → conditions", "image → latents", "velocity(x, level, cond)"),
         220,
         152,
         165,

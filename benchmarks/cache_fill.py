@@ -11,6 +11,7 @@ from cosmos_rl.data.cache import TensorCache
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 
 IMAGES, ROUNDS = 8 * BATCH, 5
@@ -32,14 +33,14 @@ def measure() -> list[tuple[str, str, str]]:
         build("sd3", folder / "model", "digits", seed=0)
         write_images(folder / "data", IMAGES, 32)
         pairs = LocalPairs(folder / "data", 32, 32)
-        plain = SFTTrainer(config_for(folder, cached=False), context, dataset=pairs)
-        cached = SFTTrainer(config_for(folder, cached=True), context, dataset=pairs)
+        plain = build_sft(config_for(folder, cached=False), context, dataset=pairs)
+        cached = build_sft(config_for(folder, cached=True), context, dataset=pairs)
         for trainer in (plain, cached):
             trainer.start(0)
         for number in range(ROUNDS + 1):
             for kind in ("latent", "text"):
                 empty = TensorCache(folder / f"cache{number}", kind, "", 2**30)
-                setattr(cached.encoding, f"{kind}_cache", empty)
+                setattr(cached.noising.encoding, f"{kind}_cache", empty)
             without, filling = epoch(plain, 2 * number), epoch(cached, 2 * number)
             again = epoch(plain, 2 * number + 1), epoch(cached, 2 * number + 1)
             if number:  # the first round warms up

@@ -33,14 +33,14 @@ def write_pipeline(folder: Path) -> int:
 
 def job(folder: Path, resume: str) -> None:
     """One rank: train a step and save, or resume; print this process's memory (bytes) and its share of the state."""
-    import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer  # noqa: F401 (the level after imports includes it)
+    import cosmos_rl.policy.trainer.diffusers_trainer.build  # noqa: F401 (the level after imports includes it)
     from cosmos_rl.checkpoint.layout import policy_dir
     from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob
     from cosmos_rl.checkpoint.state import collect, restore
     from cosmos_rl.data.local_pairs import LocalPairs
     from cosmos_rl.distributed.context import process_group
     from cosmos_rl.policy.config import Config
-    from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+    from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 
     torch.set_num_threads(1)
     policy = {"model_name_or_path": str(folder / "model"), "is_diffusers": True}
@@ -51,7 +51,7 @@ def job(folder: Path, resume: str) -> None:
     with process_group("cpu") as context:
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts here
-        trainer = SFTTrainer(config, context, dataset=LocalPairs(folder / "data", 32, 32))
+        trainer = build_sft(config, context, dataset=LocalPairs(folder / "data", 32, 32))
         optimizer = trainer.optimizer.torch_optimizer
         if resume == "resume":
             restore(policy_dir(folder / "c", 1), trainer.params, optimizer, {})

@@ -15,6 +15,7 @@ from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 
 BATCH, STEPS, ROUNDS = 32, 4, 7
@@ -118,8 +119,8 @@ def measure() -> list[tuple[str, str, str]]:
         build("sd3", folder / "model", "digits", seed=0)
         write_images(folder / "data", 64, 32)
         pairs = LocalPairs(folder / "data", 32, 32)
-        trainer = SFTTrainer(config_for(folder, cached=False), context, dataset=pairs)
-        cached = SFTTrainer(config_for(folder, cached=True), context, dataset=pairs)
+        trainer = build_sft(config_for(folder, cached=False), context, dataset=pairs)
+        cached = build_sft(config_for(folder, cached=True), context, dataset=pairs)
         loops = {
             "ours": steps_of(trainer),
             "bare, encoding": bare_loop(trainer, pairs, encode=True),

@@ -84,11 +84,25 @@ class Readable(Sequence[Item]):
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
         item = to_item(self._dataset[index], index)
         if item.prompt not in self._right:
-            why = find_refusal(item.prompt, self._encoders)
+            why = self.find_refusal(item.prompt)
             if why is not None:
                 raise BadSample(f"caption of {printable(item.name)}: {why}")
             self._right.add(item.prompt)
         return item
+
+    def find_refusal(self, prompt: str) -> str | None:
+        """Why a tokenizer does not take the caption; None: all take it."""
+        return find_refusal(prompt, self._encoders)
+
+    @property
+    def prompts(self) -> Sequence[str] | None:
+        """The captions, where the data set knows them without decoding."""
+        return getattr(self._dataset, "prompts", None)
+
+    @property
+    def digest(self) -> str | None:
+        """Of names and captions, where the data set knows it."""
+        return getattr(self._dataset, "digest", None)
 
 
 def to_item(raw: Any, index: int) -> Item:

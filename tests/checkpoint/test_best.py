@@ -1,5 +1,6 @@
 """Which steps are saved, which one `best` leads to, and that neither it nor the newest is ever removed."""
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_rl.checkpoint import layout
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.task import ValidationReport
 from tests.support.trainer_runs import Stop, train, train_task
@@ -16,14 +18,14 @@ from tests.support.trainer_runs import Stop, train, train_task
 VALIDATION = '[validation]\nenable = true\nfreq = 1\ndataset.local_dir = "{}"'
 
 
-def with_losses(*losses: float) -> type[SFTTrainer]:
-    """A task whose validation after step 1, 2, ... reports the given losses."""
+def with_losses(*losses: float) -> Callable[..., SFTTrainer]:
+    """Builds a task whose validation after step 1, 2, ... reports the given losses."""
 
     class Scripted(SFTTrainer):
         def validate(self, step: int, notify: Any) -> ValidationReport:
             return ValidationReport({"val/loss_mean": losses[step - 1]}, objective=losses[step - 1])
 
-    return Scripted
+    return functools.partial(build_sft, trainer=Scripted)
 
 
 def steps(run: Path, folder: str = "checkpoints") -> list[int]:

@@ -17,7 +17,7 @@ from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.lora import adapter_state
-from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from tests.support.exports import PROMPT, noise_for, policy_image, snippet
 from tests.support.states import saved_state
 from tests.support.trainer_runs import train, train_task
@@ -57,7 +57,7 @@ def test_the_lora_snippet_gives_the_trainers_image(
     table = f'[policy.lora]\n{LORAS[name]}\ntarget_modules = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]\n'
     config = write_toml(table + 'init_lora_weights = "gaussian"', lora=False)
     run, trainer = train_task(
-        SFTTrainer,
+        build_sft,
         config,
         "--policy.diffusers.max_prompt_length=256",  # what the pipeline call of the snippet uses
         f"--train.ema_enable={str(ema).lower()}",
@@ -77,7 +77,7 @@ def test_the_full_pipeline_snippet_gives_the_trainers_image(
     write_toml: Callable[..., Path], tiny_sd3: Path, ema: bool
 ) -> None:
     run, trainer = train_task(
-        SFTTrainer,
+        build_sft,
         write_toml(lora=False),
         "--policy.diffusers.max_prompt_length=256",
         f"--train.ema_enable={str(ema).lower()}",
@@ -100,7 +100,7 @@ def test_the_full_pipeline_snippet_gives_the_trainers_image(
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_bf16_export_holds_the_bf16_cast_policy(write_toml: Callable[..., Path], lora: bool) -> None:
-    run, trainer = train_task(SFTTrainer, write_toml(lora=lora), "--train.param_dtype=bfloat16")
+    run, trainer = train_task(build_sft, write_toml(lora=lora), "--train.param_dtype=bfloat16")
     assert {p.dtype for p in trainer.params.values()} == {torch.float32}  # bf16 weights would not feel small steps
     export = run / "safetensors/step_6"
     if lora:
@@ -185,7 +185,7 @@ def test_an_adapter_of_another_name_is_exported_alone_and_loads(
     write_toml: Callable[..., Path], tiny_sd3: Path
 ) -> None:
     names = ('--policy.lora.lora_names=["first", "second"]', '--policy.lora.primary_adapter="second"')
-    run, trainer = train_task(SFTTrainer, write_toml(), *names, "--policy.diffusers.max_prompt_length=256")
+    run, trainer = train_task(build_sft, write_toml(), *names, "--policy.diffusers.max_prompt_length=256")
     assert all(".second." in name for name in trainer.params)
     noise = noise_for(trainer.model)
     theirs = snippet(str(tiny_sd3), run / "safetensors/step_6/lora", noise)

@@ -1,5 +1,6 @@
 """A stopped and resumed run is the undisturbed run, bit for bit."""
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
@@ -86,7 +88,12 @@ def test_the_copies_of_two_exports_are_never_there_at_once(
 
             return slow
 
-    train_task(Counted, write_toml(), "--train.ckpt.save_freq=1", "--train.max_num_steps=3")
+    train_task(
+        functools.partial(build_sft, trainer=Counted),
+        write_toml(),
+        "--train.ckpt.save_freq=1",
+        "--train.max_num_steps=3",
+    )
     assert (most, alive) == (1, 0)
 
 

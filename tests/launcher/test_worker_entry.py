@@ -160,7 +160,7 @@ def test_a_training_process_imports_nothing_of_check_and_no_library_that_it_neve
     code = (
         "import sys, cosmos_rl.launcher.worker_entry, cosmos_rl.policy.trainer.loop\n"
         "import cosmos_rl.policy.trainer.rl.build\n"
-        "import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer, cosmos_rl.policy.model.diffusers.sd3_model\n"
+        "import cosmos_rl.policy.trainer.diffusers_trainer.build, cosmos_rl.policy.model.diffusers.sd3_model\n"
         "from diffusers import StableDiffusion3Pipeline\n"
         "unwanted = ('cosmos_rl.launcher.check', 'cosmos_rl.launcher.doctor', 'torchao', 'boto3')\n"
         "print([name for name in sys.modules if name.startswith(unwanted)])\n"

@@ -13,7 +13,7 @@ IMPORTED = (
     "transformers.models.clip.modeling_clip",
     "transformers.models.t5.modeling_t5",
     "cosmos_rl.policy.trainer.loop",
-    "cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer",
+    "cosmos_rl.policy.trainer.diffusers_trainer.build",
     "cosmos_rl.policy.trainer.rl.build",
     "cosmos_rl.policy.model.diffusers.sd3_model",
     "torch.distributed.checkpoint",

@@ -27,31 +27,45 @@ from tests.support.toy_models import FOUR_MODES, PlaneModel, ToyModel
 TABLE = dict[str, Any]
 
 
+TOY_TABLES = {
+    "policy.diffusers.inference_size": [16, 16],
+    "train.param_dtype": "float32",
+    "train.device": "cpu",
+    "train.epoch": 100_000,
+    "train.optm_warmup_steps": 0,
+    "train.optm_name": "Adam",
+    "train.optm_weight_decay": 0.0,
+    "train.optm_grad_norm_clip": 0.0,
+}
+
+
 def toy_config(tables: Mapping[str, Any] | None = None) -> Config:
     """A DiffusionNFT job without a pipeline; dotted keys in ``tables`` change it."""
-    tree: TABLE = {"policy": {"model_name_or_path": "toy", "is_diffusers": True}, "mode": "colocated"}
     defaults = {
-        "policy.diffusers.inference_size": [16, 16],
+        "mode": "colocated",
         "policy.diffusers.sample": {
             "num_steps": 10,
             "guidance_scale": 1.0,
             "solver": "euler",
             "deterministic_sampling": True,
         },
-        "train.param_dtype": "float32",
-        "train.device": "cpu",
-        "train.epoch": 100_000,
-        "train.optm_warmup_steps": 0,
-        "train.optm_name": "Adam",
-        "train.optm_weight_decay": 0.0,
-        "train.optm_grad_norm_clip": 0.0,
         "train.train_policy.type": "grpo",
         "train.train_policy.trainer_type": "diffusion_nft",
         "train.train_policy.uncentralized_training": True,
         "train.train_policy.reward_hacking_guard.enable": False,
         "train.train_policy.local_reward.batch_size": 1024,
     }
-    for key, value in {**defaults, **(tables or {})}.items():
+    return _build_config({**defaults, **(tables or {})})
+
+
+def toy_sft_config(tables: Mapping[str, Any] | None = None) -> Config:
+    """A fine-tuning job without a pipeline; dotted keys in ``tables`` change it."""
+    return _build_config({"train.train_policy.type": "sft", **(tables or {})})
+
+
+def _build_config(tables: Mapping[str, Any]) -> Config:
+    tree: TABLE = {"policy": {"model_name_or_path": "toy", "is_diffusers": True}}
+    for key, value in {**TOY_TABLES, **tables}.items():
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:

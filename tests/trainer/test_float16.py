@@ -1,5 +1,6 @@
 """float16: gradients keep their direction at real sizes, an overflow costs one step, a gradient of zeros is no step."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.meter import Meter
@@ -195,14 +197,14 @@ def test_overflows_at_the_start_end_no_run_and_a_resume_has_the_same_scale(
     options = ("--train.param_dtype=float16", "--train.max_nonfinite_steps=2", "--train.max_num_steps=12")
     options += ("--train.ckpt.save_freq=4", "--train.ckpt.max_keep=-1", "--train.ema_enable=true")
     config = write_toml()
-    run, _ = train_task(LargeScale, config, *options)
+    run, _ = train_task(functools.partial(build_sft, trainer=LargeScale), config, *options)
     lines, state, progress = compared(run), saved_state(run, 12), kept(run, 12)
     scales = [line["optim/loss_scale"] for line in lines]
     skipped = sum(line["optim/grad_norm"] is None for line in lines)
     assert skipped > 2  # more than may be not finite
     assert 0 < progress["optimizer_steps"] == 12 - skipped
     assert progress["loss_scale"][0] == scales[-1] < 2.0**27
-    train_task(LargeScale, config, *options, resume=(run, 4))
+    train_task(functools.partial(build_sft, trainer=LargeScale), config, *options, resume=(run, 4))
     assert compared(run) == lines
     assert kept(run, 12) == progress
     assert_same_state(saved_state(run, 12), state)

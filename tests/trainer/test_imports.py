@@ -11,7 +11,7 @@ from tests.support import patience
 
 LEFT_OUT = """
 import json, sys
-import cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer
+import cosmos_rl.policy.trainer.diffusers_trainer.build
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 found = {"loaded": [name for name in ("scipy", "torchao", "boto3", "onnxruntime") if name in sys.modules]}

@@ -21,6 +21,7 @@ from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Rows, Share
@@ -81,7 +82,7 @@ def recording_noise(noises: list[Tensor]) -> type[SD3Model]:
 def sft_trainer(config: Path, *options: str) -> SFTTrainer:
     loaded = load_config(config, list(options))
     given = {"dataset": training_pairs, "val_dataset": validation_data}
-    trainer = SFTTrainer(loaded, Context(torch.device("cpu")), **given)
+    trainer = build_sft(loaded, Context(torch.device("cpu")), **given)
     trainer.start(0)
     return trainer
 

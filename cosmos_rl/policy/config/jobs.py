@@ -52,7 +52,7 @@ SFT = JobKind(
     data="pairs",
     items="captions",
     script="cosmos_rl.tools.dataset.diffusers_dataset",
-    task="cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer:SFTTrainer",
+    task="cosmos_rl.policy.trainer.diffusers_trainer.build:build_sft",
 )
 DIFFUSION_NFT = JobKind(
     table=GrpoPolicyConfig,

@@ -40,7 +40,7 @@ class Noising:
 
     def __init__(self, model: DiffuserModel, encoding: Encoding, config: Config) -> None:
         self._model = model
-        self._encoding = encoding
+        self.encoding = encoding
         self._config = config.policy.diffusers
         self._seed = config.train.seed
 
@@ -49,12 +49,12 @@ class Noising:
     ) -> NoisedSamples:
         """All draws are keyed by (seed, purpose, step, id); ``dropout`` is the share of captions that become empty."""
         config = self._config
-        clean = self._encoding.latents(items)
+        clean = self.encoding.latents(items)
         prompts = [item.prompt for item in items]
         if dropout > 0.0:
             drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
             prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
-        cond = self._encoding.conditions(prompts)
+        cond = self.encoding.conditions(prompts)
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
             draw = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)

@@ -1,0 +1,108 @@
+"""From a configuration to a fine-tuning task: pipeline, captioned images, held-out pairs or validation prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
+from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
+from cosmos_rl.data.streams import MapStream
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.plan import plan_sft
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
+from cosmos_rl.utils.logging import logger
+
+
+def build_sft(
+    config: Config,
+    context: Context,
+    *,
+    dataset: Any,
+    val_dataset: Any = None,
+    trainer: type[SFTTrainer] = SFTTrainer,
+) -> SFTTrainer:
+    """Load everything that ``config`` names.
+
+    Args:
+        trainer: the class of the task, for one that overrides methods of it.
+
+    Raises:
+        UserError: data or model do not fit the configuration.
+    """
+    job = config.train.train_policy
+    pairs, held_out, records = open_dataset(dataset, config, "dataset"), None, None
+    if config.validation.enable:
+        pairs, held_out = _hold_out(config, pairs, val_dataset)
+        records = _read_validation_prompts(held_out, config)
+    stream = _pair_stream(config, len(pairs))
+    model = build_model(config, context, rest_on_cpu=job.cached_latents or job.cached_text)
+    model.warns_of_cuts = context.is_main
+    if context.is_main:
+        model.warn_about_truncation(list_captions(pairs), "captions")
+        validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
+        model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
+    encoders = model.build_token_counters()
+    parts = SftParts(
+        model=model,
+        pairs=Readable(pairs, encoders),
+        stream=stream,
+        noising=Noising(model, Encoding(model, config), config),
+        held_out=None if held_out is None or records is not None else Readable(held_out, encoders),
+        val_prompts=records or (),
+        export=lambda: prepare_export(model, keep=context.is_main),
+    )
+    return trainer(config, context, parts)
+
+
+def _hold_out(config: Config, pairs: Any, val_dataset: Any) -> tuple[Any, Any]:
+    """Training and validation data: what is given, else the first ``dataset.test_size`` training samples, taken out."""
+    share = config.train.train_policy.dataset.test_size
+    if share is None or config.validation.dataset.local_dir:
+        return pairs, open_dataset(val_dataset, config, "val_dataset")
+    if callable(val_dataset) and not hasattr(val_dataset, "__getitem__"):
+        val_dataset = val_dataset(config)
+    if val_dataset is not None:
+        raise UserError(
+            f"train.train_policy.dataset.test_size = {share} holds out training samples, and the script gives a "
+            "val_dataset: unset one of them, or set validation.dataset.local_dir, then val_dataset counts"
+        )
+    length = len(pairs)
+    if isinstance(share, int):
+        count = share
+    else:
+        count = round(share * length)
+    if not 0 < count < length:
+        raise UserError(
+            f"train.train_policy.dataset.test_size = {share}: takes {count} of {length} samples; it must leave "
+            "some for training and some for validation"
+        )
+    return Part(pairs, count, length), Part(pairs, 0, count)
+
+
+def _read_validation_prompts(data: Sequence[Any], config: Config) -> list[PromptRecord] | None:
+    """The validation prompts; None where validation has pairs."""
+    try:
+        first = data[0]
+    except BadSample:  # an image, named when its turn comes
+        return None
+    if isinstance(first, Item) or (isinstance(first, Mapping) and "visual" in first):
+        return None
+    records = [to_prompt_record(raw, i) for i, raw in enumerate(getattr(data, "records", data))]
+    check_sampling(records, config.policy.diffusers.sample.guidance_scale)
+    unused = find_unused_keys(records)
+    if unused:
+        logger.warning(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")
+    return records
+
+
+def _pair_stream(config: Config, length: int) -> MapStream:
+    """Which pair is where in the run."""
+    job, key = config.train.train_policy, "train.global_batch_size"
+    if config.train.global_batch_size is None:
+        key = "train.train_batch_per_replica x ranks"
+    batch = plan_sft(config).total
+    return MapStream(length, batch, job.dataloader_seed, job.dataloader_shuffle, job.dataloader_drop_last, key)

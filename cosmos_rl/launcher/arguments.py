@@ -15,7 +15,7 @@ from cosmos_rl.launcher.ranks.nodes import Nodes, read_nodes
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.checks import place_problem
 from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.keys import allowed, find_field, tables_of
+from cosmos_rl.policy.config.keys import describe_allowed, find_field, list_tables
 
 _WITH_VALUE = (
     "--config",
@@ -172,9 +172,11 @@ def _override_at(argv: Sequence[str], at: int) -> tuple[int, str]:
     if "=" in token or not following or following[0].startswith("--"):
         return at, token
     field = find_field(Config, token.removeprefix("--").split("."))
-    if field is None or tables_of(field.annotation):
+    if field is None or list_tables(field.annotation):
         return at, token
-    switch = "true or false" in allowed(field.annotation, field.metadata)  # the next word may well be the script
+    switch = "true or false" in describe_allowed(
+        field.annotation, field.metadata
+    )  # the next word may well be the script
     if switch and following[0].lower() not in ("true", "false", "none"):
         return at, token
     return at + 1, f"{token}={following[0]}"

@@ -61,7 +61,7 @@ def read_pipeline(policy: PolicyConfig) -> PipelineFiles:
     """
     if not policy.is_diffusers:
         raise Unknown("only diffusers pipelines are looked into")
-    folder = folder_of(policy.model_name_or_path, policy.model_revision)
+    folder = locate_pipeline(policy.model_name_or_path, policy.model_revision)
     index = _json(folder / "model_index.json")
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
     with_weights = [name for name in parts if (folder / name / "config.json").is_file()]
@@ -138,7 +138,7 @@ def is_hub_name(name: str) -> bool:
     return not Path(name).expanduser().exists() and name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def folder_of(name: str, revision: str | None) -> Path:
+def locate_pipeline(name: str, revision: str | None) -> Path:
     """The local folder of a pipeline, or that of the hub cache.
 
     Raises:

@@ -38,10 +38,10 @@ def shrink_clip(file: Path, side: int) -> bytes:
     frames, fps = read_frames(file)
     scale = min(1.0, side / max(frames[0].width, frames[0].height))
     width, height = (max(2, round(length * scale / 2) * 2) for length in (frames[0].width, frames[0].height))
-    small = np.stack(list(_resized(frames, width, height)))
+    small = np.stack(list(_resize(frames, width, height)))
     return encode_clip(small, fps, _SMALL_QUALITY)
 
 
-def _resized(frames: list[av.VideoFrame], width: int, height: int) -> Iterator[NDArray[np.uint8]]:
+def _resize(frames: list[av.VideoFrame], width: int, height: int) -> Iterator[NDArray[np.uint8]]:
     for frame in frames:
         yield np.asarray(frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), np.uint8)

@@ -14,7 +14,7 @@ from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.document import sections
-from cosmos_rl.policy.config.keys import dotted_keys, keys_of, tables_of
+from cosmos_rl.policy.config.keys import dotted_keys, list_keys, list_tables
 from tests.support import patience
 from tests.support.paths import ROOT
 
@@ -59,8 +59,8 @@ def test_the_page_names_every_key_once_with_its_status() -> None:
         table = re.split(r"\]| with", heading.strip("["))[0]
         for key, status in rows_of(part):
             described.setdefault(f"{table}.{key}" if heading != "Top level" else key, status)
-    for key in keys_of(Config()):
-        if not tables_of(key.field.annotation):  # a table that is absent by default
+    for key in list_keys(Config()):
+        if not list_tables(key.field.annotation):  # a table that is absent by default
             assert described[key.path] == key.kind.value
     assert described["train.train_policy.kl_beta"] == Support.RL.value
     assert described["policy.lora.r"] == Support.WORKS.value

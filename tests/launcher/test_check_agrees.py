@@ -16,7 +16,7 @@ from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.launch import accept_command
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.base import Support
-from cosmos_rl.policy.config.keys import Key, keys_of
+from cosmos_rl.policy.config.keys import Key, list_keys
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import train
 
@@ -61,7 +61,7 @@ def literals(key: Key) -> list[str]:
 def tried_keys(config: Config) -> list[tuple[str, str]]:
     return [
         (key.path, literal)
-        for key in keys_of(config)
+        for key in list_keys(config)
         if key.kind in (Support.WORKS, Support.PLANNED) and not key.path.startswith(LEFT_ALONE)
         if key.path.rpartition(".")[2] not in ELSEWHERE
         for literal in literals(key)

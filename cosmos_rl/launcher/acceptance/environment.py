@@ -36,7 +36,7 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
     if data is not None:
         problems += _DATA[data](config, notes)
     if job_kind(config).online:
-        problems += _rewards(config) + _folders_of_pairs(config, notes)
+        problems += _rewards(config) + _check_pair_folders(config, notes)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)
@@ -52,7 +52,7 @@ def _trackers(config: Config) -> list[str]:
     return []
 
 
-def _folders_of_pairs(config: Config, notes: list[str]) -> list[str]:
+def _check_pair_folders(config: Config, notes: list[str]) -> list[str]:
     """Folders of pairs that reinforcement learning reads in addition to its prompts."""
     job, problems = online_table(config), list[str]()
     if job.data_term.beta > 0:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.launcher.pipeline_files import Unknown, folder_of, served_classes
+from cosmos_rl.launcher.pipeline_files import Unknown, locate_pipeline, served_classes
 from cosmos_rl.policy.config import PolicyConfig
 
 _BY_NAME = {"cogvideox": "CogVideoX", "stable-diffusion-xl": "Stable Diffusion XL"}
@@ -21,7 +21,7 @@ def unsupported_family(policy: PolicyConfig) -> list[str]:
     name = policy.model_name_or_path
     kind = _read_json(policy, "model_index.json").get("_class_name")
     if kind is None:
-        family = _family_of_name(name)
+        family = _guess_family(name)
         if family is None:
             return []
         return [f'policy.model_name_or_path = "{name}" ({family}); it predicts noise']
@@ -50,7 +50,7 @@ def in_diffusers(pipeline_class: str) -> bool:
 def _read_json(policy: PolicyConfig, file: str) -> dict[str, Any]:
     """A JSON file of the pipeline, in its folder or in the hub cache; empty when it is not there."""
     try:
-        folder = folder_of(policy.model_name_or_path, policy.model_revision)
+        folder = locate_pipeline(policy.model_name_or_path, policy.model_revision)
         found = json.loads((folder / file).read_text(encoding="utf-8"))
     except (Unknown, OSError, ValueError):
         return {}
@@ -59,7 +59,7 @@ def _read_json(policy: PolicyConfig, file: str) -> dict[str, Any]:
     return found
 
 
-def _family_of_name(name: str) -> str | None:
+def _guess_family(name: str) -> str | None:
     for word, family in _BY_NAME.items():
         if re.search(rf"(^|[-_./]){word}(?![a-z])", name.lower()):
             return family

@@ -49,7 +49,7 @@ def _select_adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
     layers = _adaptable_layers(shapes)
     found = _find_targets(lora, layers)
     adapted = {name for names in found.values() for name in names}
-    matrices = [matrix for name in adapted for matrix in _adapter_shapes(layers[name], _rank_of(name, lora))]
+    matrices = [matrix for name in adapted for matrix in _adapter_shapes(layers[name], _pick_rank(name, lora))]
     size = sum(math.prod(matrix) for matrix in matrices)
     problems = adapter_name_problems(lora.lora_names, (name.rpartition(".")[0] for name in shapes))
     if lora.target_modules != ALL_LINEAR:
@@ -87,7 +87,7 @@ def _adapter_shapes(layer: tuple[int, ...], rank: int) -> Iterator[tuple[int, ..
     yield (outside, rank)
 
 
-def _rank_of(name: str, lora: LoraConfig) -> int:
+def _pick_rank(name: str, lora: LoraConfig) -> int:
     """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
     matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
     return next(matching, lora.r)

@@ -18,10 +18,10 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
         memory = estimate.memory(config, read_model(config), on_cpu=on_cpu, saves=length.saves)
     if on_cpu:
         device = "the CPU"
-    remedies = [*_of_phase(config, phase), *_of_samples(config)]
+    remedies = [*_suggest_for_phase(config, phase), *_suggest_for_samples(config)]
     if not on_cpu:
-        remedies += _of_encoders(config)
-    remedies += _of_model(config)
+        remedies += _suggest_for_encoders(config)
+    remedies += _suggest_for_model(config)
     if not on_cpu:
         shards = config.policy.parallelism.dp_shard_size
         remedies.append(f"more GPUs: policy.parallelism.dp_shard_size, now {shards}")
@@ -36,7 +36,7 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
     )
 
 
-def _of_phase(config: Config, phase: str) -> Iterator[str]:
+def _suggest_for_phase(config: Config, phase: str) -> Iterator[str]:
     """What helps in one phase alone."""
     rollout, chunk = config.rollout, rollout_chunk(config)
     at_once = config.validation.batch_size or config.train.train_policy.mini_batch
@@ -49,13 +49,13 @@ def _of_phase(config: Config, phase: str) -> Iterator[str]:
         yield 'train.ckpt.save_mode = "sync": no copy of the state is kept'
 
 
-def _of_samples(config: Config) -> Iterator[str]:
+def _suggest_for_samples(config: Config) -> Iterator[str]:
     mini_batch = config.train.train_policy.mini_batch
     if mini_batch > 1:
         yield f"train.train_policy.mini_batch = 1, now {mini_batch}; the samples of a step stay as they are"
 
 
-def _of_encoders(config: Config) -> Iterator[str]:
+def _suggest_for_encoders(config: Config) -> Iterator[str]:
     job = config.train.train_policy
     if not (job.cached_latents or job.cached_text):
         yield "train.train_policy.enable_dataset_cache = true: the encoders leave the GPU"
@@ -63,7 +63,7 @@ def _of_encoders(config: Config) -> Iterator[str]:
         yield "policy.diffusers.offload = true: the encoders leave the GPU while they are not used"
 
 
-def _of_model(config: Config) -> Iterator[str]:
+def _suggest_for_model(config: Config) -> Iterator[str]:
     policy, train = config.policy, config.train
     if not policy.model_gradient_checkpointing:
         yield "policy.model_gradient_checkpointing = true"

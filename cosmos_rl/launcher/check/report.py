@@ -21,7 +21,7 @@ from cosmos_rl.launcher.machine import format_bytes, format_count
 from cosmos_rl.launcher.pipeline_files import Unknown, served_classes
 from cosmos_rl.policy.config import Config, notes, world_size
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
-from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import describe_parallelism
 from cosmos_rl.storage.run_folder import list_runs
@@ -68,9 +68,9 @@ class Report:
             device = "a CPU"
         if self.model is not None:
             transformer = self.model.pipeline.configs["transformer"]
-        changed = [key for key in keys_of(config) if key.value != key.default]
+        changed = [key for key in list_keys(config) if key.value != key.default]
         return [
-            Section("Trained", self._trained()),
+            Section("Trained", self._describe_trained()),
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.length, transformer)),
             *self._online_sections(),
@@ -99,7 +99,7 @@ class Report:
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _trained(self) -> list[str]:
+    def _describe_trained(self) -> list[str]:
         policy = self.config.policy
         what = "the whole transformer"
         if policy.lora is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.arguments import split_overrides
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
 from cosmos_rl.launcher.machine import format_bytes
 
 _NEEDED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub")
@@ -34,12 +34,12 @@ def doctor(argv: Sequence[str]) -> int:
     given = parser.parse_args(rest)
     if overrides and given.config is None:
         parser.error(f"{overrides[0]} changes a configuration; name it with --config")
-    failed = _printed(installation())
+    failed = _print_findings(installation())
     if given.config is not None:
         from cosmos_rl.launcher.doctor.model_checks import examine  # imports torch: seconds
 
         print()
-        failed |= _printed(examine(given.config, overrides))
+        failed |= _print_findings(examine(given.config, overrides))
     print("\nsomething is wrong: see the lines marked FAIL" if failed else "\nnothing is wrong")
     return 1 if failed else 0
 
@@ -62,7 +62,7 @@ def installation() -> Iterator[Finding]:
     yield Finding(INFO, "OMP_NUM_THREADS", threads or "not set; the launcher sets cores / ranks")
 
 
-def _printed(findings: Iterator[Finding]) -> bool:
+def _print_findings(findings: Iterator[Finding]) -> bool:
     """Prints lines as they come; whether one of them failed."""
     failed = False
     for finding in findings:
@@ -98,7 +98,7 @@ def _specifiers() -> dict[str, str]:
     from packaging.requirements import Requirement
 
     requirements = [Requirement(text) for text in _requirements()]
-    return {_normal(r.name): _ordered(str(r.specifier)) for r in requirements if r.marker is None}
+    return {_normal(r.name): _sort_bounds(str(r.specifier)) for r in requirements if r.marker is None}
 
 
 def _requirements() -> list[str]:
@@ -114,7 +114,7 @@ def _fits(version: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
-def _ordered(specifier: str) -> str:
+def _sort_bounds(specifier: str) -> str:
     return ",".join(sorted(specifier.split(","), reverse=True))
 
 
@@ -132,13 +132,13 @@ def _extras() -> Iterator[Finding]:
         if extra and _normal(requirement.name) != "cosmos-rl":
             wanted.setdefault(extra[1], []).append(requirement.name)
     for extra, names in wanted.items():
-        missing = [name for name in names if not _installed(name)]
+        missing = [name for name in names if not _is_installed(name)]
         text = f"without {', '.join(missing)}" if missing else "installed"
         fix = f'pip install "cosmos_rl[{extra}]"' if missing else ""
         yield Finding(INFO, f"optional: {extra}", text, fix)
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -184,7 +184,7 @@ def _disk(subject: str, place: Path) -> Finding:
     text = f"{format_bytes(free)} free for {place}"
     if free < _NO_DISK:
         return Finding(FAIL, subject, text, f"make room there, or work elsewhere: df -h {place}")
-    return Finding(mark_of(free >= _LOW_DISK, WARN), subject, text)
+    return Finding(choose_mark(free >= _LOW_DISK, WARN), subject, text)
 
 
 def _hub_cache() -> Path:

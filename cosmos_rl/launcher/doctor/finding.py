@@ -5,7 +5,7 @@ from dataclasses import dataclass
 OK, WARN, FAIL, INFO = "ok", "warn", "FAIL", "-"
 
 
-def mark_of(passed: bool, otherwise: str = FAIL) -> str:
+def choose_mark(passed: bool, otherwise: str = FAIL) -> str:
     """The mark of a check."""
     if passed:
         return OK

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from cosmos_rl.launcher.doctor.finding import WARN, Finding, mark_of
+from cosmos_rl.launcher.doctor.finding import WARN, Finding, choose_mark
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 
 
@@ -15,7 +15,7 @@ def check_gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
     without = [name for name, grad in grads.items() if grad is None]
     norm = math.sqrt(sum(float(grad.float().square().sum()) for grad in grads.values() if grad is not None))
     sound = math.isfinite(norm) and norm > 0
-    yield Finding(mark_of(sound), "backward", f"gradient norm {norm / weight:.4g}")
+    yield Finding(choose_mark(sound), "backward", f"gradient norm {norm / weight:.4g}")
     if without:
         yield Finding(WARN, "gradients", f"{len(without)} of {len(grads)} trained tensors get none, as {without[0]}")
 

@@ -16,7 +16,7 @@ from cosmos_rl.distributed.context import Context, pick_device
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.accept import unsupported_parts
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.jobs import job_kind
@@ -59,12 +59,12 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     if finite.mark == FAIL:
         return
     if data is None:
-        yield from _examined_rl(config, model)
+        yield from _examine_rl(config, model)
     else:
-        yield from _examined_sft(config, model, data)
+        yield from _examine_sft(config, model, data)
 
 
-def _examined_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Iterator[Finding]:
+def _examine_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
     yield _reconstruction(model, items[0], latents[:1])
@@ -76,7 +76,7 @@ def _examined_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Ite
         yield _export(model, config, items[0].prompt)
 
 
-def _examined_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
+def _examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     from cosmos_rl.launcher.doctor.rl_checks import examine_rl
 
     shape = model.latent_shape(*config.policy.diffusers.inference_size)
@@ -114,7 +114,7 @@ def _targets(model: DiffuserModel) -> Iterator[Finding]:
         return
     for target in model.lora_config.target_modules:
         count = sum(name == target or name.endswith(f".{target}") for name in names)
-        yield Finding(mark_of(count > 0), "adapter target", f"{target}: {count} layers")
+        yield Finding(choose_mark(count > 0), "adapter target", f"{target}: {count} layers")
 
 
 def _finite_weights(model: DiffuserModel) -> Finding:
@@ -150,7 +150,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
         finally:
             model.transformer.enable_adapters()
     change = relative_distance(adapted, plain)
-    mark = mark_of(change <= 1e-5)
+    mark = choose_mark(change <= 1e-5)
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
 
 
@@ -182,7 +182,7 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
     model.transformer.train()
     total, weight = model.training_sft_step(latents, cond, timestep=index, noise=noise)
     value = float(total.detach() / weight)
-    yield Finding(mark_of(math.isfinite(value)), "forward", f"loss {value:.4g} on {len(latents)} samples")
+    yield Finding(choose_mark(math.isfinite(value)), "forward", f"loss {value:.4g} on {len(latents)} samples")
     if not math.isfinite(value):
         return
     total.backward()
@@ -199,13 +199,13 @@ def _export(model: DiffuserModel, config: Config, prompt: str) -> Finding:
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
     cond = model.encode_prompts([prompt], "" if guidance > 1.0 else None, each=True)
 
-    def sampled() -> Tensor:
+    def sample() -> Tensor:
         with torch.no_grad(), model.eval_mode():
             return model.sample_latents(cond, noise, num_steps=_STEPS, guidance=guidance, solver="stock").cpu()
 
-    before = sampled()
+    before = sample()
     _follow_gradients(model)
-    ours = sampled()
+    ours = sample()
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-doctor-") as place:
         needed = 4 * sum(p.numel() for p in model.transformer.parameters())
         if model.lora_config is None and machine.free_disk(Path(place)) < 2 * needed:
@@ -219,7 +219,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str) -> Finding:
     exact = config.train.param_dtype == "float32" and config.policy.diffusers.dtype == "float32"
     same = apart <= min(1e-3, change / 2) if exact else apart <= 5e-2
     text = f"plain diffusers differs by {apart:.1e} after {_STEPS} steps; one training step made {change:.1e}"
-    return Finding(mark_of(same), "export", text)
+    return Finding(choose_mark(same), "export", text)
 
 
 def _follow_gradients(model: DiffuserModel) -> None:

@@ -13,7 +13,7 @@ from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.diffusion.kernels import build_kernel, predict_clean
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, mark_of
+from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
@@ -127,7 +127,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
                 found[name] = model.velocity(latents, level, cond)
     apart = relative_distance(found["old"], found["default"])
     text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
-    return Finding(mark_of(apart == 0), "old policy", text)
+    return Finding(choose_mark(apart == 0), "old policy", text)
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         prompts, metadata = [s.prompt for s in made.samples], [s.metadata for s in made.samples]
         count, probes = len(made.samples), _probes(made.media)
         ids = [sample.sample_id for sample in made.samples]
-        table = _scored(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps), job)
+        table = _score(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps), job)
         images = len(probes)
         request = ScoringRequest(probes, prompts[:1] * images, metadata[:1] * images, list(range(images)), made.fps)
-        probed = _scored(rewards, request, job)
+        probed = _score(rewards, request, job)
     except (UserError, TimeoutError) as error:
         yield Finding(FAIL, "rewards", str(error))
         return
@@ -164,12 +164,12 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         yield _reward(name, table, probed.scores[name])
     total = table.total_N[~table.missing_N]
     counted = [total] if job.normalise_rewards == "sum" else list(clip_scores(rewards, table.scores).values())
-    if len(total) == count and any(map(_varied, table.scores.values())) and not any(map(_varied, counted)):
+    if len(total) == count and any(map(_varies, table.scores.values())) and not any(map(_varies, counted)):
         text = f"{float(total[0]):.4g} for every sample: weights or clips take away all difference"
         yield Finding(FAIL, "reward in all", text, "look at clip_min, clip_max, reward_clip_min and reward_clip_max")
 
 
-def _scored(rewards: Rewards, request: ScoringRequest, job: GrpoPolicyConfig) -> RewardTable:
+def _score(rewards: Rewards, request: ScoringRequest, job: GrpoPolicyConfig) -> RewardTable:
     seconds = len(request.prompts) * job.local_reward.timeout_s + 2 * job.remote_reward.timeout_s
     future = rewards.submit(request)
     if not wait([future], seconds).done:
@@ -188,15 +188,15 @@ def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
     if missing:
         why = next(iter(table.reasons.values()), "")
         return Finding(WARN, subject, f"{text}; missing for {missing}: {why}")
-    if _varied(valid):
+    if _varies(valid):
         return Finding(OK, subject, text)
-    if not _varied(probed[probed.isfinite()]):
+    if not _varies(probed[probed.isfinite()]):
         text = f"always {float(valid[0]):.4g}, also for plain and noisy images: it measures nothing"
         return Finding(FAIL, subject, text)
     return Finding(WARN, subject, f"{float(valid[0]):.4g} for all samples; other images get other scores")
 
 
-def _varied(values: Tensor) -> bool:
+def _varies(values: Tensor) -> bool:
     return not all_equal(values)
 
 
@@ -239,6 +239,6 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampl
         kl_beta=job.kl_beta,
     )
     value = float(terms["policy_loss"].double().mean())
-    yield Finding(mark_of(math.isfinite(value)), "forward", f"loss {value:.4g} on {count} samples")
+    yield Finding(choose_mark(math.isfinite(value)), "forward", f"loss {value:.4g} on {count} samples")
     if math.isfinite(value):
         yield from check_gradients(model, len(rows.prompts))

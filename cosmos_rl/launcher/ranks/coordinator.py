@@ -241,23 +241,23 @@ class Coordinator:
     # ---- the store -----------------------------------------------------------------------------------------------
 
     def _has(self, *keys: str) -> bool:
-        with self._connected():
+        with self._report_lost_connection():
             return self._store.check([f"{_PREFIX}{key}" for key in keys])
 
     def _get(self, key: str) -> str:
-        with self._connected():
+        with self._report_lost_connection():
             return self._store.get(f"{_PREFIX}{key}").decode()
 
     def _set(self, key: str, value: str) -> None:
-        with self._connected():
+        with self._report_lost_connection():
             self._store.set(f"{_PREFIX}{key}", value)
 
     def _add(self, key: str, number: int) -> int:
-        with self._connected():
+        with self._report_lost_connection():
             return self._store.add(f"{_PREFIX}{key}", number)
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
+    def _report_lost_connection(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, TimeoutError) as error:

@@ -4,7 +4,7 @@ import re
 
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.jobs import JOBS, job_kind
-from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
@@ -46,7 +46,7 @@ def unsupported_settings(config: Config) -> list[str]:
             f'policy.lora.init_lora_weights = "{lora.init_lora_weights}" changes the base weights, which an exported '
             'adapter cannot carry; use true or "gaussian"'
         )
-    for key in keys_of(config):
+    for key in list_keys(config):
         matters = config.validation.enable or not key.path.startswith("validation.")
         if key.kind is Support.PLANNED and key.value != key.default and matters:
             today = "unset" if key.default is None else format_value(key.default)
@@ -56,7 +56,7 @@ def unsupported_settings(config: Config) -> list[str]:
 
 def notes(config: Config) -> list[str]:
     """What is worth knowing about `config` but not invalid, one line each."""
-    changed = [key for key in keys_of(config) if key.value != key.default]
+    changed = [key for key in list_keys(config) if key.value != key.default]
     read = _kinds_read(config)
     lines = []
     idle = [key.path for key in changed if key.kind is Support.NO_EFFECT]
@@ -88,7 +88,7 @@ def _kinds_read(config: Config) -> set[Support]:
 def _value_rules(config: Config) -> list[str]:
     """What no type of a key holds: places that are none, and numbers that no machine word holds."""
     lines = []
-    for key in keys_of(config):
+    for key in list_keys(config):
         if isinstance(key.value, int) and abs(key.value) >= 2**63:
             lines.append(f"{key.path}: found {key.value}; allowed: whole numbers below 2^63, as in TOML")
         if not isinstance(key.value, str) or key.path.rpartition(".")[2] not in _PLACES:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from cosmos_rl.policy.config.aliases import PRESENT_NAMES
 from cosmos_rl.policy.config.base import Support
-from cosmos_rl.policy.config.keys import allowed, branches_of, support_of
+from cosmos_rl.policy.config.keys import describe_allowed, list_branches, read_support
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig, TrainPolicyConfig
 
@@ -75,7 +75,7 @@ class Entry:
     @property
     def values(self) -> str:
         """What it accepts, in words."""
-        return allowed(self.field.annotation, self.field.metadata)
+        return describe_allowed(self.field.annotation, self.field.metadata)
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ def _sections(
     if name:
         prefix = f"{name}."
     for key, field in _fields(table).items():
-        own = support_of(field.metadata, kind)
+        own = read_support(field.metadata, kind)
         default = field.get_default(call_default_factory=True)
         if filled is not None:
             default = getattr(filled, key)
-        branches = list(branches_of(field.annotation, own))
+        branches = list(list_branches(field.annotation, own))
         if not branches:
             entries.append(Entry(key, field, own, default))
         items = default

@@ -32,13 +32,13 @@ class Key:
         return self.field.get_default(call_default_factory=True)
 
 
-def keys_of(table: BaseModel, prefix: str = "", kind: Support = Support.WORKS) -> Iterator[Key]:
+def list_keys(table: BaseModel, prefix: str = "", kind: Support = Support.WORKS) -> Iterator[Key]:
     """Every key of a filled table that is not a table itself."""
     for name, field in type(table).model_fields.items():
-        value, own = getattr(table, name), support_of(field.metadata, kind)
+        value, own = getattr(table, name), read_support(field.metadata, kind)
         if isinstance(value, BaseModel):
-            branches = dict(branches_of(field.annotation, own))
-            yield from keys_of(value, f"{prefix}{name}.", branches[type(value)])
+            branches = dict(list_branches(field.annotation, own))
+            yield from list_keys(value, f"{prefix}{name}.", branches[type(value)])
         else:
             yield Key(prefix + name, field, own, value)
 
@@ -57,29 +57,29 @@ def with_values(table: T, change: Callable[[str, object], object], prefix: str =
     return table.model_copy(update=changed)
 
 
-def support_of(metadata: Sequence[object], inherited: Support) -> Support:
+def read_support(metadata: Sequence[object], inherited: Support) -> Support:
     """What a key with this metadata does; without a mark of its own, what its table does."""
     return next((mark for mark in metadata if isinstance(mark, Support)), inherited)
 
 
-def branches_of(annotation: object, kind: Support) -> Iterator[tuple[type[BaseModel], Support]]:
+def list_branches(annotation: object, kind: Support) -> Iterator[tuple[type[BaseModel], Support]]:
     """The tables a key may hold, or a list in it, each with its kind: none for a plain value."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, kind
     elif origin is Annotated:
-        yield from branches_of(arguments[0], support_of(arguments[1:], kind))
+        yield from list_branches(arguments[0], read_support(arguments[1:], kind))
     elif origin in (Union, UnionType) or (origin is tuple and arguments[-1] is Ellipsis):
         for part in arguments:
-            yield from branches_of(part, kind)
+            yield from list_branches(part, kind)
 
 
-def tables_of(annotation: object) -> list[type[BaseModel]]:
+def list_tables(annotation: object) -> list[type[BaseModel]]:
     """The tables a key may hold, or a list in it: none for a plain value, several for a union of tables."""
-    return [table for table, _ in branches_of(annotation, Support.WORKS)]
+    return [table for table, _ in list_branches(annotation, Support.WORKS)]
 
 
-def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | None:
+def find_field_in(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | None:
     """The field called `name` in the first of `tables` that has it."""
     if not isinstance(name, str):
         return None
@@ -88,14 +88,14 @@ def field_of(tables: Sequence[type[BaseModel]], name: object) -> FieldInfo | Non
 
 def dotted_keys(model: type[BaseModel]) -> list[str]:
     """Every key and table of `model`, as dotted names, each once."""
-    return list(dict.fromkeys(_dotted(model, "")))
+    return list(dict.fromkeys(_list_dotted(model, "")))
 
 
-def _dotted(model: type[BaseModel], prefix: str) -> Iterator[str]:
+def _list_dotted(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        for table in tables_of(field.annotation):
-            yield from _dotted(table, f"{prefix}{name}.")
+        for table in list_tables(field.annotation):
+            yield from _list_dotted(table, f"{prefix}{name}.")
 
 
 def find_field(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
@@ -104,10 +104,10 @@ def find_field(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
     for name in path:
         if name.isdecimal() and field is not None:
             continue
-        field = field_of(tables, name)
+        field = find_field_in(tables, name)
         if field is None:
             return None
-        tables = tables_of(field.annotation)
+        tables = list_tables(field.annotation)
     return field
 
 
@@ -122,11 +122,11 @@ def is_text_only(annotation: object) -> bool:
     return get_origin(annotation) in (Union, UnionType) and all(is_text_only(part) for part in get_args(annotation))
 
 
-def allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
+def describe_allowed(annotation: object, metadata: Sequence[object] = ()) -> str:
     """What a key accepts, in words: "a whole number > 0", "one of "async", "sync""."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
-        return allowed(inner, [*more, *metadata])
+        return describe_allowed(inner, [*more, *metadata])
     limits = list(_flatten(metadata))
     words = next((limit.text for limit in limits if isinstance(limit, Description)), None)
     if words:
@@ -146,21 +146,21 @@ def _flatten(metadata: Sequence[object]) -> Iterator[object]:
 
 def _plain(annotation: object) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if tables_of(annotation):
+    if list_tables(annotation):
         return "a list of tables" if origin is tuple else "a table"
     if origin in (Union, UnionType):
-        return " or ".join(allowed(part) for part in arguments if part is not NoneType)
+        return " or ".join(describe_allowed(part) for part in arguments if part is not NoneType)
     if origin is Literal:
         choices = ", ".join(json.dumps(choice) for choice in arguments)
         return f"one of {choices}" if len(arguments) > 1 else choices
     if origin is tuple and arguments[-1] is Ellipsis:
-        return f"a list of values, each {allowed(arguments[0])}"
+        return f"a list of values, each {describe_allowed(arguments[0])}"
     if origin is tuple and len(arguments) == 1:
-        return f"a list of one value: {allowed(arguments[0])}"
+        return f"a list of one value: {describe_allowed(arguments[0])}"
     if origin is tuple:
-        return f"a list of {len(arguments)} values: " + ", ".join(allowed(part) for part in arguments)
+        return f"a list of {len(arguments)} values: " + ", ".join(describe_allowed(part) for part in arguments)
     if origin is dict:
-        return "a table" if arguments[1] is object else f"a table of values, each {allowed(arguments[1])}"
+        return "a table" if arguments[1] is object else f"a table of values, each {describe_allowed(arguments[1])}"
     return _NAMES.get(annotation if isinstance(annotation, type) else object, "a value")
 
 

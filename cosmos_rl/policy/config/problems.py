@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.aliases import RENAMED, rename_old_keys
-from cosmos_rl.policy.config.keys import allowed, field_of, find_field, suggestion, tables_of
+from cosmos_rl.policy.config.keys import describe_allowed, find_field, find_field_in, list_tables, suggestion
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -68,10 +68,10 @@ def _locate(model: type[BaseModel], error: ValidationError) -> dict[tuple[str, .
         tables, path = [model], []
         unknown = item["type"] == "extra_forbidden"
         for part in item["loc"][: -1 if unknown else None]:
-            field = field_of(tables, part)
+            field = find_field_in(tables, part)
             if field is not None:
                 path.append(part)
-                tables = tables_of(field.annotation)
+                tables = list_tables(field.annotation)
             elif not tables:
                 break  # inside a plain value: a list index, a key of a free table, the branch of a union
             elif isinstance(part, int):
@@ -91,7 +91,7 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
     if unknown:
         return Problem(key, _unknown(model, tables, holder, path))
     fields = [table.model_fields[path[-1]] for table in tables if path[-1] in table.model_fields]
-    kinds = dict.fromkeys(allowed(field.annotation, field.metadata) for field in fields)
+    kinds = dict.fromkeys(describe_allowed(field.annotation, field.metadata) for field in fields)
     if path[-1].isdecimal():
         kinds = {"a table": None}
     if isinstance(holder, Mapping) and path[-1] not in holder:
@@ -121,7 +121,7 @@ def _tables_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseMod
     field = find_field(model, path)
     if field is None:
         return [model]
-    return tables_of(field.annotation)
+    return list_tables(field.annotation)
 
 
 def _value_at(tree: object, path: Sequence[str]) -> object:

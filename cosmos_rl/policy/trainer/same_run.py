@@ -11,7 +11,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.jobs import job_kind, online_table
-from cosmos_rl.policy.config.keys import keys_of
+from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.model.digest import pipeline_digest
 from cosmos_rl.utils.logging import logger
@@ -77,7 +77,7 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
 
 def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:
     """Values of the configuration that a run may change on its way and that change what is learnt."""
-    kept = {key.path: key.value for key in keys_of(config) if key.kind is not Support.NO_EFFECT}
+    kept = {key.path: key.value for key in list_keys(config) if key.kind is not Support.NO_EFFECT}
     found = {path: value for path, value in kept.items() if _counts(path)}
     train = config.train
     if train.optm_decay_type not in (None, "none") or isinstance(train.optm_warmup_steps, float):

@@ -143,13 +143,13 @@ class StepConditions:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._index]
         if not new:
             return
-        found = self._encoded(new)
+        found = self._encode_pairs(new)
         self._index |= {pair: len(self._index) + i for i, pair in enumerate(new)}
         if self._cond is not None:
             found = self._cond.concat(found)
-        self._cond = found if found is not None else self._encoded(list(self._index))  # their lengths differ
+        self._cond = found if found is not None else self._encode_pairs(list(self._index))  # their lengths differ
 
-    def _encoded(self, pairs: Sequence[tuple[str, str]]) -> Any:
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> Any:
         return self._encode([prompt for prompt, _ in pairs], [negative for _, negative in pairs])
 
     def __call__(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> Any:

@@ -92,37 +92,62 @@ def unpack_header(data: bytes) -> Job:
 
 
 class Upload:
-    """A body that is being received. Used by one request; ``discard`` is safe at any time."""
+    """A body that is being received: a part in memory, the rest in a file that is made when needed.
+
+    Used by one request; ``discard`` is safe at any time.
+
+    Attributes:
+        size: bytes of the whole file, header included; ``buffered``: bytes added since its user last set it to 0.
+        sha256: digest of what was flushed; empty unless it was requested.
+    """
 
     def __init__(self, folder: Path, hashed: bool = True) -> None:
         self.path = folder / uuid.uuid4().hex
-        self.file: BinaryIO = open(self.path, "w+b")  # noqa: SIM115 - lives as long as the request
-        self.file.seek(HEADER_BYTES)
-        self.size = HEADER_BYTES
+        self.size, self.buffered = HEADER_BYTES, 0
+        self._parts: list[bytes] = []
+        self._file: BinaryIO | None = None
         self._hash = hashlib.sha256() if hashed else None
 
-    def write(self, data: bytes) -> None:
-        """Append a piece of the body."""
-        self.file.write(data)
-        if self._hash is not None:
-            self._hash.update(data)
+    def add(self, data: bytes) -> None:
+        """The next bytes of the body."""
+        self._parts.append(data)
         self.size += len(data)
+        self.buffered += len(data)
+
+    def flush(self) -> BinaryIO:
+        """Write what is in memory to the file, and return that."""
+        if self._file is None:
+            self._file = open(self.path, "w+b")  # noqa: SIM115 - lives as long as the request
+            self._file.seek(HEADER_BYTES)
+        for part in self._parts:
+            self._file.write(part)
+            if self._hash is not None:
+                self._hash.update(part)
+        self._parts = []
+        return self._file
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
 
     @property
     def sha256(self) -> str:
-        """Digest of the body so far; empty unless it was requested."""
         return self._hash.hexdigest() if self._hash is not None else ""
 
     def seal(self, job: Job) -> None:
         """Write the header and flush everything to the disk."""
-        self.file.seek(0)
-        self.file.write(pack_header(job))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        file = self.flush()
+        file.seek(0)
+        file.write(pack_header(job))
+        file.flush()
+        os.fsync(file.fileno())
 
     def discard(self) -> None:
         """Remove the temporary name; an accepted job keeps its own."""
-        self.file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         self.path.unlink(missing_ok=True)
 
 

@@ -125,7 +125,7 @@ def test_bytes_and_disk_have_limits_too(tmp_path):
     assert disk.json()["message"] == "the disk of the service is full"
 
 
-@pytest.mark.parametrize("where", ["write", "seal"])
+@pytest.mark.parametrize("where", ["flush", "seal"])
 def test_a_full_disk_refuses_and_leaves_nothing(tmp_path, monkeypatch, where):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -249,6 +249,7 @@ def test_the_steady_clock(tmp_path, monkeypatch):
 def test_uploads_that_nobody_finished_go_by_an_age_that_the_clock_cannot_change(tmp_path, monkeypatch):
     spool = Spool(tmp_path)
     upload = spool.upload()
+    upload.flush()
     with clock_set(monkeypatch, 1e6):
         spool.sweep(86_400, 10)
         assert upload.path.exists()

@@ -25,7 +25,8 @@ from tests.service import TESTS, body, image
 def spooled(spool, content, job_id, kind="image"):
     """Put a body into the spool as the front does."""
     upload = spool.upload()
-    upload.write(content)
+    upload.add(content)
+    upload.flush()
     end = content.index(b"\n")
     media = read_payload(io.BytesIO(bytes(HEADER_BYTES) + content), HEADER_BYTES + end + 1, upload.size, kind)
     job = Job(job_id, time.time(), ("mock",), (), upload.sha256, HEADER_BYTES + end, kind, media.array, upload.size)

@@ -40,9 +40,10 @@ def put(spool, content=b"{}\nbody", job_id=None, media="image", rewards=("a", "b
     """Hand a body in as the front does; returns what was to be accepted, and what ``accept`` said."""
     upload = spool.upload()
     try:
-        upload.write(content)
+        upload.add(content)
         array = ArrayRef("|u1", (1, 4), row_major((1, 4)), HEADER_BYTES + 3)
         ident = job_id or str(uuid.uuid4())
+        upload.flush()
         digest, size = upload.sha256, upload.size
         job = Job(ident, time.time(), tuple(rewards), (), digest, HEADER_BYTES + 2, media, array, size)
         upload.seal(job)
@@ -74,7 +75,7 @@ def test_an_accepted_job_is_there_for_all_and_only_once(spools):
 
 def test_a_body_that_is_not_accepted_leaves_nothing(spools):
     upload = spools[0].upload()
-    upload.write(b"half a bo")
+    upload.add(b"half a bo")
     upload.discard()
     upload.discard()
     assert list(spools[1].open_jobs()) == []

@@ -31,25 +31,23 @@ async def get_answer(tracker: JobTracker, job_id: str, reward: str, wait_s: floa
     if not JOB_ID.fullmatch(job_id) or not REWARD_NAME.fullmatch(reward):
         return Answer("unknown")
     entry = tracker.open.get(job_id)
-    if wait_s > 0 and entry is not None and reward in entry.missing:  # it looks for a result itself
+    if entry is None or reward not in entry.missing:
+        data = await call_spool(tracker.spool, tracker.spool.result, job_id, reward)
+        if data is not None:
+            return Answer(read_state(data), data)
+    job = await find_job(tracker, job_id)
+    if job is None:
+        return Answer("unknown")
+    if reward not in job.rewards:
+        error = f"the job did not ask for reward {reward}; it asked for {', '.join(job.rewards)}"
+        if reward in job.dropped:
+            error = f"reward {reward} was not scored: its weight in reward_fn is not above 0"
+        return Answer(FAILED, without_scores(reward, FAILED, error))
+    if wait_s > 0:
         await tracker.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
-        wait_s = 0.0
     data = await call_spool(tracker.spool, tracker.spool.result, job_id, reward)
     if data is None:
-        job = await find_job(tracker, job_id)
-        if job is None:
-            return Answer("unknown")
-        if reward not in job.rewards:
-            if reward in job.dropped:
-                error = f"reward {reward} was not scored: its weight in reward_fn is not above 0"
-            else:
-                error = f"the job did not ask for reward {reward}; it asked for {', '.join(job.rewards)}"
-            return Answer(FAILED, without_scores(reward, FAILED, error))
-        if wait_s > 0:
-            await tracker.wait(job_id, reward, min(wait_s, MAX_WAIT_S))
-            data = await call_spool(tracker.spool, tracker.spool.result, job_id, reward)
-        if data is None:
-            return Answer("queued", position=tracker.position(job_id, reward))
+        return Answer("queued", position=tracker.position(job_id, reward))
     return Answer(read_state(data), data)
 
 

@@ -22,7 +22,7 @@ from cosmos_rl_reward.broker.queue import StreamQueue
 from cosmos_rl_reward.config import ServiceConfig
 from cosmos_rl_reward.errors import StoreUnavailable
 from cosmos_rl_reward.front import v1, v2
-from cosmos_rl_reward.front.auth import Auth, Denied
+from cosmos_rl_reward.front.auth import Auth
 from cosmos_rl_reward.front.connections import make_protocol
 from cosmos_rl_reward.front.direct import DirectApp
 from cosmos_rl_reward.front.job_tracker import JobTracker
@@ -64,6 +64,7 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/api/reward/rewards")
+@router.get("/v2/rewards")
 async def rewards(request: Request) -> Response:
     """Names, states, score keys, versions and limits."""
     front = Front.from_request(request)
@@ -79,20 +80,16 @@ async def page() -> Response:
 
 async def _reject(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    front = Front.from_request(request)
-    front.metrics.rejected.labels(str(error.status)).inc()
-    await discard_body(request)
-    retry = {"Retry-After": str(front.tracker.retry_after())} if error.status in (429, 503, 507) else {}
-    return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=retry)
-
-
-async def _deny(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Denied)
-    front = Front.from_request(request)
-    if error.status != 503:
+    front, headers = Front.from_request(request), {}
+    if error.status in (401, 403):
         front.metrics.denied.inc()
+    else:
+        front.metrics.rejected.labels(str(error.status)).inc()
+    if error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    elif error.status in (429, 503, 507):
+        headers = {"Retry-After": str(front.tracker.retry_after())}
     await discard_body(request)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "5"}}.get(error.status, {})
     return JSONResponse({"message": str(error), "error": str(error)}, error.status, headers=headers)
 
 
@@ -108,7 +105,7 @@ async def _ignore_disconnect(_: Request, __: Exception) -> Response:
 
 
 def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
-    """The application; ``connect`` opens the queue and the board while it runs.
+    """The application; ``connect`` opens the queue and the event bus while it runs.
 
     Raises:
         UserError: tokens are wrong or missing.
@@ -126,12 +123,12 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             reconciler = Reconciler(tracker)
             with contextlib.suppress(Exception):  # the broker may come later
                 await reconciler.refresh()
-            watching = asyncio.create_task(reconciler.run())
+            reconciling = asyncio.create_task(reconciler.run())
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, app.state.front.drain)
             yield
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            reconciling.cancel()
+            await asyncio.gather(reconciling, return_exceptions=True)
 
     # ``/docs`` and ``/redoc`` would have browsers load scripts from foreign hosts; ``/openapi.json`` stays
     app = DirectApp(
@@ -143,7 +140,6 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
         app.include_router(part)
     errors = {
         Refused: _reject,
-        Denied: _deny,
         StoreUnavailable: _report_store_unavailable,
         ClientDisconnect: _ignore_disconnect,
     }

@@ -7,17 +7,10 @@ from pathlib import Path
 
 from cosmos_rl_reward.config import LOOPBACK, ServiceConfig
 from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.payload.errors import Refused
 
 SCOPES = ("submit", "read", "admin")
 ENVIRONMENT = "COSMOS_RL_REWARD_TOKENS"
-
-
-class Denied(Exception):
-    """No token, a wrong one (401), or one without the scope (403)."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def parse_tokens(text: str, source: str) -> dict[bytes, frozenset[str]]:
@@ -81,7 +74,11 @@ class Auth:
                 raise  # at start; later the tokens that were good stay
 
     def check(self, header: str, scope: str) -> str:
-        """Raise ``Denied`` unless the ``Authorization`` header has a token with ``scope``; returns a name for it."""
+        """Check that the ``Authorization`` header has a token with ``scope``; returns a name for it.
+
+        Raises:
+            Refused: no token or a wrong one (401), or one without the scope (403).
+        """
         self._read()
         if not self._tokens:
             return ""
@@ -92,7 +89,7 @@ class Auth:
             if hmac.compare_digest(digest, given):
                 found = scopes
         if kind.lower() != "bearer" or found is None:
-            raise Denied(401, "a valid bearer token is needed")
+            raise Refused("a valid bearer token is needed", 401)
         if scope not in found and "admin" not in found:
-            raise Denied(403, f"this token may not {scope}")
+            raise Refused(f"this token may not {scope}", 403)
         return given.hex()[:16]

@@ -10,10 +10,11 @@ from starlette.requests import Request
 
 from cosmos_rl_reward import __version__
 from cosmos_rl_reward.config import ServiceConfig
-from cosmos_rl_reward.front.auth import Auth, Denied
+from cosmos_rl_reward.front.auth import Auth
 from cosmos_rl_reward.front.job_tracker import JobTracker
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.uploads import UploadReceiver
+from cosmos_rl_reward.payload.errors import Refused
 
 
 @dataclass
@@ -50,10 +51,10 @@ class Front:
             self.polls -= 1
 
     def allow(self, request: Request, scope: str) -> str:
-        """Check the token; returns a name for it. Raises ``Denied``; 503 when new jobs are no longer taken."""
+        """Check the token; returns a name for it. Raises ``Refused``; 503 when new jobs are no longer taken."""
         name = self.auth.check(request.headers.get("authorization", ""), scope)
         if self.draining and scope == "submit":
-            raise Denied(503, "the service is stopping")
+            raise Refused("the service is stopping", 503)
         return name
 
     def describe(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cosmos_rl_reward.front.job_tracker import JobTracker, Reservation
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.payload.media import Media, read_payload
 from cosmos_rl_reward.payload.metadata import MAX_LINE, check_counts, parse_line
-from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, Upload
+from cosmos_rl_reward.spool import HEADER_BYTES, Job, Upload
 
 _CHUNK = 4 << 20  # bytes of one body gathered before they go to the disk
 _MAX_BUFFERED = 16 << 20  # the same of all bodies
@@ -35,31 +35,6 @@ class Ticket:
 
     job: Job
     created: bool
-
-
-class _IncomingUpload:
-    """A body that is being received: a part in memory, the rest in a file that is made when needed."""
-
-    def __init__(self, spool: Spool, hashed: bool) -> None:
-        self._spool, self._hashed = spool, hashed
-        self._parts: list[bytes] = []
-        self.upload: Upload | None = None
-        self.size = self.buffered = 0
-
-    def add(self, part: bytes) -> None:
-        """The next bytes."""
-        self._parts.append(part)
-        self.size += len(part)
-        self.buffered += len(part)
-
-    def flush(self) -> Upload:
-        """Write what is in memory to the file."""
-        if self.upload is None:
-            self.upload = self._spool.upload(self._hashed)
-        for part in self._parts:
-            self.upload.write(part)
-        self._parts = []
-        return self.upload
 
 
 class UploadReceiver:
@@ -98,23 +73,21 @@ class UploadReceiver:
             self._senders -= 1
 
     async def _receive(self, request: Request, owner: str, key: str | None, reservation: Reservation) -> Ticket:
-        incoming = _IncomingUpload(self.spool, hashed=key is not None or self.spool.remote)
+        upload = self.spool.upload(hashed=key is not None or self.spool.remote)
         try:
-            data, line_end = await self._receive_body(request, incoming, reservation)
-            room = HEADER_BYTES + incoming.size
+            data, line_end = await self._receive_body(request, upload, reservation)
+            room = upload.size
             if data.get("media_type") not in ("image", "video"):
-                room += await self._call_spool(
-                    lambda: self._check_payload(incoming.flush(), data, line_end).decoded_bytes
-                )
+                room += (await self._call_spool(self._check_payload, upload, data, line_end)).decoded_bytes
             reservation.extend(room)
             job_id = str(uuid.uuid4())
             if key is not None:
                 job_id = str(uuid.uuid5(_KEY_SPACE, f"{owner}\0{key}"))
-            job, older = await self._call_spool(self._store, incoming, data, line_end, job_id)
+            job, older = await self._call_spool(self._store, upload, data, line_end, job_id)
         finally:
-            self._release(incoming)
-            if incoming.upload is not None:
-                await asyncio.to_thread(incoming.upload.discard)
+            self._release(upload)
+            if upload.on_disk:
+                await asyncio.to_thread(upload.discard)
         if older is None:
             await self.tracker.add(job)
             return Ticket(job, True)
@@ -131,35 +104,35 @@ class UploadReceiver:
             raise Refused(f"the service cannot store the job: {os.strerror(error.errno or 0)}", 507) from error
 
     async def _receive_body(
-        self, request: Request, incoming: "_IncomingUpload", reservation: Reservation
+        self, request: Request, upload: Upload, reservation: Reservation
     ) -> tuple[dict[str, Any], int]:
         """Receive the body; the metadata line is checked as soon as it is complete. Returns it and where it ends."""
         line, checked = bytearray(), None
         async for chunk in iter_body(request, self.config.receive_timeout_s):
-            incoming.add(chunk)
+            upload.add(chunk)
             self._buffered += len(chunk)
-            if incoming.size > self.config.max_body_bytes:
+            if upload.size - HEADER_BYTES > self.config.max_body_bytes:
                 raise Refused(f"the body has more than {self.config.max_body_bytes} bytes (max_body_bytes)", 413)
             if checked is None:
                 line += chunk[: MAX_LINE + 1 - len(line)]
                 if (newline := line.find(b"\n")) >= 0:
                     del line[newline:]
                     checked = self._check(bytes(line))
-                    reservation.extend(incoming.size, _rewards_to_score(checked))
+                    reservation.extend(upload.size, _rewards_to_score(checked))
                 elif len(line) > MAX_LINE:
                     raise Refused(f"metadata: no newline within {MAX_LINE} bytes", 413)
-            if incoming.buffered >= _CHUNK or self._buffered > _MAX_BUFFERED:
+            if upload.buffered >= _CHUNK or self._buffered > _MAX_BUFFERED:
                 del chunk
-                reservation.extend(incoming.size, written=incoming.size - incoming.buffered)
-                await self._call_spool(incoming.flush)
-                self._release(incoming)
+                reservation.extend(upload.size, written=upload.size - upload.buffered)
+                await self._call_spool(upload.flush)
+                self._release(upload)
         if checked is None:
             raise Refused("metadata: no newline after the JSON line")
         return checked, HEADER_BYTES + len(line)
 
-    def _release(self, incoming: _IncomingUpload) -> None:
-        self._buffered -= incoming.buffered
-        incoming.buffered = 0
+    def _release(self, upload: Upload) -> None:
+        self._buffered -= upload.buffered
+        upload.buffered = 0
 
     def _check(self, line: bytes) -> dict[str, Any]:
         """Check everything that needs only the first line."""
@@ -186,20 +159,9 @@ class UploadReceiver:
             if missing := [field for field in about.get("required_metadata", ()) if field not in data]:
                 raise Refused(f"metadata.{missing[0]}: needed by reward {name}")
 
-    def _store(
-        self, incoming: "_IncomingUpload", data: dict[str, Any], line_end: int, job_id: str
-    ) -> tuple[Job, Job | None]:
-        """Check the payload and store the job. Returns it, and the job that has its id already, if any."""
-        upload = incoming.flush()
-        try:
-            return self._seal(upload, data, line_end, job_id)
-        finally:
-            upload.discard()
-            incoming.upload = None
-
     def _check_payload(self, upload: Upload, data: dict[str, Any], line_end: int) -> Media:
         """What the payload is, within the limits."""
-        media = read_payload(upload.file, line_end + 1, upload.size, data.get("media_type"))
+        media = read_payload(upload.flush(), line_end + 1, upload.size, data.get("media_type"))
         config = self.config
         if media.count > config.max_items:
             raise Refused(f"payload: {media.count} samples are more than max_items = {config.max_items}", 413)
@@ -213,24 +175,28 @@ class UploadReceiver:
         check_counts(data, media.count)
         return media
 
-    def _seal(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
-        media = self._check_payload(upload, data, line_end)
-        weights = data["reward_fn"]
-        job = Job(
-            id=job_id,
-            accepted=time.time(),
-            rewards=tuple(sorted(_rewards_to_score(data))),
-            dropped=tuple(sorted(name for name in weights if weights[name] <= 0)),
-            sha256=upload.sha256,
-            line_end=line_end,
-            media=media.kind,
-            array=media.array,
-            size=upload.size,
-            boot=boot(),
-            uptime=uptime(),
-        )
-        upload.seal(job)
-        return job, self.spool.accept(upload, job)
+    def _store(self, upload: Upload, data: dict[str, Any], line_end: int, job_id: str) -> tuple[Job, Job | None]:
+        """Check the payload and store the job. Returns it, and the job that has its id already, if any."""
+        try:
+            media = self._check_payload(upload, data, line_end)
+            weights = data["reward_fn"]
+            job = Job(
+                id=job_id,
+                accepted=time.time(),
+                rewards=tuple(sorted(_rewards_to_score(data))),
+                dropped=tuple(sorted(name for name in weights if weights[name] <= 0)),
+                sha256=upload.sha256,
+                line_end=line_end,
+                media=media.kind,
+                array=media.array,
+                size=upload.size,
+                boot=boot(),
+                uptime=uptime(),
+            )
+            upload.seal(job)
+            return job, self.spool.accept(upload, job)
+        finally:
+            upload.discard()
 
     def _check_latent(self, channels: int) -> None:
         if self.config.no_latent_decoder:

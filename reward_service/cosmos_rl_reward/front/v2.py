@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,7 +12,6 @@ from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.v1 import read_fields, wait_seconds
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.results import CANCELLED
-from cosmos_rl_reward.spool import JOB_ID
 
 router = APIRouter(prefix="/v2")
 _MAX_BATCH = 256
@@ -29,12 +27,6 @@ def _preferred_wait(request: Request) -> float:
 
 def _not_found(job_id: str) -> JSONResponse:
     return JSONResponse({"error": f"no job {job_id}: never accepted here, or its results have expired"}, 404)
-
-
-async def _job(front: Front, job_id: str, wait_s: float) -> dict[str, Any] | None:
-    if not JOB_ID.fullmatch(job_id):
-        return None
-    return await describe_job(front.tracker, job_id, wait_s)
 
 
 @router.post("/jobs")
@@ -64,7 +56,7 @@ async def get(job_id: str, request: Request) -> Response:
     front = Front.from_request(request)
     front.allow(request, "read")
     with front.poll(_preferred_wait(request)) as wait_s:
-        state = await _job(front, job_id, wait_s)
+        state = await describe_job(front.tracker, job_id, wait_s)
     if state is None:
         return _not_found(job_id)
     return JSONResponse(state)
@@ -80,7 +72,7 @@ async def cancel(job_id: str, request: Request) -> Response:
         return _not_found(job_id)
     for reward in job.rewards:
         await front.tracker.end(job_id, reward, CANCELLED, "cancelled by a client")
-    return JSONResponse(await _job(front, job_id, 0))
+    return JSONResponse(await describe_job(front.tracker, job_id))
 
 
 @router.post("/jobs:batchGet")
@@ -96,13 +88,5 @@ async def batch_get(request: Request) -> Response:
     if not isinstance(ids, list) or len(ids) > _MAX_BATCH or not all(isinstance(i, str) for i in ids):
         raise Refused(f"ids: needed, a list of at most {_MAX_BATCH} job ids", 422)
     with front.poll(wait_seconds(fields.get("wait", "0"))) as wait_s:
-        states = await asyncio.gather(*(_job(front, job_id, wait_s) for job_id in ids))
+        states = await asyncio.gather(*(describe_job(front.tracker, job_id, wait_s) for job_id in ids))
     return JSONResponse({"jobs": dict(zip(ids, states, strict=True))})
-
-
-@router.get("/rewards")
-async def rewards(request: Request) -> Response:
-    """The rewards of this service."""
-    front = Front.from_request(request)
-    front.allow(request, "read")
-    return JSONResponse(front.describe())

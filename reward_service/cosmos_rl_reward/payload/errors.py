@@ -1,10 +1,10 @@
-"""What a client did wrong with a body."""
+"""Why a request is not accepted."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """The request can never be scored. ``status`` is the HTTP status, the message says which field and why."""
+    """A request is rejected. ``status`` is the HTTP status, the message says why, and which field is wrong."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)

@@ -93,18 +93,12 @@ class DanceGRPO(BaseRewardHandler):
         self.fetch(offline=True)  # a start never downloads
         dtype = choose_dtype(self.dtype)
         self.dtype = str(dtype).removeprefix("torch.")
-        from transformers import AutoConfig, AutoProcessor
-
-        self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
-        tokens = special_tokens.add_tokens(self._processor.tokenizer, _TOKENS)
         lora = self._settings.get("peft_lora_config", {})
         rank, alpha = lora.get("lora_r", 1), lora.get("lora_alpha", 1)
         scale = alpha / (rank**0.5 if lora.get("use_rslora") else rank)
         files, state = self._state()
-        config = AutoConfig.from_pretrained(str(self._base))
-        weights = special_tokens.merge_lora(state, scale)
-        backbone, head = special_tokens.build(config, weights, "rm_head", dtype, self._checkpoint)
-        self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
+        weights, source = special_tokens.merge_lora(state, scale), self._checkpoint
+        self._model = special_tokens.SpecialTokenModel(self._base, weights, _TOKENS, dtype, self.device, source)
         self.model_digest = digest(files)
 
     def _state(self) -> tuple[list[Path], dict[str, Any]]:
@@ -120,10 +114,8 @@ class DanceGRPO(BaseRewardHandler):
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
-        prompts, infos = (
-            get_per_sample(metadata, "prompts", len(videos)),
-            get_per_sample(metadata, "video_infos", len(videos)),
-        )
+        prompts = get_per_sample(metadata, "prompts", len(videos))
+        infos = get_per_sample(metadata, "video_infos", len(videos))
 
         def score(index: int) -> dict[str, float]:
             return self._one(videos[index], prompts[index], get_frame_rate(infos, index))
@@ -133,18 +125,10 @@ class DanceGRPO(BaseRewardHandler):
     def _one(self, video: np.ndarray, prompt: str, video_fps: float) -> dict[str, float]:
         data, norm = self._settings["data_config"], self._settings["inference_config"]
         indices = video_frames.sample_evenly(video.shape[1], video_fps, data["fps"], number=data.get("num_frames"))
-        frames = video_frames.resize_frames(
-            video[:, indices].transpose(1, 0, 2, 3), _MIN_PIXELS, data["max_frame_pixels"]
-        )
+        chosen = video[:, indices].transpose(1, 0, 2, 3)
+        frames = video_frames.resize_frames(chosen, _MIN_PIXELS, data["max_frame_pixels"])
         question = self._template.replace("{text_prompt}", prompt)
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        text = self._processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-        inputs = self._processor(
-            text=[text], videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt"
-        )
-        raw = self._model(inputs)[0].diagonal().tolist()  # the d-th output at the d-th token
+        raw = self._model.ask([question], "video", [frames])[0].diagonal().tolist()  # the d-th output at the d-th token
         values = [(x - norm[f"{d}_mean"]) / norm[f"{d}_std"] for x, d in zip(raw, _DIMENSIONS, strict=True)]
         return dict(zip(self.score_keys, [*values, sum(values)], strict=True))
 

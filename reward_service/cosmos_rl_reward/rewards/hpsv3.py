@@ -70,18 +70,13 @@ class HPSv3(BaseRewardHandler):
         if self.options["engine"] == "package":
             self._package = _package_inferencer(self._file, self.device)
             return
-        from transformers import AutoConfig, AutoProcessor
-
         spec = find_spec("hpsv3")
         places = spec.submodule_search_locations if spec else None
         source = Path(next(iter(places or ["."])), "dataset", "data_collator_qwen.py")
         instruction, ending = special_tokens.read_constants(source, *_TEXTS)
         self._template = instruction + ending
-        self._processor: Any = AutoProcessor.from_pretrained(str(self._base))
-        tokens = special_tokens.add_tokens(self._processor.tokenizer, [_TOKEN])
-        config = AutoConfig.from_pretrained(str(self._base))
-        backbone, head = special_tokens.build(config, load_state(self._file), "rm_head", dtype, self._file)
-        self._model = special_tokens.SpecialTokenModel(backbone, head, tokens, self.device)
+        state = load_state(self._file)
+        self._model = special_tokens.SpecialTokenModel(self._base, state, [_TOKEN], dtype, self.device, self._file)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)
@@ -102,15 +97,8 @@ class HPSv3(BaseRewardHandler):
         return [float(row[0]) for row in rewards]
 
     def _by_transformers(self, images: np.ndarray, prompts: list[str]) -> list[float]:
-        texts = []
-        for prompt in prompts:
-            content = [{"type": "image"}, {"type": "text", "text": self._template.replace("{text_prompt}", prompt)}]
-            message = [{"role": "user", "content": content}]
-            texts.append(self._processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-        inputs = self._processor(
-            text=texts, images=[resize_to_budget(p) for p in images], do_resize=False, padding=True, return_tensors="pt"
-        )
-        return self._model(inputs)[:, 0, 0].tolist()
+        texts = [self._template.replace("{text_prompt}", prompt) for prompt in prompts]
+        return self._model.ask(texts, "image", [resize_to_budget(p) for p in images])[:, 0, 0].tolist()
 
 
 def resize_to_budget(image: np.ndarray) -> Image.Image:

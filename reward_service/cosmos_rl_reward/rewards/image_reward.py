@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +12,14 @@ from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
+    build_head,
     find_file,
     find_folder,
+    load_model,
     load_state,
-    load_weights,
+    rename,
     require_packages,
+    select_prefix,
     torch_dtype,
 )
 
@@ -26,91 +28,61 @@ _TOKENIZER = "bert-base-uncased"
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the training set's raw scores
 _TOKENS = 35
 
-# BLIP's own names of the image tower -> transformers' names
-_VISION = (
-    (r"^cls_token$", "embeddings.class_embedding"),
-    (r"^pos_embed$", "embeddings.position_embedding"),
-    (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
-    (r"^norm\.", "post_layernorm."),
-    (r"^blocks\.(\d+)\.norm([12])\.", r"encoder.layers.\1.layer_norm\2."),
-    (r"^blocks\.(\d+)\.attn\.qkv\.", r"encoder.layers.\1.self_attn.qkv."),
-    (r"^blocks\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.projection."),
-    (r"^blocks\.(\d+)\.mlp\.", r"encoder.layers.\1.mlp."),
+# BLIP's own names -> transformers' names, and the part of the model
+_NAMES = (
+    (r"^blip\.visual_encoder\.", "vision."),
+    (r"^blip\.text_encoder\.", "text."),
+    (r"^mlp\.layers\.", "head."),
+    (r"^vision\.cls_token$", "vision.embeddings.class_embedding"),
+    (r"^vision\.pos_embed$", "vision.embeddings.position_embedding"),
+    (r"^vision\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"^vision\.norm\.", "vision.post_layernorm."),
+    (r"^vision\.blocks\.(\d+)\.", r"vision.encoder.layers.\1."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.qkv\.", ".self_attn.qkv."),
+    (r"\.attn\.proj\.", ".self_attn.projection."),
+)
+_VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+    "image_size": 224,
+    "layer_norm_eps": 1e-6,
+}
+_TEXT = (
+    *("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    "num_attention_heads",
 )
 
 
-def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """An ImageReward state dict as three: image tower and text tower under transformers' names, and the head."""
-    vision, text, head = {}, {}, {}
-    for name, value in state.items():
-        if name.startswith("blip.visual_encoder."):
-            name = name[len("blip.visual_encoder.") :]
-            for pattern, replacement in _VISION:
-                name = re.sub(pattern, replacement, name)
-            vision[name] = value
-        elif name.startswith("blip.text_encoder.") and not name.endswith("position_ids"):
-            text[name[len("blip.text_encoder.") :]] = value
-        elif name.startswith("mlp.layers."):
-            head[name[len("mlp.layers.") :]] = value
-    return vision, text, head
-
-
-def build(state: dict[str, Any], heads: tuple[int, int], source: Path) -> tuple[Any, Any, Any]:
-    """Image tower, text tower and head with an ImageReward checkpoint's weights; sizes are read off the weights.
+def build(state: dict[str, Any], vision: dict[str, Any], text: dict[str, Any], dtype: Any, source: Path) -> list[Any]:
+    """Image tower, text tower and head with an ImageReward checkpoint's weights; the head is in float32.
 
     Args:
         state: the checkpoint's state dict.
-        heads: attention heads of the image and the text tower.
+        vision: configuration of the image tower.
+        text: configuration of the text tower, as in ``med_config.json``.
+        dtype: of the towers.
         source: named in errors.
     """
-    import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision_state, text_state, head_state = split_state(state)
-    if not vision_state or not text_state or not head_state:
+    state = {name: value for name, value in rename(state, _NAMES).items() if not name.endswith("position_ids")}
+    parts = [select_prefix(state, f"{part}.") for part in ("vision", "text", "head")]
+    if not all(parts):
         raise NotReady(f"weights {source}: no ImageReward checkpoint (blip.visual_encoder, blip.text_encoder, mlp)")
-    patches, width = vision_state["embeddings.position_embedding"].shape[1:]
-    patch = vision_state["embeddings.patch_embedding.weight"].shape[-1]
-    vision_config = BlipVisionConfig(
-        hidden_size=width,
-        intermediate_size=vision_state["encoder.layers.0.mlp.fc1.weight"].shape[0],
-        num_hidden_layers=_layers(vision_state, r"encoder\.layers\.(\d+)\."),
-        num_attention_heads=heads[0],
-        patch_size=patch,
-        image_size=round((patches - 1) ** 0.5) * patch,
-        layer_norm_eps=1e-6,
-    )
-    words = text_state["embeddings.word_embeddings.weight"]
     text_config = BlipTextConfig(
-        vocab_size=words.shape[0],
-        hidden_size=words.shape[1],
-        encoder_hidden_size=width,
-        intermediate_size=text_state["encoder.layer.0.intermediate.dense.weight"].shape[0],
-        num_hidden_layers=_layers(text_state, r"encoder\.layer\.(\d+)\."),
-        num_attention_heads=heads[1],
-        max_position_embeddings=text_state["embeddings.position_embeddings.weight"].shape[0],
+        **{name: text[name] for name in _TEXT},
+        encoder_hidden_size=vision["hidden_size"],
         is_decoder=True,  # gives the layers their cross-attention; scoring runs without the causal mask
     )
-    with torch.device("meta"):
-        vision, text = BlipVisionModel(vision_config), BlipTextModel(text_config, add_pooling_layer=False)
-        linears = [n for n in range(8) if f"{n}.weight" in head_state]
-        head = torch.nn.Sequential(
-            *[
-                torch.nn.Linear(*reversed(head_state[f"{n}.weight"].shape)) if n in linears else torch.nn.Identity()
-                for n in range(max(linears) + 1)  # what is not a linear layer was dropout
-            ]
-        )
-    positions = torch.arange(text_config.max_position_embeddings)[None]
-    text.embeddings.register_buffer("position_ids", positions, persistent=False)
-    return (
-        load_weights(vision, vision_state, source),
-        load_weights(text, text_state, source),
-        load_weights(head, head_state, source),
-    )
-
-
-def _layers(state: dict[str, Any], pattern: str) -> int:
-    return 1 + max(int(found[1]) for name in state if (found := re.match(pattern, name)))
+    return [
+        load_model(BlipVisionModel, BlipVisionConfig(**vision), parts[0], dtype, source),
+        load_model(BlipTextModel, text_config, parts[1], dtype, source, add_pooling_layer=False),
+        build_head(parts[2], source),  # between its layers was dropout
+    ]
 
 
 @RewardRegistry.register()
@@ -130,7 +102,7 @@ class ImageReward(BaseRewardHandler):
     mergeable = True
     score_keys = ("image_reward",)
     OPTIONS: ClassVar[dict[str, Any]] = {"tokenizer": _TOKENIZER}
-    _image_heads = 16
+    _vision_config = _VISION
 
     def fetch(self, offline: bool) -> str | None:
         require_packages("transformers")
@@ -145,13 +117,10 @@ class ImageReward(BaseRewardHandler):
         from transformers import AutoTokenizer
 
         path = find_file(self._folder, _FILES)
-        text_heads = json.loads(find_file(self._folder, ["med_config.json"]).read_text(encoding="utf-8"))[
-            "num_attention_heads"
-        ]
-        vision, text, head = build(load_state(path), (self._image_heads, text_heads), path)
+        text = json.loads(find_file(self._folder, ["med_config.json"]).read_text(encoding="utf-8"))
         dtype = torch_dtype(self.dtype, self.device)
-        self._vision, self._text = vision.to(self.device, dtype), text.to(self.device, dtype)
-        self._head = head.to(self.device).float()
+        parts = build(load_state(path), self._vision_config, text, dtype, path)
+        self._vision, self._text, self._head = (part.to(self.device) for part in parts)
         self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer_folder))
         self.model_digest = digest([path])
 

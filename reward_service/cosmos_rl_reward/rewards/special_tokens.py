@@ -9,6 +9,13 @@ from typing import Any
 
 from cosmos_rl_reward.handler import NotReady
 from cosmos_rl_reward.rewards.samples import SampleError
+from cosmos_rl_reward.rewards.weights import build_head, load_model, rename, select_prefix
+
+# of a checkpoint written by transformers 5 or by an earlier version -> those of the backbone in transformers 5
+_CURRENT_NAMES = (
+    (r"^model\.(?!visual\.|language_model\.)", "language_model."),
+    (r"^model\.(?=visual\.|language_model\.)", ""),
+)
 
 
 def read_constants(path: Path, *names: str) -> list[str]:
@@ -63,74 +70,72 @@ def merge_lora(state: dict[str, Any], scale: float) -> dict[str, Any]:
     return plain
 
 
-def build(config: Any, state: dict[str, Any], head: str, dtype: Any, source: Path) -> tuple[Any, Any]:
-    """Backbone and head from plain weights (names as in Qwen2-VL checkpoints).
+def build(config: Any, state: dict[str, Any], dtype: Any, source: Path) -> tuple[Any, Any]:
+    """Backbone and head from plain weights (names as in Qwen2-VL checkpoints; those of the head begin with rm_head).
 
     Args:
         config: the backbone's configuration; its vocabulary is set to what the weights have.
         state: all weights.
-        head: prefix of the head's entries.
         dtype: of the backbone; the head stays in float32.
         source: named in errors.
 
     Raises:
         NotReady: weights are missing or of another model.
     """
+    import torch
     from transformers import Qwen2VLModel
 
-    backbone: dict[str, Any] = {}
-    top: dict[str, Any] = {}
-    for name, value in state.items():
-        if name.startswith(f"{head}."):
-            top[name[len(head) + 1 :]] = value
-        elif not name.startswith("lm_head."):
-            backbone[_current_name(name)] = value
+    head = select_prefix(state, "rm_head.")
+    rest = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "lm_head."))}
+    backbone = rename(rest, _CURRENT_NAMES)
     words = "language_model.embed_tokens.weight"
-    if words not in backbone or not top:
-        raise NotReady(f"weights {source}: no Qwen2-VL with a head {head!r}")
+    if words not in backbone or not head:
+        raise NotReady(f"weights {source}: no Qwen2-VL with a head rm_head")
     config.text_config.vocab_size = backbone[words].shape[0]
-    load: Any = Qwen2VLModel.from_pretrained
-    model, info = load(None, config=config, state_dict=backbone, dtype=dtype, output_loading_info=True)
-    wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
-    if wrong:
-        raise NotReady(f"weights {source}: {len(wrong)} entries do not fit the base model, such as {sorted(wrong)[0]}")
-    return model.eval(), _head(top, source)
-
-
-def _current_name(name: str) -> str:
-    """The entry's name in transformers 5, of a checkpoint written by it or by an earlier version."""
-    if re.match(r"model\.(visual|language_model)\.", name):
-        return name[len("model.") :]
-    return re.sub(r"^model\.", "language_model.", name)
-
-
-def _head(state: dict[str, Any], source: Path) -> Any:
-    """One linear layer, or several with ReLU between them (what else the training had there is idle in scoring)."""
-    import torch
-
-    depths = sorted({int(name.partition(".")[0]) for name in state if name[0].isdigit()})
-    layers: list[Any] = []
-    for prefix in [f"{depth}." for depth in depths] or [""]:
-        weight, bias = state.get(f"{prefix}weight"), state.get(f"{prefix}bias")
-        if weight is None:
-            raise NotReady(f"weights {source}: the head has no {prefix}weight")
-        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-        linear.weight.data = weight.float()
-        if bias is not None:
-            linear.bias.data = bias.float()
-        layers += [linear, torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1]).eval()
+    model = load_model(Qwen2VLModel, config, backbone, dtype, source)
+    return model, build_head(head, source, torch.nn.ReLU())  # what else the training had there is idle in scoring
 
 
 class SpecialTokenModel:
-    """Backbone and head on one device."""
+    """Processor, backbone and head.
 
-    def __init__(self, backbone: Any, head: Any, tokens: list[int], device: str) -> None:
-        if max(tokens) >= backbone.config.text_config.vocab_size:
+    Attributes:
+        processor: of the base model, with the special tokens.
+    """
+
+    def __init__(
+        self, base: Path, state: dict[str, Any], tokens: list[str], dtype: Any, device: str, source: Path
+    ) -> None:
+        """``base``: folder with configuration and processor; ``state``, ``dtype``, ``source``: see ``build``.
+
+        Raises:
+            NotReady: weights are missing or of another model.
+        """
+        from transformers import AutoConfig, AutoProcessor
+
+        self.processor: Any = AutoProcessor.from_pretrained(str(base))
+        self._tokens = add_tokens(self.processor.tokenizer, tokens)
+        backbone, head = build(AutoConfig.from_pretrained(str(base)), state, dtype, source)
+        if max(self._tokens) >= backbone.config.text_config.vocab_size:
             raise NotReady(
                 "the weights have no row for the special tokens; weights and tokenizer do not belong together"
             )
-        self._backbone, self._head, self._tokens = backbone.to(device), head.to(device), tokens
+        self._backbone, self._head = backbone.to(device), head.to(device)
+
+    def ask(self, texts: list[str], kind: str, media: list[Any]) -> Any:
+        """``__call__`` for one question about each image (``kind`` = ``image``) or video.
+
+        ``media`` have the size that the model takes.
+        """
+        questions = []
+        for text in texts:
+            content = [{"type": kind}, {"type": "text", "text": text}]
+            messages = [{"role": "user", "content": content}]
+            questions.append(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        keywords: dict[str, Any] = {f"{kind}s": media, "do_resize": False, "padding": True, "return_tensors": "pt"}
+        if kind == "video":
+            keywords["do_sample_frames"] = False
+        return self(self.processor(text=questions, **keywords))
 
     def __call__(self, inputs: Any) -> Any:
         """Head outputs at each special token.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.request
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -139,19 +140,64 @@ def load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_weights(model: Any, state: dict[str, Any], source: Path) -> Any:
-    """Put weights into a model made on the meta device; in evaluation mode.
+def rename(state: dict[str, Any], names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """A state dict with other names: each regular expression of ``names`` is replaced, in their order."""
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        for pattern, replacement in names:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed
+
+
+def select_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose names begin with ``prefix``, without it."""
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def load_model(kind: Any, config: Any, state: dict[str, Any], dtype: Any, source: Path, **arguments: Any) -> Any:
+    """A transformers model of the class ``kind`` with these weights, in evaluation mode.
 
     Raises:
-        NotReady: the file does not hold exactly this model's weights.
+        NotReady: they are not exactly this model's weights; names ``source``.
     """
-    result = model.load_state_dict(state, strict=False, assign=True)
-    if result.missing_keys or result.unexpected_keys:
-        raise NotReady(
-            f"weights {source}: {len(result.missing_keys)} missing {result.missing_keys[:3]},"
-            f" {len(result.unexpected_keys)} unexpected {result.unexpected_keys[:3]}; this is another model's file"
-        )
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **arguments,
+    )
+    for problem in ("missing", "unexpected", "mismatched"):
+        if names := sorted(found[f"{problem}_keys"]):
+            raise NotReady(
+                f"weights {source}: {len(names)} {problem}, such as {names[0]}; this is another model's file"
+            )
     return model.eval()
+
+
+def build_head(state: dict[str, Any], source: Path, *between: Any) -> Any:
+    """Linear layers in float32, in the order of the numbers in their names, with ``between`` after each but the last.
+
+    Raises:
+        NotReady: a layer has no weights.
+    """
+    import torch
+
+    depths = sorted({int(name.partition(".")[0]) for name in state if name[0].isdigit()})
+    layers: list[Any] = []
+    for prefix in [f"{depth}." for depth in depths] or [""]:
+        weight, bias = state.get(f"{prefix}weight"), state.get(f"{prefix}bias")
+        if weight is None:
+            raise NotReady(f"weights {source}: the head has no {prefix}weight")
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        linear.weight.data = weight.float()
+        if bias is not None:
+            linear.bias.data = bias.float()
+        layers += [*between, linear]
+    return torch.nn.Sequential(*layers[len(between) :]).eval()
 
 
 def torch_dtype(name: str, device: str) -> Any:

@@ -9,7 +9,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import clip
-from cosmos_rl_reward.rewards.hpsv2 import HPSv2, rename_to_transformers
+from cosmos_rl_reward.rewards.hpsv2 import HPSv2
 from cosmos_rl_reward.rewards.pickscore import PickScore
 
 rng = np.random.default_rng(0)
@@ -114,7 +114,7 @@ def test_hpsv2_is_the_cosine_of_an_open_clip_checkpoint(tmp_path):
     path.parent.mkdir(parents=True)
     torch.save({"state_dict": {**open_clip_state(model), "attn_mask": torch.zeros(2, 2)}, "epoch": 3}, path)
     reward = HPSv2(download_path=str(tmp_path), dtype="float32", options={"tokenizer": str(tmp_path)})
-    reward._heads = (2, 2)
+    reward._config = model.config.to_dict()
     reward.set_up()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     expected = by_hand(model, tokenizer, clip.normalize(clip.resize_and_pad(IMAGES, 28)), PROMPTS)
@@ -126,14 +126,17 @@ def test_hpsv2_is_the_cosine_of_an_open_clip_checkpoint(tmp_path):
 def test_another_models_file_is_refused(tmp_path):
     model = save_clip(tmp_path)
     state = open_clip_state(model)
-    with pytest.raises(NotReady, match="unknown entry head.weight"):
-        rename_to_transformers({**state, "head.weight": torch.zeros(1)})
-    del state["ln_final.bias"]
-    torch.save(state, tmp_path / "cut.pt")
-    reward = HPSv2(model_path=str(tmp_path / "cut.pt"), options={"tokenizer": str(tmp_path)})
-    reward._heads = (2, 2)
-    with pytest.raises(NotReady, match="missing .*final_layer_norm.bias"):
-        reward.set_up()
+    others = {
+        "unexpected, such as head.weight": {**state, "head.weight": torch.zeros(1)},
+        "missing, such as text_model.final_layer_norm.bias": {k: v for k, v in state.items() if k != "ln_final.bias"},
+        "mismatched, such as .*final_layer_norm.bias": {**state, "ln_final.bias": torch.zeros(7)},
+    }
+    for reason, other in others.items():
+        torch.save(other, tmp_path / "other.pt")
+        reward = HPSv2(model_path=str(tmp_path / "other.pt"), options={"tokenizer": str(tmp_path)})
+        reward._config = model.config.to_dict()
+        with pytest.raises(NotReady, match=reason):
+            reward.set_up()
 
 
 class Trap:

@@ -13,6 +13,8 @@ from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.image_reward import ImageReward
 
 WIDTH, TEXT, HEADS, PATCH, SIZE = 16, 12, 2, 14, 28
+VISION = {"hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+VISION |= {"patch_size": PATCH, "image_size": SIZE}
 rng = np.random.default_rng(0)
 IMAGES = rng.integers(0, 256, (3, 41, 58, 3), dtype=np.uint8)
 PROMPTS = ["a red cat", "two dogs on the moon", "blue sky"]
@@ -123,13 +125,23 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("image_reward")
     tokenizer = save_tokenizer(path)
     torch.save(checkpoint(len(tokenizer)), path / "ImageReward.pt")
-    write_json(path / "med_config.json", {"num_attention_heads": HEADS})
+    write_json(
+        path / "med_config.json",
+        {
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 40,
+            "hidden_size": TEXT,
+            "intermediate_size": 18,
+            "num_hidden_layers": 2,
+            "num_attention_heads": HEADS,
+        },
+    )
     return path
 
 
 def test_scores_are_those_of_the_architecture(folder):
     reward = ImageReward(model_path=str(folder), dtype="float32", options={"tokenizer": str(folder)})
-    reward._image_heads = HEADS
+    reward._vision_config = {**reward._vision_config, **VISION}
     reward.set_up()
     state = torch.load(folder / "ImageReward.pt", weights_only=True)
     pixels = torch.from_numpy(clip.normalize(clip.resize_and_crop(IMAGES, SIZE, nearest_offset=True)))

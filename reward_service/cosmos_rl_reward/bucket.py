@@ -8,6 +8,7 @@ import errno
 import importlib
 import logging
 import math
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -124,25 +125,25 @@ class Bucket:
         with self._translate_errors(), open(path, "rb") as file:
             self.client.upload_fileobj(file, self.name, self.prefix + key)
 
-    @contextlib.contextmanager
-    def open(self, key: str) -> Iterator[tuple[Any, int]]:
-        """An object to be read, and its bytes.
+    def get(self, key: str) -> bytes | None:
+        """The contents of an object, or None."""
+        try:
+            with self._translate_errors(), self._read(key) as body:
+                return body.read()
+        except FileNotFoundError:
+            return None
+
+    def download(self, key: str, path: Path) -> None:
+        """Write the contents of an object to a file.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        with self._translate_errors():
-            answer = self.client.get_object(Bucket=self.name, Key=self.prefix + key)
-            with contextlib.closing(answer["Body"]) as body:
-                yield body, answer["ContentLength"]
+        with self._translate_errors(), self._read(key) as body, open(path, "wb") as file:
+            shutil.copyfileobj(body, file, 1 << 20)
 
-    def get(self, key: str) -> bytes | None:
-        """The contents of an object, or None."""
-        try:
-            with self.open(key) as (body, _):
-                return body.read()
-        except FileNotFoundError:
-            return None
+    def _read(self, key: str) -> Any:
+        return contextlib.closing(self.client.get_object(Bucket=self.name, Key=self.prefix + key)["Body"])
 
     def exists(self, key: str) -> bool:
         """Whether there is an object."""

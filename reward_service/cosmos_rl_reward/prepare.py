@@ -64,7 +64,7 @@ async def prepare(
                 note = await _start(spec)
             else:
                 note = await _fetch(args, spec, tools)
-            print(f"{name}: ok{_words(note)}", flush=True)
+            print(f"{name}: ok{_format_note(note)}", flush=True)
             if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
                 wants_decoder = True
                 fields = {"reward_type": "latent", "venv_python": config.decode_args.venv_python}
@@ -76,9 +76,9 @@ async def prepare(
     return int(failed > 0)
 
 
-def _words(note: dict[str, object]) -> str:
-    if words := [str(note[key]) for key in ("warning", "fetched") if note.get(key)]:
-        return f" ({'; '.join(words)})"
+def _format_note(note: dict[str, object]) -> str:
+    if texts := [str(note[key]) for key in ("warning", "fetched") if note.get(key)]:
+        return f" ({'; '.join(texts)})"
     return ""
 
 

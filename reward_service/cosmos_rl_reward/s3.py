@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cosmos_rl_reward.bucket import PAGE, Bucket
 from cosmos_rl_reward.errors import StoreUnavailable, UserError
@@ -81,7 +81,7 @@ class S3Spool(Spool):
         self._threads = ThreadPoolExecutor(_PARALLEL)
         self._mutex = threading.Lock()
         self._users: dict[str, set[Files]] = {}
-        self._sizes: dict[Path, int] = {}  # of files that are here or on their way
+        self._sizes: dict[str, int] = {}  # bytes of the files of each job that are here or on their way
         self._headers: dict[str, Job] = {}  # of the open jobs of the last listing
 
     def check(self) -> None:
@@ -205,6 +205,7 @@ class S3Spool(Spool):
         with self._mutex:
             self._users.setdefault(job.id, set()).add(files)
         try:
+            self._make_room(job.id, job.disk_bytes if decoded else job.size)
             self._fetch(_body(job), self.job_path(job.id))
             if decoded and job.media == "latent":
                 self._fetch(f"open/{job.id}/decoded", self.decoded_path(job.id))
@@ -213,29 +214,24 @@ class S3Spool(Spool):
             raise
         return files
 
+    def _make_room(self, job_id: str, size: int) -> None:
+        with self._mutex:
+            known = self._sizes.get(job_id, 0)
+            others = sum(self._sizes.values()) - known
+            if size <= known:
+                return
+            if others and others + size > self._max_bytes:
+                raise StoreUnavailable(f"{others} bytes of jobs are being scored here (max_spool_bytes)")
+            if self.free_bytes() - (size - known) < self._min_free:
+                raise StoreUnavailable(f"the disk of {self.root} is full (min_free_bytes)")
+            self._sizes[job_id] = size
+
     def _fetch(self, key: str, path: Path) -> None:
         if path.exists():
             return
-        with self._bucket.open(key) as (body, size):
-            self._make_room(path, size)
-            self._save(body, size, path)
-
-    def _make_room(self, path: Path, size: int) -> None:
-        with self._mutex:
-            others = sum(other for place, other in self._sizes.items() if place != path)
-            if others and others + size > self._max_bytes:
-                raise StoreUnavailable(f"{others} bytes of jobs are being scored here (max_spool_bytes)")
-            if self.free_bytes() - size < self._min_free:
-                raise StoreUnavailable(f"the disk of {self.root} is full (min_free_bytes)")
-            self._sizes[path] = size
-
-    def _save(self, body: Any, size: int, path: Path) -> None:
         aside = self.incoming / uuid.uuid4().hex
         try:
-            with open(aside, "wb") as file:
-                shutil.copyfileobj(body, file, 1 << 20)
-                if file.tell() != size:
-                    raise StoreUnavailable(f"received {file.tell()} bytes of an object instead of {size}")
+            self._bucket.download(key, aside)
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
@@ -248,8 +244,8 @@ class S3Spool(Spool):
             if users or files.id not in self._users:
                 return
             del self._users[files.id]
+            self._sizes.pop(files.id, None)
             for path in (self.job_path(files.id), self.decoded_path(files.id)):
-                self._sizes.pop(path, None)
                 path.unlink(missing_ok=True)
 
     # removal
@@ -276,9 +272,7 @@ class S3Spool(Spool):
             return [key for page in self._bucket.list_pages(f"results/{job_id}/") for key, *_ in page]
 
         self._bucket.remove([key for keys in self._threads.map(results, job_ids) for key in keys])
-        self._bucket.remove(
-            [f"jobs/{job_id}" for job_id in job_ids]
-        )  # last: after an interruption they are found again
+        self._bucket.remove([f"jobs/{job_id}" for job_id in job_ids])  # last: an interrupted sweep finds them again
 
     def _sweep_abandoned(self) -> None:
         for page in self._bucket.list_pages("open/"):

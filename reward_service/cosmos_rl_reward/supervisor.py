@@ -195,23 +195,23 @@ class Service:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        keeping: list[asyncio.Task[int]] = []
+        running: list[asyncio.Task[int]] = []
         code = 0
         try:
             for child in self._children:
-                keeping.append(asyncio.create_task(child.run()))
+                running.append(asyncio.create_task(child.run()))
                 if child is self.broker:
                     await wait_for_socket(self._socket, 10)
             host, port = self._listener.getsockname()[:2]
             logger.info("listening on http%s://%s:%d", "s" if self.config.tls_cert else "", host, port)
             stopping = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
-            code = max((task.result() for task in done & set(keeping)), default=0)
+            done, _ = await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+            code = max((task.result() for task in done & set(running)), default=0)
         finally:
             await self._end(now)
-            for task in keeping:
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
         return code
 
     async def _end(self, now: asyncio.Event) -> None:
@@ -219,12 +219,12 @@ class Service:
         logger.info("stopping: running jobs get %g s", self.config.drain_s)
         self.front.signal(signal.SIGUSR1)
         draining = asyncio.create_task(self.workers.end(self.config.drain_s + 5))
-        hurry = asyncio.create_task(now.wait())
-        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        skipping = asyncio.create_task(now.wait())
+        await asyncio.wait({draining, skipping}, return_when=asyncio.FIRST_COMPLETED)
         if now.is_set():
             self.workers.signal(signal.SIGKILL)
         await draining
-        hurry.cancel()
+        skipping.cancel()
         await asyncio.to_thread(process_tree.kill_leftovers)
         await self.front.end(8)
         await self.broker.end(3)

@@ -1,5 +1,6 @@
 """Bodies byte by byte: what is read, as what, and what is refused with which reason."""
 
+import contextlib
 import io
 import json
 import pickle
@@ -334,12 +335,13 @@ def test_damaged_files_are_read_within_bounds_or_refused(data, changes):
         assert found.array.offset + found.array.span <= 6 + len(blob)
 
 
-def test_a_directory_said_to_be_beyond_any_file_is_refused():
+def test_a_directory_said_to_be_beyond_any_file_is_never_looked_for_there():
     data = FILES[1]
-    at = data.rindex(b"PK\x06\x07") + 8  # where the zip64 locator says its record is
+    at = data.rindex(b"PK\x06\x07") + 8  # where the zip64 locator says its record is: Python may ignore that
     for place in (1 << 62, (1 << 64) - 1):
-        with pytest.raises(Refused):
-            read(data[:at] + place.to_bytes(8, "little") + data[at + 8 :], "image")
+        changed = data[:at] + place.to_bytes(8, "little") + data[at + 8 :]
+        with contextlib.suppress(Refused):
+            assert read(changed, "image") == read(data, "image")
 
 
 @given(st.text(), st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.floats() | st.text(max_size=5)))

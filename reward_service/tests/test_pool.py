@@ -14,7 +14,6 @@ from cosmos_rl_reward.config import RewardArgs
 from cosmos_rl_reward.payload.media import read_payload
 from cosmos_rl_reward.results import encode, without_scores
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool
-from cosmos_rl_reward.worker import retries
 from cosmos_rl_reward.worker.host import make_reward_spec
 from cosmos_rl_reward.worker.inputs import Input, group_inputs, merge, read_input
 from cosmos_rl_reward.worker.outcome import BadOutput, check
@@ -138,7 +137,7 @@ class Disk:
 
 def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
     """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
-    monkeypatch.setattr(retries, "_PAUSES_S", (0.02,))
+    monkeypatch.setattr("cosmos_rl_reward.worker.jobs._PAUSES_S", (0.02,))
     announced = []
 
     async def announce(event):

@@ -21,7 +21,7 @@ from cosmos_rl_reward.payload.arrays import ArrayRef, row_major
 from cosmos_rl_reward.results import encode
 from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.spool import HEADER_BYTES, Job, Spool, pack_header
-from cosmos_rl_reward.worker.retries import RetryingSpool
+from cosmos_rl_reward.worker.jobs import RetryingSpool
 from tests.fronts import front_in_memory
 from tests.object_store import BUCKET, PREFIX, SECRET, URL, in_store
 from tests.service import MOODY, body, image, toml
@@ -41,7 +41,8 @@ def put(spool, content=b"{}\nbody", job_id=None, media="image", rewards=("a", "b
     upload = spool.upload()
     try:
         upload.add(content)
-        array = ArrayRef("|u1", (1, 4), row_major((1, 4)), HEADER_BYTES + 3)
+        shape = {"image": (1, 4), "latent": (1, 16, 1, 1, 1)}[media]
+        array = ArrayRef("|u1", shape, row_major(shape), HEADER_BYTES + 3)
         ident = job_id or str(uuid.uuid4())
         upload.flush()
         digest, size = upload.sha256, upload.size

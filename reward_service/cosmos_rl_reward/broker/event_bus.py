@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "cosmos_rl_reward:"
 _EVENTS = f"{_PREFIX}events"
 _STATUS_TTL_S = 6
-_LISTEN_S = 10.0  # after so long without an event the connection is looked at
+_LISTEN_S = 10.0  # after so long without an event the connection is checked
 
 
 class EventBus:

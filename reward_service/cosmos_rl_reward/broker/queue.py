@@ -164,14 +164,14 @@ class _Consumer:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
-        looked = -_RENEW_S
+        claimed = -_RENEW_S
         while not stop.is_set():
             if (room := self._concurrency - len(self._leases)) <= 0:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            if time.monotonic() - looked >= _RENEW_S:
-                looked = time.monotonic()
+            if time.monotonic() - claimed >= _RENEW_S:
+                claimed = time.monotonic()
                 await self._claim_expired(room)
                 continue
             found = await self._client.xreadgroup(_GROUP, self._name, {stream: ">"}, count=room, block=_BLOCK_MS)

@@ -12,7 +12,6 @@ values of any depth and size.
 from __future__ import annotations
 
 import pickletools
-import struct
 import zipfile
 from typing import Any, BinaryIO, cast
 
@@ -32,14 +31,17 @@ _STORAGES = {
     "BoolStorage": "|b1",
 }
 _MAX_PICKLE = 1 << 12  # bytes; one tensor needs about 400
-_MAX_DIRECTORY = 1 << 16
+_MAX_READ = 22 + (1 << 16)  # bytes at a time: what zipfile searches for the end of a directory, and longest directory
 _MAX_ORDER = 16  # bytes of the entry that names the byte order
 _REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 _ORDERED_DICT = ("collections", "OrderedDict")
 
 
 class _Window:
-    """A seekable view of a part of a file, so that zip offsets count from the payload's first byte."""
+    """A seekable view of a part of a file, so that zip offsets count from the payload's first byte.
+
+    It refuses to read much at a time, as a directory of very many entries would need.
+    """
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._size, self._at = file, start, end - start, 0
@@ -57,8 +59,12 @@ class _Window:
 
     def read(self, count: int = -1) -> bytes:
         left = max(0, self._size - self._at)
+        if count < 0 or count > left:
+            count = left
+        if count > _MAX_READ:
+            raise Refused("payload: the torch file holds more than one tensor")
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if count < 0 else min(count, left))
+        data = self._file.read(count)
         self._at += len(data)
         return data
 
@@ -70,7 +76,8 @@ def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
         Refused: anything but one dense tensor of numbers in the zip format.
     """
     window = _Window(file, start, end)
-    _check_directory(window, end - start)
+    if window.read(4) != b"PK\x03\x04":
+        raise Refused("payload: neither a .npy nor a torch.save file")
     try:
         with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
             entries = {info.filename: info for info in archive.infolist()}
@@ -87,16 +94,12 @@ def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
             if order in entries and (entries[order].file_size > _MAX_ORDER or archive.read(order) != b"little"):
                 raise Refused("payload: torch files of big-endian machines are not read")
             record = entries.get(f"{prefix}data/{key}")
+            if record is None:
+                raise Refused("payload: the torch file has no data for its tensor")
+            with archive.open(record):
+                begin = window.tell()  # opening an entry reads its local header, so here its data begin
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         raise Refused("payload: the torch file is damaged") from error
-    if record is None:
-        raise Refused("payload: the torch file has no data for its tensor")
-    window.seek(record.header_offset)
-    local = window.read(30)
-    if len(local) < 30 or not local.startswith(b"PK\x03\x04"):
-        raise Refused("payload: the torch file is damaged")
-    name_length, extra_length = struct.unpack("<HH", local[26:30])
-    begin = record.header_offset + 30 + name_length + extra_length
     ref = ArrayRef(dtype, shape, strides, 0)
     if ref.overlaps:
         raise Refused("payload: elements of the tensor share memory (an expanded one?); send tensor.contiguous()")
@@ -105,25 +108,6 @@ def read_torch(file: BinaryIO, start: int, end: int) -> ArrayRef:
     if begin + record.file_size > end - start:
         raise Refused("payload: truncated torch file")
     return ArrayRef(dtype, shape, strides, start + begin + offset * ref.itemsize)
-
-
-def _check_directory(window: _Window, size: int) -> None:
-    """Refuse a zip whose directory would cost much memory to read."""
-    window.seek(max(0, size - 22))
-    tail = window.read(22)
-    if len(tail) < 22 or not tail.startswith(b"PK\x05\x06"):
-        raise Refused("payload: neither a .npy nor a torch.save file")
-    directory = struct.unpack("<I", tail[12:16])[0]
-    window.seek(max(0, size - 42))
-    locator = window.read(20)
-    if locator.startswith(b"PK\x06\x07"):
-        window.seek(struct.unpack("<Q", locator[8:16])[0])
-        record = window.read(56)
-        if len(record) < 56 or not record.startswith(b"PK\x06\x06"):
-            raise Refused("payload: the torch file is damaged")
-        directory = max(struct.unpack("<Q", record[40:48])[0], 0 if directory == 0xFFFFFFFF else directory)
-    if directory > _MAX_DIRECTORY:
-        raise Refused("payload: the torch file holds more than one tensor")
 
 
 def _tensor(data: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:

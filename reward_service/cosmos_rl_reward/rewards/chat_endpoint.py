@@ -36,33 +36,23 @@ class ChatEndpoint:
         address: the server's URL without user, password and query, for messages and records.
     """
 
-    def __init__(self, url: str, key: str, model: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
-        self._base = url.rstrip("/").removesuffix("/chat/completions")
-        self.address = re.sub(r"//[^/]*@", "//", self._base).partition("?")[0]
-        self._model, self._retries = model, retries
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=concurrency)
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="chat")
-
-    @classmethod
-    def from_reward(cls, reward: BaseRewardHandler) -> ChatEndpoint:
+    def __init__(self, reward: BaseRewardHandler) -> None:
         """The server that a reward's configuration names (``model`` and ``ENDPOINT_OPTIONS`` are among its options).
 
         Raises:
             NotReady: see ``check``.
         """
         options = reward.options
-        endpoint = cls(
-            reward.endpoint_url,
-            reward.endpoint_api_key,
-            options["model"],
-            timeout_s=float(options["timeout_s"]),
-            retries=int(options["retries"]),
-            concurrency=int(options["concurrency"]),
-        )
-        endpoint.check()
-        return endpoint
+        self._base = reward.endpoint_url.rstrip("/").removesuffix("/chat/completions")
+        self.address = re.sub(r"//[^/]*@", "//", self._base).partition("?")[0]
+        self._model, self._retries = options["model"], int(options["retries"])
+        headers, concurrency = {}, int(options["concurrency"])
+        if reward.endpoint_api_key:
+            headers = {"Authorization": f"Bearer {reward.endpoint_api_key}"}
+        limits = httpx.Limits(max_connections=concurrency)
+        self._client = httpx.Client(headers=headers, timeout=float(options["timeout_s"]), limits=limits)
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="chat")
+        self.check()
 
     def check(self) -> None:
         """Ask the server for its models.

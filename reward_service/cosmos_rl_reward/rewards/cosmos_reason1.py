@@ -93,7 +93,7 @@ class CosmosReason1(BaseRewardHandler):
         """Load model and processor, or see that the server has the model."""
         self.fetch(offline=True)  # a start never downloads
         if self.endpoint_url:
-            self._critic = EndpointCritic(ChatEndpoint.from_reward(self))
+            self._critic = EndpointCritic(ChatEndpoint(self))
             self.score_keys = ("prediction", "no_score")
         else:
             self._critic = LocalCritic(self._folder, self.device, choose_dtype(self.dtype))

@@ -99,7 +99,7 @@ class UnifiedReward(BaseRewardHandler):
         if self._pattern.groups < 1:
             raise NotReady("reward_args.options.pattern: needs a group around the number")
         self._digest = digest([path])
-        self._endpoint = ChatEndpoint.from_reward(self)
+        self._endpoint = ChatEndpoint(self)
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)

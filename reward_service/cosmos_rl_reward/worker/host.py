@@ -84,20 +84,18 @@ class Host:
 
             events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
             pools = [Pool(spec, self.spool, events.put, requeue) for spec in self._specs]
-            workers = [asyncio.create_task(pool.serve()) for pool in pools]
+            parts = [self._publish_status(bus, pools), _publish_events(bus, events), _reap()]
+            background = [asyncio.create_task(part) for part in (*parts, *(pool.serve() for pool in pools))]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
-            showing = asyncio.create_task(self._publish_status(bus, pools))
-            posting = asyncio.create_task(_publish_events(bus, events))
-            reaping = asyncio.create_task(_reap())
             stopping = asyncio.create_task(stop.wait())
             try:
-                tasks = {stopping, showing, posting, reaping, *workers, *consumers}
+                tasks = {stopping, *background, *consumers}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
                     task.result()  # only the signal ends them: raise any other reason
             finally:
                 await self._drain(consumers)
-                await _end([showing, posting, reaping, stopping, *workers])
+                await _end([stopping, *background])
                 await asyncio.to_thread(process_tree.kill_descendants)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:

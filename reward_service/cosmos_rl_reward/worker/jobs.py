@@ -1,6 +1,7 @@
 """The jobs of one reward on this host, from their delivery until each is finished, failed, or back in its queue."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -9,14 +10,46 @@ from typing import Any
 from cosmos_rl_reward.results import FAILED, printable, without_scores
 from cosmos_rl_reward.spool import Files, Job, Spool
 from cosmos_rl_reward.worker.batches import Batches, Item
-from cosmos_rl_reward.worker.retries import RetryingSpool
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, PoolSpec
 
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 20  # times a job is delivered by the broker; its hosts may crash for other reasons than the job
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to read or write jobs and results; the last one repeats
 
 Announce = Callable[[dict[str, Any]], Awaitable[None]]
 Requeue = Callable[[str, str], Awaitable[None]]
+
+
+class RetryingSpool:
+    """Calls functions of a spool until they succeed: a full disk is emptied, and a store becomes available again.
+
+    ``name`` is for the log.
+    """
+
+    def __init__(self, spool: Spool, name: str) -> None:
+        self.spool, self._name = spool, name
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Read from the spool; a folder is read at once. That a job does not exist (any more) is a valid answer."""
+        try:
+            if not self.spool.remote:
+                return function(*arguments)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a full disk has no room for a folder either
+            logger.debug("%s: %s", self._name, error)
+        return await self.retry(function, *arguments, missing_is_final=True)
+
+    async def retry(self, function: Callable[..., Any], *arguments: Any, missing_is_final: bool = False) -> Any:
+        """Call the spool in a thread, until it succeeds."""
+        for number in itertools.count():
+            try:
+                return await asyncio.to_thread(function, *arguments)
+            except OSError as error:
+                if missing_is_final and isinstance(error, FileNotFoundError):
+                    raise
+                logger.error("%s: jobs or results cannot be read or written: %s", self._name, error)
+            await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
 
 
 class Jobs:

@@ -61,7 +61,7 @@ class Replica:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._logging: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Start the process and load the reward; returns the description of the reward.
@@ -90,7 +90,7 @@ class Replica:
         self.running.add(self._process.pid)
         self._logging = asyncio.create_task(self._keep_log(self._process))
         self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
-        self._watching = asyncio.create_task(self._close_when_ended())
+        self._closing = asyncio.create_task(self._close_when_ended())
         try:
             answer = await self._ask(message, timeout_s)
         except TimeoutError:

@@ -114,21 +114,17 @@ class Scorer:
             except Exception as error:
                 replies[request["id"]] = _describe_failure(request["id"], error)
         for batch in group_inputs(inputs, self.handler.required_metadata):
-            try:
-                answers = self._score_batch(batch)
-            except Exception as error:
-                if len(batch) == 1:
-                    answers = [_describe_failure(batch[0].id, error)]
-                else:  # find out which job is the cause
-                    answers = [answer for one in batch for answer in self._score_alone(one)]
-            replies.update({answer["id"]: answer for answer in answers})
+            replies.update({answer["id"]: answer for answer in self._try(batch)})
         return [replies[request["id"]] for request in requests]
 
-    def _score_alone(self, one: Any) -> list[dict[str, Any]]:
+    def _try(self, batch: list[Any]) -> list[dict[str, Any]]:
+        """Replies for one call; if it fails, each job is scored alone, to find out which one is the cause."""
         try:
-            return self._score_batch([one])
+            return self._score_batch(batch)
         except Exception as error:
-            return [_describe_failure(one.id, error)]
+            if len(batch) == 1:
+                return [_describe_failure(batch[0].id, error)]
+        return [answer for one in batch for answer in self._try([one])]
 
     def _score_batch(self, batch: list[Any]) -> list[dict[str, Any]]:
         from cosmos_rl_reward.results import SUCCEEDED, encode

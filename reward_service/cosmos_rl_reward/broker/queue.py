@@ -102,14 +102,6 @@ class StreamQueue:
         await _Consumer(self._client, queue, run, concurrency, control).serve()
 
 
-@dataclass(frozen=True)
-class _Lease:
-    """A job that this consumer runs."""
-
-    job_id: str
-    tries: int
-
-
 class _Consumer:
     """One call of ``consume``: a loop that takes jobs, one that renews leases, one that acknowledges."""
 
@@ -191,27 +183,27 @@ class _Consumer:
                 self._start(entry, fields, delivered)
 
     def _start(self, entry: str, fields: dict[str, str], delivered: int) -> None:
-        lease = _Lease(fields["job"], int(fields["tries"]) + delivered - 1)
-        running = self._leases[entry] = asyncio.create_task(self._run_one(lease))
-        running.add_done_callback(lambda _: self._note_end(entry, lease, running))
+        job_id, tries = fields["job"], int(fields["tries"]) + delivered - 1
+        running = self._leases[entry] = asyncio.create_task(self._run_one(job_id, tries))
+        running.add_done_callback(lambda _: self._note_end(entry, job_id, tries, running))
         if self._control.release.is_set():  # the broker had answered already
             running.cancel()
 
-    async def _run_one(self, lease: _Lease) -> None:
+    async def _run_one(self, job_id: str, tries: int) -> None:
         try:
-            await self._run(lease.job_id, lease.tries)
+            await self._run(job_id, tries)
         except Exception as error:
-            logger.error("job %s is returned to its queue: %r", lease.job_id, error)
+            logger.error("job %s is returned to its queue: %r", job_id, error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._control.release.wait()
             raise
 
-    def _note_end(self, entry: str, lease: _Lease, running: asyncio.Task[None]) -> None:
+    def _note_end(self, entry: str, job_id: str, tries: int, running: asyncio.Task[None]) -> None:
         next_try = 0
         if running.cancelled() or running.exception() is not None:
-            next_try = lease.tries + 1
-        self._ended += [entry, lease.job_id, next_try]
+            next_try = tries + 1
+        self._ended += [entry, job_id, next_try]
         del self._leases[entry]
         self._changed.set()
 

@@ -132,17 +132,20 @@ class JobTracker:
 
     def state(self, reward: str) -> tuple[str, str]:
         """``ready``, ``idle``, ``loading``, ``failed`` or ``absent`` (not served), and why; the best of all hosts."""
-        found = [status[reward] for status in self.statuses.values() if reward in status]
         for state in ("ready", "idle", "loading", "failed"):
-            for status in found:
+            for status in self.find_statuses(reward):
                 if status["state"] == state:
                     return state, status["reason"]
         return "absent", "no worker serves it yet"
 
+    def find_statuses(self, name: str) -> list[dict[str, Any]]:
+        """What each host last published about a reward."""
+        return [status[name] for status in self.statuses.values() if name in status]
+
     def hosts(self) -> dict[str, dict[str, Any]]:
         """The worker hosts by machine, with their restarts; one that just crashed may still be listed."""
         found: dict[str, dict[str, Any]] = {}
-        for host in [status[HOST] for status in self.statuses.values() if HOST in status]:
+        for host in self.find_statuses(HOST):
             known = found.setdefault(host["machine"], {"restarts": 0})
             known["restarts"] = max(known["restarts"], host["restarts"])
         return found

@@ -144,13 +144,12 @@ class Reconciler:
         for reward in tracker.rewards:
             metrics.depth.labels(reward).set(tracker.depth(reward))
             metrics.age.labels(reward).set(now - oldest.get(reward, now))
-            mine = [status[reward] for status in tracker.statuses.values() if reward in status]
+            mine = tracker.find_statuses(reward)
             metrics.up.labels(reward).set(sum(status["replicas"] for status in mine))
             metrics.restarts.labels(reward).set(sum(status["restarts"] for status in mine))
             left = tracker.completed[reward]
-            tracker.rates[reward] = 0.8 * tracker.rates.get(reward, 0.0) + 0.2 * (
-                left - self._completed_before.get(reward, left)
-            )
+            rate = left - self._completed_before.get(reward, left)
+            tracker.rates[reward] = 0.8 * tracker.rates.get(reward, 0.0) + 0.2 * rate
             self._completed_before[reward] = left
 
     async def requeue_unknown(self) -> None:

@@ -63,7 +63,7 @@ class Front:
         for args in config.enabled:
             name = args.reward_type
             state, reason = self.tracker.state(name)
-            mine = [status[name] for status in self.tracker.statuses.values() if name in status]
+            mine = self.tracker.find_statuses(name)
             about = next((status["about"] for status in mine if status["about"]), {})
             rewards[name] = {
                 "state": state,

@@ -150,8 +150,8 @@ class UploadReceiver:
 
     def _check_reward(self, name: str, data: dict[str, Any]) -> None:
         """Check what the reward itself requires, once a worker has published it."""
-        for status in self.tracker.statuses.values():
-            about = status.get(name, {}).get("about", {})
+        for status in self.tracker.find_statuses(name):
+            about = status["about"]
             media = "image" if data.get("media_type") == "image" else "video"
             if about and media not in about["media_types"]:
                 kinds = " and ".join(about["media_types"])

@@ -84,7 +84,8 @@ class Jobs:
         job = await self.retrying.call(self.spool.job, job_id)
         if job is None or not await self.find_unfinished([job]):
             return None
-        if job.media == "latent" and not self.spec.decoding and not await self._is_decoded(job_id):
+        needs_pixels = job.media == "latent" and not self.spec.decoding
+        if needs_pixels and not await self.retrying.call(self.spool.has_decoded, job_id):
             await self.requeue(DECODE_QUEUE, job_id)
             return None
         done = asyncio.get_running_loop().create_future()
@@ -99,9 +100,6 @@ class Jobs:
         self._items[job_id] = item
         self.waiting.put(item)
         return item
-
-    async def _is_decoded(self, job_id: str) -> bool:
-        return await self.retrying.call(self.spool.has_decoded, job_id)
 
     async def _acquire(self, job: Job) -> Files:
         if not self.spool.remote:

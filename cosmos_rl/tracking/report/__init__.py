@@ -1,26 +1,24 @@
-"""``report.html``: one self-contained page that shows what a run did, made from its folder alone. No torch."""
+"""``report.html``: one self-contained page that shows what a run did, made from its folder alone. No torch.
+
+The modules here choose and compute what is shown; ``page.html.jinja`` lays it out.
+"""
 
 import datetime
-import importlib.resources
+import functools
 from pathlib import Path
+from typing import Any
 
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.report import words
 from cosmos_rl.tracking.report.curves import Charts
-from cosmos_rl.tracking.report.images import (
-    choose_images,
-    render_extremes,
-    render_only_gallery,
-    render_pairs,
-    render_strip,
-)
-from cosmos_rl.tracking.report.inlined import Inliner, escape
+from cosmos_rl.tracking.report.images import choose_images
+from cosmos_rl.tracking.report.inlined import Inliner, clean
 from cosmos_rl.tracking.report.measures import warnings
 from cosmos_rl.tracking.report.record import Record, read_record
+from cosmos_rl.tracking.report.svg import format_number
 
-# the browser itself refuses everything from elsewhere and every script, whatever a prompt may hold
-_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+_HERE = Path(__file__).parent
 
 
 def write_report(run_root: Path) -> Path:
@@ -37,35 +35,37 @@ def write_report(run_root: Path) -> Path:
 def page(record: Record) -> str:
     """The whole document."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    images = choose_images(record)
-    inliner = Inliner(images.list_placed())
-    name = escape(words.find_title(record))
-    parts = [
-        f"<header><h1>{name}</h1><p>{words.describe_training(record)}</p>"
-        f'<p class="state">{words.describe_end(record, now)}</p>{words.render_tiles(record, images.pairs)}</header>',
-        _warnings(record),
-        render_pairs(images.pairs, inliner, finished=record.finished) if images.pairs else "",
-        render_only_gallery(*images.only, inliner) if images.only else "",
-        words.render_key_numbers(record),
-        Charts(record).sections(),
-        render_strip(images, inliner),
-        render_extremes(images, inliner),
-        words.render_usage(record),
-        words.render_provenance(record),
-        f"<footer>Made by cosmos-rl on {escape(now)} from {escape(record.root.name)}.</footer>",
-    ]
-    style = importlib.resources.files("cosmos_rl.tracking.report").joinpath("style.css").read_text(encoding="utf-8")
-    head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>'
-        f"<style>{style}</style>"
+    images, charts = choose_images(record), Charts(record)
+    return _load_template().render(
+        record=record,
+        now=now,
+        title=words.find_title(record),
+        training=words.describe_training(record),
+        end=words.describe_end(record, now),
+        tiles=words.choose_tiles(record, images.pairs),
+        warnings=warnings(record),
+        images=images,
+        sources=Inliner(images.list_placed()).find_sources,
+        numbers=words.list_key_numbers(record),
+        sections=charts.sections(),
+        others=charts.collect_others(),
+        usage=words.describe_usage(record),
+        provenance=words.describe_origin(record),
+        config_text=words.mask_secrets(record.config_text),
     )
-    body = "\n".join(part for part in parts if part)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{body}\n</main></body></html>\n'
 
 
-def _warnings(record: Record) -> str:
-    found = "".join(f"<li>{escape(text)}</li>" for text in warnings(record))
-    if not found:
-        return ""
-    return f'<section id="warnings" role="alert"><h2>Warnings</h2><ul>{found}</ul></section>'
+@functools.cache
+def _load_template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # other commands need none of it
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        finalize=clean,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"number": format_number, "clean": clean}
+    return environment.get_template("page.html.jinja")

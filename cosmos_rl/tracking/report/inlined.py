@@ -1,14 +1,17 @@
-"""Images inside a page: scaled down, as data URIs, all of them together below a number of bytes."""
+"""What stands inside a page: images as data URIs, all of them together below a number of bytes, and clean text."""
 
 import base64
-import html
 import io
-import unicodedata
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from markupsafe import Markup
 from PIL import Image
+
+from cosmos_rl.tracking.report.record import Entry
 
 MAX_CLIP_BYTES = 1_000_000
 """Of all videos of a page; those beyond it are shown by their first frames."""
@@ -19,15 +22,22 @@ _SMALL = 96
 _JPEG_QUALITY = 85
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
     """An image that the page wants."""
 
-    file: Path
+    entry: Entry
     side: int
     """Longest side in pixels."""
-    clip: Path | None = None
-    """The video of which the image is the first frame."""
+    moves: bool = True
+    """Whether a video is played, not only its first frame shown."""
+
+    @property
+    def clip(self) -> Path | None:
+        """The video that is played."""
+        if self.moves:
+            return self.entry.clip
+        return None
 
 
 class Inliner:
@@ -37,77 +47,62 @@ class Inliner:
         """Encode ``wanted``; sides are halved as often as it takes, one step for all."""
         shrink = 1
         while True:
-            self._found = {one: encode_image(one.file, max(one.side // shrink, 16)) for one in dict.fromkeys(wanted)}
-            if sum(len(self._found[one] or "") for one in wanted) <= MAX_BYTES or shrink >= 16:
+            self._found = {one: encode_image(one.entry.file, max(one.side // shrink, 16)) for one in wanted}
+            if sum(len(uri or "") for uri in self._found.values()) <= MAX_BYTES or shrink >= 16:
                 break
             shrink *= 2
         self._clips = _encode_clips([one for one in wanted if one.clip is not None])
 
-    def tag(self, placed: Placed, alt: str) -> str:
-        """The ``<img>`` or ``<video>``, or words when the file is not there or no image."""
-        uri = self._found[placed]
-        if uri is None:
-            return '<span class="missing">image missing</span>'
-        if placed in self._clips:
-            about = f'poster="{uri}" aria-label="{escape(alt, 120)}"'
-            return f'<video autoplay loop muted playsinline controls {about} src="{self._clips[placed]}"></video>'
-        sharp = ""
-        if uri.startswith("data:image/png"):
-            sharp = ' class="sharp"'
-        return f'<img{sharp} src="{uri}" alt="{escape(alt, 120)}">'
+    def find_sources(self, placed: Placed) -> tuple[Markup | None, Markup | None]:
+        """The image, None when it is not there or no image; the video, where there is one with room for it."""
+        return self._found[placed], self._clips.get(placed)
 
 
-def _encode_clips(wanted: Sequence[Placed]) -> dict[Placed, str]:
+def _encode_clips(wanted: Sequence[Placed]) -> dict[Placed, Markup]:
     """Data URIs of small versions of the videos, in the order of the page, until the room is used up."""
-    found: dict[Placed, str] = {}
+    found: dict[Placed, Markup] = {}
     for one in wanted:
         from cosmos_rl.tracking.clips import shrink_clip  # most runs have no videos
 
-        if one in found or one.clip is None or not one.clip.is_file():
+        if one.clip is None or not one.clip.is_file():
             continue
-        uri = "data:video/mp4;base64," + base64.b64encode(shrink_clip(one.clip, one.side)).decode()
+        uri = _to_uri("video/mp4", shrink_clip(one.clip, one.side))
         if sum(map(len, found.values())) + len(uri) > MAX_CLIP_BYTES:
             break
         found[one] = uri
     return found
 
 
-def encode_image(file: Path, side: int) -> str | None:
+def encode_image(file: Path, side: int) -> Markup | None:
     """The image as a data URI: small ones as PNG without loss, others as JPEG with a longest side of ``side``."""
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
     except OSError:
         return None
+    target = io.BytesIO()
     if max(image.size) <= min(_SMALL, side):
-        return _uri(image, "png")
+        image.save(target, "png", optimize=True)
+        return _to_uri("image/png", target.getvalue())
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return _uri(image, "jpeg", quality=_JPEG_QUALITY)
+    image.save(target, "jpeg", optimize=True, quality=_JPEG_QUALITY)
+    return _to_uri("image/jpeg", target.getvalue())
 
 
-def escape(text: object, limit: int | None = None) -> str:
-    """Safe in HTML, also in attributes; cut after ``limit`` characters; without what no document may hold.
+def _to_uri(kind: str, data: bytes) -> Markup:
+    """Marked as safe: it has no character that a page must escape, and is long."""
+    return Markup(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+
+
+def clean(value: Any, limit: int | None = None) -> Any:
+    """Text without what no document may hold, cut after ``limit`` characters; other values as they are.
 
     Control characters and lone surrogates become a replacement mark; the direction marks of other scripts stay, the
     overrides that turn the text around them are removed.
     """
-    plain = str(text)
-    if limit is not None and len(plain) > limit:
-        plain = plain[:limit].rstrip() + "…"
-    return html.escape("".join(map(_replace_control_character, plain)), quote=True)
-
-
-def _replace_control_character(character: str) -> str:
-    if character in "\n\t":
-        return character
-    if character in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069":
-        return ""
-    if unicodedata.category(character) in ("Cc", "Cs"):
-        return "\ufffd"
-    return character
-
-
-def _uri(image: Image.Image, kind: str, **options: int) -> str:
-    target = io.BytesIO()
-    image.save(target, kind, optimize=True, **options)
-    return f"data:image/{kind};base64,{base64.b64encode(target.getvalue()).decode()}"
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    if limit is not None and len(value) > limit:
+        value = value[:limit].rstrip() + "…"
+    value = re.sub(r"[\u202a-\u202e\u2066-\u2069]", "", value)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", value)

@@ -41,6 +41,14 @@ class Entry:
         return self.scores.get(TOTAL)
 
     @property
+    def parts(self) -> Mapping[str, float | None]:
+        """The scores that make up the total; empty where it is a single one."""
+        parts = {name: score for name, score in self.scores.items() if name != TOTAL}
+        if list(parts.values()) == [self.total]:
+            return {}
+        return parts
+
+    @property
     def key(self) -> tuple[int, str]:
         """The same in every gallery of the same prompts and noise."""
         return self.sample_id, self.prompt

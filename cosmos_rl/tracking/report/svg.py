@@ -1,10 +1,9 @@
-"""Curves as inline SVG: pure functions from numbers to text. Colours are CSS variables of the page."""
+"""Curves as points of an image: pure functions on numbers. ``parts.html.jinja`` draws them as SVG."""
 
-import html
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_POINTS = 300
 """Longer curves are averaged over neighbouring steps."""
@@ -18,7 +17,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 64, 10, 26
 class Curve:
     """One line of a chart."""
 
-    label: str
     steps: Sequence[int]
     values: Sequence[float | None]
     """None is a gap."""
@@ -52,24 +50,54 @@ def format_number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def draw_chart(
-    curves: Sequence[Curve], limits: Sequence[Limit] = (), name: str = "", *, from_zero: bool = False
-) -> str:
-    """Curves over steps with axes, ticks and the last value of each; empty when no curve has a value."""
+@dataclass(frozen=True)
+class Line:
+    """A piece of a curve without gaps."""
+
+    style: str
+    index: int
+    """Of the curve: its colour."""
+    points: Sequence[str]
+    """``x,y``; a single one is drawn as a dot."""
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart in the units of its image; heights are those of the middle of a text or line."""
+
+    y_ticks: Sequence[tuple[str, float]]
+    x_ticks: Sequence[tuple[str, int]]
+    limits: Sequence[tuple[float, Limit]]
+    bands: Sequence[tuple[int, str]]
+    """(index of the curve, points of the polygon)."""
+    lines: Sequence[Line]
+    ends: Sequence[tuple[str, int, float]]
+    """(height, index of the curve, its last value), moved apart where they would overlap."""
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = _LEFT
+    right: int = WIDTH - _RIGHT
+
+
+def draw_chart(curves: Sequence[Curve], limits: Sequence[Limit] = (), *, from_zero: bool = False) -> Drawing | None:
+    """Curves over steps with axes, ticks and the last value of each; None when no curve has a value."""
     curves = [curve for curve in curves if any(v is not None for v in curve.values)]
     if not curves:
-        return ""
+        return None
     ends = [next(v for v in reversed(curve.values) if v is not None) for curve in curves]
     curves = [shorten_curve(curve) for curve in curves]
     x_low, x_high = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
     y_ticks = ticks(*_reach(curves, limits, from_zero))
     area = _Area(x_low, max(x_high, x_low + 1), y_ticks[0], y_ticks[-1])
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(name)}">']
-    parts += [_draw_grid(area, y_ticks, _step_ticks(x_low, x_high))]
-    parts += [_limit(area, limit) for limit in limits]
-    parts += [_band(area, curve, i) for i, curve in enumerate(curves)]
-    parts += [_line(area, curve, i) for i, curve in enumerate(curves)]
-    return "".join([*parts, _last_values(area, ends), "</svg>"])
+    return Drawing(
+        y_ticks=[(f"{area.y(value):.1f}", value) for value in y_ticks],
+        x_ticks=[(f"{area.x(step):.1f}", step) for step in _step_ticks(x_low, x_high)],
+        limits=[(area.y(limit.value), limit) for limit in limits],
+        bands=[(i, points) for i, curve in enumerate(curves) for points in _draw_band(area, curve)],
+        lines=[line for i, curve in enumerate(curves) for line in _draw_lines(area, curve, i)],
+        ends=_place_ends(area, ends),
+    )
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -90,13 +118,16 @@ def shorten_curve(curve: Curve) -> Curve:
     if width <= 1:
         return curve
     starts = range(0, len(curve.steps), width)
-    return Curve(
-        curve.label,
+    std = curve.std
+    if std is not None:
+        std = [_mean_known(std[i : i + width]) for i in starts]
+    return replace(
+        curve,
         # the last step of a piece, so that the curve ends where the run does
-        [curve.steps[min(i + width, len(curve.steps)) - 1] for i in starts],
-        [_mean_of_known(curve.values[i : i + width]) for i in starts],
-        None if curve.std is None else [_mean_of_known(curve.std[i : i + width]) for i in starts],
-        curve.dots and len(curve.steps) <= MAX_POINTS,
+        steps=[curve.steps[min(i + width, len(curve.steps)) - 1] for i in starts],
+        values=[_mean_known(curve.values[i : i + width]) for i in starts],
+        std=std,
+        dots=False,
     )
 
 
@@ -113,7 +144,7 @@ def smooth_values(values: Sequence[float | None], width: int) -> list[float | No
     """The mean of the known values among ``width`` neighbours; None stays None."""
     half = width // 2
     near = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [None if value is None else _mean_of_known(others) for value, others in zip(values, near, strict=True)]
+    return [None if value is None else _mean_known(others) for value, others in zip(values, near, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -153,69 +184,38 @@ def _step_ticks(low: int, high: int) -> list[int]:
     return sorted({*(inner or [low]), high})
 
 
-def _draw_grid(area: _Area, y_ticks: Sequence[float], x_ticks: Sequence[int]) -> str:
-    parts = ['<g class="axis">']
-    for value in y_ticks:
-        y = f"{area.y(value):.1f}"
-        parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{format_number(value)}</text>')
-    for step in x_ticks:
-        parts.append(f'<text x="{area.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{WIDTH - _RIGHT + 20}" y="{HEIGHT - 10}">step</text></g>')
-    return "".join(parts)
-
-
-def _limit(area: _Area, limit: Limit) -> str:
-    y = area.y(limit.value)
-    line = f'<line class="{limit.style}" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    index = f'x="{WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
-    return line + f'<text class="{limit.style}" {index}>{html.escape(limit.label)}</text>'
-
-
-def _band(area: _Area, curve: Curve, index: int) -> str:
+def _draw_band(area: _Area, curve: Curve) -> list[str]:
+    """One standard deviation around the curve: the points of a polygon for each piece without gaps."""
     if curve.std is None:
-        return ""
-    parts = []
-    for piece in _pieces([v if s is not None else None for v, s in zip(curve.values, curve.std, strict=True)]):
-        upper = [area.at(curve.steps[i], (curve.values[i] or 0.0) + (curve.std[i] or 0.0)) for i in piece]
-        lower = [area.at(curve.steps[i], (curve.values[i] or 0.0) - (curve.std[i] or 0.0)) for i in reversed(piece)]
-        parts.append(f'<polygon class="band c{index % 4}" points="{" ".join(upper + lower)}"/>')
-    return "".join(parts)
+        return []
+    both = [(v, s) for v, s in zip(curve.values, curve.std, strict=True)]
+    bands = []
+    for piece in _pieces([v if s is not None else None for v, s in both]):
+        upper = [area.at(curve.steps[i], (both[i][0] or 0.0) + (both[i][1] or 0.0)) for i in piece]
+        lower = [area.at(curve.steps[i], (both[i][0] or 0.0) - (both[i][1] or 0.0)) for i in reversed(piece)]
+        bands.append(" ".join(upper + lower))
+    return bands
 
 
-def _line(area: _Area, curve: Curve, index: int) -> str:
+def _draw_lines(area: _Area, curve: Curve, index: int) -> list[Line]:
+    """The curve; of a noisy one a faint line and a smoothed one on top."""
+
+    def draw(style: str, values: Sequence[float | None]) -> list[Line]:
+        pieces = ([area.at(curve.steps[i], values[i] or 0.0) for i in piece] for piece in _pieces(values))
+        return [Line(style, index, points, curve.dots) for points in pieces]
+
     if curve.dots or not is_noisy(curve.values):
-        return _polylines(area, curve.steps, curve.values, f"curve c{index % 4}", dots=curve.dots)
-    smooth = smooth_values(curve.values, len(curve.values) // 12)
-    faint = _polylines(area, curve.steps, curve.values, f"faint c{index % 4}")
-    return faint + _polylines(area, curve.steps, smooth, f"curve c{index % 4}")
+        return draw("curve", curve.values)
+    return draw("faint", curve.values) + draw("curve", smooth_values(curve.values, len(curve.values) // 12))
 
 
-def _polylines(
-    area: _Area, steps: Sequence[int], values: Sequence[float | None], style: str, *, dots: bool = False
-) -> str:
-    """One polyline for each piece without gaps; a value between two gaps is a dot."""
-    parts = []
-    for piece in _pieces(values):
-        points = [area.at(steps[i], values[i] or 0.0) for i in piece]
-        parts.append(f'<polyline class="{style}" points="{" ".join(points)}"/>')
-        if dots or len(points) == 1:
-            pairs = (point.split(",") for point in points)
-            parts += [f'<circle class="{style}" cx="{x}" cy="{y}" r="3"/>' for x, y in pairs]
-    return "".join(parts)
-
-
-def _last_values(area: _Area, ends: Sequence[float]) -> str:
-    """The last value of each curve at its right end, moved apart where they would overlap."""
-    parts, free_from = [], 0.0
+def _place_ends(area: _Area, ends: Sequence[float]) -> list[tuple[str, int, float]]:
+    placed, free_from = [], 0.0
     for y, index, value in sorted((area.y(value), index, value) for index, value in enumerate(ends)):
         y = max(y, free_from)
         free_from = y + 13
-        text = (
-            f'<text class="last c{index % 4}" x="{WIDTH - _RIGHT + 6}" y="{y:.1f}" dy="4">{format_number(value)}</text>'
-        )
-        parts.append(text)
-    return "".join(parts)
+        placed.append((f"{y:.1f}", index, value))
+    return placed
 
 
 def _pieces(values: Sequence[float | None]) -> list[list[int]]:
@@ -229,7 +229,7 @@ def _pieces(values: Sequence[float | None]) -> list[list[int]]:
     return [piece for piece in pieces if piece]
 
 
-def _mean_of_known(values: Sequence[float | None]) -> float | None:
+def _mean_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -44,8 +44,8 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         with atomic.staging(export / "media") as stage:
             for file, _ in images:
                 shutil.copyfile(file, stage / file.name)
-    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, images), _gallery(images)]
-    parts += [_configuration(config), _versions()]
+    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, images, export)]
+    parts += [_gallery(images), _configuration(config), _versions()]
     atomic.write_text(export / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
 
@@ -78,7 +78,7 @@ def _about(config: Config, step: int) -> str:
     return text
 
 
-def _snippet(config: Config, repository: str | None, images: list[tuple[Path, str]]) -> str:
+def _snippet(config: Config, repository: str | None, images: list[tuple[Path, str]], export: Path) -> str:
     here = source = repository or "path/to/this/folder"
     lora, pinned = config.policy.lora is not None, ""
     if lora:
@@ -90,7 +90,13 @@ def _snippet(config: Config, repository: str | None, images: list[tuple[Path, st
     load = f'pipe = DiffusionPipeline.from_pretrained("{source}"{pinned}, torch_dtype=torch.{config.train.param_dtype})'
     lines = ["import torch", "from diffusers import DiffusionPipeline", "", load]
     if lora:
-        lines.append(f'pipe.load_lora_weights("{here}", weight_name="model.safetensors", adapter_name="default")')
+        options = 'weight_name="model.safetensors", adapter_name="default"'
+        second = (export / "transformer_2").is_dir()
+        if not second or (export / "model.safetensors").is_file():
+            lines.append(f'pipe.load_lora_weights("{here}", {options})')
+        if second:
+            where = f'"{here}", subfolder="transformer_2", load_into_transformer_2=True'
+            lines.append(f"pipe.load_lora_weights({where}, {options})")
         lines.append('pipe.set_adapters("default")')
     diffusers = config.policy.diffusers
     if not diffusers.is_video:

@@ -24,35 +24,50 @@ _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
 
 @dataclass(frozen=True)
-class LoraExport:
-    """One adapter."""
+class Adapter:
+    """The adapter of one denoiser."""
 
     weights: Mapping[str, Tensor]
-    """Names in the transformer without the adapter's name, ``….lora_A.weight`` and ``….lora_B.weight``."""
+    """Names in the denoiser without the adapter's name, ``….lora_A.weight`` and ``….lora_B.weight``."""
     peft_config: Mapping[str, Any]
     """The table of its ``peft.LoraConfig``; alpha is the rank, as every layer's factor is in its up matrix."""
+
+    def write(self, folder: Path, base_model: str) -> None:
+        """Write ``model.safetensors`` and ``adapter_config.json``.
+
+        Every key begins with ``transformer.``, whatever denoiser it is for: diffusers has the caller say that.
+        """
+        LoraBaseMixin.write_lora_layers(
+            LoraBaseMixin.pack_weights({k: v.contiguous() for k, v in self.weights.items()}, "transformer"),
+            save_directory=str(folder),
+            is_main_process=True,
+            weight_name=LORA_FILE,
+            save_function=None,  # pyright: ignore[reportArgumentType]  (None: diffusers' own writer)
+            safe_serialization=True,
+            lora_adapter_metadata=LoraBaseMixin.pack_weights(_to_json(self.peft_config), "transformer"),
+        )
+        config = _to_json(self.peft_config) | {"base_model_name_or_path": base_model}
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        _check_pairs(folder / LORA_FILE)
+
+
+@dataclass(frozen=True)
+class LoraExport:
+    """The adapters of the trained denoisers."""
+
+    adapters: Mapping[str, Adapter]
+    """By the denoiser's name in the pipeline."""
     base_model: str
     text_length: int
     """Tokens that prompts had in training; text encoders that pad to it give others at another length."""
 
     def write(self, step_dir: Path) -> None:
-        """Write ``<step_dir>/lora/model.safetensors`` and ``adapter_config.json``, whole or not at all."""
-        metadata = LoraBaseMixin.pack_weights(_to_json(self.peft_config), "transformer")
+        """Write ``<step_dir>/lora``, and in it a folder for each denoiser but ``transformer``; whole or not at all."""
         with atomic.staging(step_dir) as stage:
             folder = stage / "lora"
-            LoraBaseMixin.write_lora_layers(
-                LoraBaseMixin.pack_weights({k: v.contiguous() for k, v in self.weights.items()}, "transformer"),
-                save_directory=str(folder),
-                is_main_process=True,
-                weight_name=LORA_FILE,
-                save_function=None,  # pyright: ignore[reportArgumentType]  (None: diffusers' own writer)
-                safe_serialization=True,
-                lora_adapter_metadata=metadata,
-            )
-            config = _to_json(self.peft_config) | {"base_model_name_or_path": self.base_model}
-            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+            for denoiser, adapter in self.adapters.items():
+                adapter.write(folder if denoiser == "transformer" else folder / denoiser, self.base_model)
             _write_sampling(folder, self.text_length)
-            _check_pairs(folder / LORA_FILE)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 
 
@@ -73,10 +88,10 @@ def _check_pairs(file: Path) -> None:
 
 @dataclass(frozen=True)
 class PipelineExport:
-    """A whole pipeline: the base's folder with another transformer."""
+    """A whole pipeline: the base's folder with other denoisers."""
 
-    weights: Mapping[str, Tensor]
-    """State dict of the transformer."""
+    weights: Mapping[str, Mapping[str, Tensor]]
+    """State dicts of the trained denoisers by their names in the pipeline."""
     base_folder: Path
     """Local folder of the base pipeline."""
     text_length: int
@@ -94,20 +109,16 @@ class PipelineExport:
             shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
             for name, value in index.items():
                 part = self.base_folder / name
-                if name != "transformer" and isinstance(value, list) and part.is_dir():
+                if name not in self.weights and isinstance(value, list) and part.is_dir():
                     _copy_part(part, stage / name, earlier and earlier / name)
             _write_sampling(stage, self.text_length)
-            transformer = stage / "transformer"
-            transformer.mkdir()
-            shutil.copyfile(self.base_folder / "transformer" / "config.json", transformer / "config.json")
-            save_torch_state_dict(
-                {k: v.contiguous() for k, v in self.weights.items()},
-                transformer,
-                filename_pattern=_SHARDS,
-                max_shard_size="4GB",
-            )
-            for file in transformer.iterdir():
-                atomic.share(file)  # safetensors makes files that only their owner can read
+            for name, weights in self.weights.items():
+                (stage / name).mkdir()
+                shutil.copyfile(self.base_folder / name / "config.json", stage / name / "config.json")
+                whole = {k: v.contiguous() for k, v in weights.items()}
+                save_torch_state_dict(whole, stage / name, filename_pattern=_SHARDS, max_shard_size="4GB")
+                for file in (stage / name).iterdir():
+                    atomic.share(file)  # safetensors makes files that only their owner can read
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
 
 

@@ -3,12 +3,13 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -33,6 +34,12 @@ class Sharding:
     def apply(self, module: nn.Module, param_dtype: torch.dtype) -> None:
         """Shard ``module`` in place; its gathered weights have ``param_dtype``."""
         shard_module(module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=self.reshard)
+
+    def any_over_ranks(self, flags: Sequence[bool]) -> list[bool]:
+        """Each flag: whether any rank has it set. All ranks must call it."""
+        counts = torch.tensor(flags, dtype=torch.int64)  # on the CPU: gloo carries it whatever the device
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        return [bool(count) for count in counts.tolist()]
 
 
 def shard_module(

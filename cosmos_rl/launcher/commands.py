@@ -175,8 +175,8 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
     """The base pipeline, and the adapter's folder when ``source`` is an exported adapter."""
     place = Path(source).expanduser()
     for folder in (place, place / "lora"):
-        config = folder / "adapter_config.json"
-        if config.is_file():
+        configs = [*folder.glob("adapter_config.json"), *folder.glob("transformer*/adapter_config.json")]
+        for config in configs[:1]:
             base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
             if not base:
                 raise UserError(

@@ -20,6 +20,7 @@ from tests.support.driven import PROMPTS, STEPS, generators
 from tests.support.paths import ROOT
 from tests.support.ranks import free_port
 
+SHARDED = ("sd3", "wan", "wan2.2")
 CALL = {"max_sequence_length": 16}
 GUIDANCE = 3.0
 
@@ -50,7 +51,8 @@ def gradients(driver: Driver, rows: slice = slice(None)) -> dict[str, Tensor]:
     sigma = torch.tensor([0.2, 0.4, 0.7, 0.9])[rows]
     picked = cond.rows(torch.arange(4)[rows])
     loss(driver, states(driver, 4)[rows], driver.training_level(sigma), picked).backward()
-    found = {name: w.grad for name, w in driver.pipeline.transformer.named_parameters() if w.grad is not None}
+    weights = torch.nn.ModuleDict(driver.denoisers).named_parameters()
+    found = {name: w.grad for name, w in weights if w.grad is not None}
     return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for name, grad in found.items()}
 
 
@@ -104,8 +106,9 @@ def test_gradient_checkpointing_changes_no_bit(family: str, tmp_path: Path) -> N
 
 @pytest.mark.process
 def test_two_ranks_with_shards_have_the_gradients_of_one(tmp_path: Path) -> None:
-    """Rows of different levels with guidance, after a rollout: families with guidance in one batch and in two calls."""
-    for family in ("sd3", "wan"):
+    """Rows of different levels with guidance, after a rollout: families with guidance in one batch and in two calls,
+    and one with two experts, of which only one rank has rows for the first."""
+    for family in SHARDED:
         tiny.build(family, tmp_path / family, "unit", 0)
     port, ranks = free_port(), []
     for rank in range(2):
@@ -127,24 +130,28 @@ def compare_as_rank(folder: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from cosmos_rl.distributed.sharding import shard_module
+    from cosmos_rl.distributed.sharding import Sharding
     from cosmos_rl.policy.model.policies import free_gathered
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    for family in ("sd3", "wan"):
+    sharding = Sharding(mesh)
+    for family in SHARDED:
         driver = driven(folder / family)
-        transformer = driver.pipeline.transformer
         whole = gradients(driver)
         alone = driver.rollout(driver.encode(PROMPTS), generators(3), STEPS, decode=False)
-        transformer.zero_grad(set_to_none=True)
-        shard_module(transformer, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        for module in driver.denoisers.values():
+            module.zero_grad(set_to_none=True)
+            sharding.apply(module, torch.float32)
+        if len(driver.denoisers) > 1:
+            driver.any_over_ranks = sharding.any_over_ranks
         loop = driver.rollout(driver.encode(PROMPTS), generators(3), STEPS, decode=False)
         assert torch.equal(loop.states[-1], alone.states[-1])
-        free_gathered(transformer)  # else the root's weights stay gathered over the next step
         for _ in range(2):
-            transformer.zero_grad(set_to_none=True)
+            for module in driver.denoisers.values():
+                free_gathered(module)  # else the root's weights stay gathered over the next step
+                module.zero_grad(set_to_none=True)
             sharded = gradients(driver, slice(2 * rank, 2 * rank + 2))
             assert sharded.keys() == whole.keys()
             largest = max(float(grad.abs().max()) for grad in whole.values())

@@ -1,6 +1,7 @@
 """Families without a class of their own, trained: the same claims for each, against the stock pipeline."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.family_runs import (
     PARAMS,
     TEXTS,
     Clips,
+    DrivenSD3,
     TrainedFamily,
     family_toml,
     first_step_of,
@@ -35,6 +37,11 @@ from tests.support.nft_runs import nft_train, nft_trainer
 from tests.support.trainer_runs import train
 
 pytestmark = pytest.mark.parametrize("family", PARAMS)
+
+
+@pytest.fixture(autouse=True)
+def drive_sd3(use_model: Callable[[type], type]) -> None:
+    use_model(DrivenSD3)
 
 
 def frames_of(family: TrainedFamily) -> tuple[int, ...]:
@@ -135,7 +142,7 @@ def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffuser
         run_job = functools.partial(train, dataset=Clips(family.frames[1]))
     whole = run_job(config)
     again = run_job(config, "--train.max_num_steps=3", resume=(_copy(whole, tmp_path / "copy"), 1))
-    for file in _weights(whole, lora):
+    for file in _weights(whole, lora, family):
         ours, theirs = load_file(whole / file), load_file(again / file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -144,6 +151,8 @@ def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffuser
     trained = stock_pipeline(folder_of(family.name) if lora else exported)
     if lora:
         trained.load_lora_weights(exported / "lora")
+        if "transformer_2" in family.experts:
+            trained.load_lora_weights(exported / "lora/transformer_2", load_into_transformer_2=True)
     model = loaded(tmp_path, family, f"--policy.lora.lora_path={exported / 'lora'}") if lora else None
     images = [_image(pipeline, family) for pipeline in (plain, trained)]
     assert (images[0] - images[1]).abs().max() > 1e-6
@@ -174,10 +183,11 @@ def _copy(run: Path, target: Path) -> Path:
     return target
 
 
-def _weights(run: Path, lora: bool) -> list[str]:
-    part = "lora/" if lora else "transformer/"
-    found = sorted((run / "safetensors/step_3" / part).glob("*.safetensors"))
-    assert found
+def _weights(run: Path, lora: bool, family: TrainedFamily) -> list[str]:
+    step = run / "safetensors/step_3"
+    found = sorted([*(step / "lora").rglob("*.safetensors"), *step.glob("transformer*/*.safetensors")])
+    assert len(found) == len(family.experts)
+    assert (step / "lora").is_dir() == lora
     return [str(file.relative_to(run)) for file in found]
 
 

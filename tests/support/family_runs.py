@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cosmos_rl.policy.model import tiny
 from cosmos_rl.policy.model.driver.loading import load_pipeline
+from cosmos_rl.policy.model.driver.model import DrivenModel
 from tests.support.driven import SPELT
 from tests.support.nft_runs import prompt_file
 
@@ -32,6 +33,7 @@ class TrainedFamily:
     """Whether the call takes ``max_sequence_length``."""
     frames: tuple[str, int] | None = None
     """The argument with the number of frames, and a small one."""
+    experts: tuple[str, ...] = ("transformer",)
     side: int = 0
     """Of the square that the call unpacks ``latents`` from; 0: it takes states."""
 
@@ -56,6 +58,16 @@ class TrainedFamily:
         return state.movedim(-1, 1).reshape(len(state), -1, self.side, self.side)
 
 
+class DrivenSD3(DrivenModel):
+    """The one family with a class of its own, without it."""
+
+    @staticmethod
+    def supported_model_types() -> list[str]:
+        return ["StableDiffusion3Pipeline"]
+
+
+SD3 = TrainedFamily("sd3")
+"""Only where ``DrivenSD3`` is registered."""
 ORDINARY = [
     TrainedFamily("sana"),
     TrainedFamily("flux", "true_cfg_scale", negative=""),
@@ -71,12 +83,13 @@ ZOO = [
     TrainedFamily("aura-flow"),
     TrainedFamily("sana-video", frames=("frames", 5)),
     TrainedFamily("cosmos-predict2.5", frames=("num_frames", 5)),
+    TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2")),
     TrainedFamily("wan2.2-5b", frames=("num_frames", 5)),
     TrainedFamily("hunyuan-video", "true_cfg_scale", negative="", frames=("num_frames", 5)),
     TrainedFamily("ltx", frames=("num_frames", 9)),
     TrainedFamily("mochi", frames=("num_frames", 7)),
 ]
-PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY]
+PARAMS = [pytest.param(one, id=one.name) for one in (SD3, *ORDINARY)]
 PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
 
 

@@ -24,7 +24,7 @@ from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.loading import read_pipeline
-from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.policy.model.quiet import load_adapter, quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 
 _LEAST_PSNR = 20.0
@@ -144,11 +144,13 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
     level = model.training_level(torch.full((len(latents),), 0.5))
     with torch.no_grad(), model.eval_mode():
         adapted = model.velocity(latents, level, cond)
-        model.transformer.disable_adapters()
+        for module in model.denoisers.values():
+            module.disable_adapters()
         try:
             plain = model.velocity(latents, level, cond)
         finally:
-            model.transformer.enable_adapters()
+            for module in model.denoisers.values():
+                module.enable_adapters()
     change = relative_distance(adapted, plain)
     mark = choose_mark(change <= 1e-5)
     yield Finding(mark, "fresh adapter", f"changes the model's output by {change:.1e} (relative)")
@@ -234,16 +236,11 @@ def _follow_gradients(model: DiffuserModel) -> None:
 
 def _load_plain(model: DiffuserModel, folder: Path) -> Any:
     """The exported policy as diffusers loads it."""
-    from diffusers.utils import logging
-
     is_adapter = model.lora_config is not None
     source = model.base_folder if is_adapter else folder
     with quiet_libraries():
         pipe: Any = read_pipeline(source, torch.float32)
     pipe.set_progress_bar_config(disable=True)
     if is_adapter:
-        level = logging.get_verbosity()
-        logging.set_verbosity_error()  # it would warn that the text encoders have no adapter
-        pipe.load_lora_weights(str(folder / "lora"), weight_name="model.safetensors", adapter_name="default")
-        logging.set_verbosity(level)
+        load_adapter(pipe, folder / "lora")
     return pipe.to(model.device)

@@ -138,6 +138,8 @@ class DiffusersConfig(Table):
     """How far DiffusionNFT's implicit policies lie from the old one."""
     weight_copy_decay_type: ForRl[Literal[0, 1, 2]] = 0
     """How slowly the old policy follows: 0 copies, 1 and 2 are schedules of DiffusionNFT."""
+    trained_denoiser: Literal["all", "transformer", "transformer_2"] = "all"
+    """Of a pipeline with two (Wan 2.2 14B: transformer for high noise, transformer_2 for low noise), which to train."""
     sample: SampleConfig = SampleConfig()
     """How images and videos are sampled."""
     tokenizer: ForVideo[TokenizerConfig] = TokenizerConfig()

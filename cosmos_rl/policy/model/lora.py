@@ -176,6 +176,13 @@ def adapter_file(path: str) -> Path:
     raise UserError(f"policy.lora.lora_path = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
 
 
+def adapter_place(exported: str, denoiser: str) -> str:
+    """Where an exported adapter, by file or folder, has the one of a denoiser: ``transformer``, or another expert's."""
+    if denoiser == "transformer":
+        return exported
+    return str(Path(exported) / denoiser)
+
+
 def warm_start(transformer: Any, adapter: str, path: str) -> None:
     """Load an exported adapter (diffusers or PEFT key style) into ``adapter``; every weight must fit.
 

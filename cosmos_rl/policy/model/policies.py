@@ -172,6 +172,9 @@ def _blend(old: Mapping[str, Tensor], new: Mapping[str, Tensor], decay: float) -
 def free_gathered(module: nn.Module) -> None:
     """Free weights that a forward pass without a backward pass left gathered: they would outlive a change of the
     shards."""
+    if isinstance(module, nn.ModuleDict):
+        for part in module.values():
+            free_gathered(part)
     if not isinstance(module, FSDPModule):  # a sharded transformer is one as a whole, see distributed/sharding.py
         return
     for part in module.modules():

@@ -42,7 +42,8 @@ class DiffuserModel(VelocityModel):
     Attributes:
         pipeline: the stock pipeline object.
         base_folder: local folder of the pipeline's files.
-        transformer: the denoiser, the only part that is ever trained.
+        transformer: the denoiser, the only part that is ever trained; a ``ModuleDict`` of those that are trained where
+            the pipeline has several.
         train_sampling_steps: number of noise levels that training draws from.
         timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
         sigma_map: the sigmas in [0, 1] of ``timestep_map``.
@@ -103,14 +104,16 @@ class DiffuserModel(VelocityModel):
         for name, part in self.pipeline.components.items():
             setattr(self, name, part)
         self.init_output_process()
-        if sharding is None:  # diffusers leaves what is missing without values
-            folder = self.base_folder / "transformer"
-            check_names(folder, set(find_weight_files(folder)), set(self.transformer.state_dict()))
+        self.transformer = self._join_denoisers()
+        for name, module in self.denoisers.items():
+            if sharding is None:  # diffusers leaves what is missing without values
+                folder = self.base_folder / name
+                check_names(folder, set(find_weight_files(folder)), set(module.state_dict()))
         self._resting = self.device
         if config.offload or rest_on_cpu:
             self._resting = torch.device("cpu")
         self._freeze_and_place()
-        self._prepare_transformer(sharding, seed, policy or PolicyConfig())
+        self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
             self._checkpoint_gradients()
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
@@ -136,6 +139,19 @@ class DiffuserModel(VelocityModel):
     @abc.abstractmethod
     def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
         """Images ``[3, H, W]`` (videos ``[3, T, H, W]``) in [-1, 1] -> latents ``[B, C, (T',) h, w]`` float32."""
+
+    def find_trained(self) -> list[str]:
+        """Names of the parts in ``base_folder`` that are trained, sorted.
+
+        Raises:
+            UserError: the configuration names another one.
+        """
+        if self.config.trained_denoiser not in ("all", "transformer"):
+            raise UserError(
+                f'policy.diffusers.trained_denoiser = "{self.config.trained_denoiser}": {self.model_str} has one '
+                'denoiser; set it to "all"'
+            )
+        return ["transformer"]
 
     def set_scheduler_timestep(self, num_steps: int) -> None:
         """Set the scheduler to the training grid and cache ``timestep_map`` and ``sigma_map``, both ascending."""
@@ -317,14 +333,15 @@ class DiffuserModel(VelocityModel):
         return torch.float32
 
     def _checkpoint_gradients(self) -> None:
-        if getattr(self.transformer, "_supports_gradient_checkpointing", False):
-            self.transformer.enable_gradient_checkpointing()
-        else:
-            name = type(self.transformer).__name__
-            logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
+        for module in self.denoisers.values():
+            if getattr(module, "_supports_gradient_checkpointing", False):
+                module.enable_gradient_checkpointing()
+            else:
+                name = type(module).__name__
+                logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
 
     def _load_pipeline(self, *, whole: bool) -> Any:
-        """The pipeline from its files; with ``whole`` false its transformer is a shell without memory."""
+        """The pipeline from its files; with ``whole`` false what is trained is a shell without memory."""
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         local = Path(self.model_str).expanduser()
@@ -333,9 +350,11 @@ class DiffuserModel(VelocityModel):
         self.base_folder = local
         if not (local / "transformer").is_dir():
             raise UserError(f"{self.model_str}: the pipeline has no part named transformer to train")
-        default = DTYPES[self.config.dtype]
-        dtypes = {"default": default, "vae": torch.float32, "transformer": self._master_dtype}
-        given = {} if whole else {"transformer": self._build_empty_transformer()}
+        self._trained = self.find_trained()
+        dtypes = {"default": DTYPES[self.config.dtype], "vae": torch.float32}
+        dtypes |= {part.name: self.param_dtype for part in local.glob("transformer*")}  # of frozen experts
+        dtypes |= dict.fromkeys(self._trained, self._master_dtype)
+        given = {} if whole else {name: self._build_empty_denoiser(name) for name in self._trained}
         try:
             with quiet_libraries():
                 pipeline = read_pipeline(local, dtypes, **given)
@@ -346,11 +365,17 @@ class DiffuserModel(VelocityModel):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def _build_empty_transformer(self) -> Any:
+    def _join_denoisers(self) -> Any:
+        parts = {name: getattr(self.pipeline, name) for name in self._trained}
+        if list(parts) == ["transformer"]:
+            return parts["transformer"]
+        return torch.nn.ModuleDict(parts)
+
+    def _build_empty_denoiser(self, name: str) -> Any:
         import diffusers
         from accelerate import init_empty_weights
 
-        folder = self.base_folder / "transformer"
+        folder = self.base_folder / name
         model_class = getattr(
             diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"]
         )
@@ -360,21 +385,23 @@ class DiffuserModel(VelocityModel):
             shell = shell.to(self._master_dtype)
         return shell
 
-    def _prepare_transformer(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
-        """Adapters, sharding and weights, in the order that never holds the whole model in a sharded run."""
-        folder = self.base_folder / "transformer"
-        if self.lora_config is not None:
-            lora.add_adapters(self.transformer, self.lora_config)
-        else:
+    def _prepare_denoisers(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
+        """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
+        if self.lora_config is None:
             apply_patterns(self.transformer, policy)
-        if sharding is not None:
-            sharding.apply(self.transformer, self.param_dtype)
-            materialise(self.transformer, self.device)
-            load_shards(folder, lora.base_state(self.transformer))
+        for name, module in self.denoisers.items():
+            if self.lora_config is not None:
+                lora.add_adapters(module, self.lora_config)
+            if sharding is not None:
+                sharding.apply(module, self.param_dtype)
+                materialise(module, self.device)
+                load_shards(self.base_folder / name, lora.base_state(module))
         if self.lora_config is not None:
             lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:
-                lora.warm_start(self.transformer, self.primary_adapter, self.lora_config.lora_path)
+                for name, module in self.denoisers.items():
+                    folder = lora.adapter_place(self.lora_config.lora_path, name)
+                    lora.warm_start(module, self.primary_adapter, folder)
 
     def init_output_process(self) -> None:
         """Take the pipeline's processor of decoded samples, ``image_processor`` or ``video_processor``.
@@ -401,7 +428,7 @@ class DiffuserModel(VelocityModel):
             if isinstance(part, torch.nn.Module):
                 part.eval()
                 part.requires_grad_(False)
-                if name != "transformer":
+                if not name.startswith("transformer"):
                     part.to(self._resting)
                 elif next(part.parameters()).device.type != "meta":
                     part.to(self.device)

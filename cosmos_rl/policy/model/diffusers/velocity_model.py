@@ -46,7 +46,7 @@ class VelocityModel(abc.ABC):
     """A trainable velocity field with conditions and a decoder.
 
     Attributes:
-        transformer: the module whose parameters are trained.
+        transformer: the module whose parameters are trained; with several denoisers a ``ModuleDict`` of them.
         device: where it computes.
         lora_config: None when all weights are trained.
         fps: frames per second of the videos that it makes; None for images.
@@ -61,6 +61,13 @@ class VelocityModel(abc.ABC):
     fps: float | None = None
     caches_text: bool = True
     num_evaluations: int = 0
+
+    @property
+    def denoisers(self) -> dict[str, Any]:
+        """The trained denoisers by their names in the pipeline, in a fixed order: ``transformer``, or experts."""
+        if isinstance(self.transformer, torch.nn.ModuleDict):
+            return dict(self.transformer.items())
+        return {"transformer": self.transformer}
 
     # ---- what a model gives ------------------------------------------------------------------------------------
 
@@ -359,7 +366,7 @@ class VelocityModel(abc.ABC):
         return self.lora_config.active_adapter
 
     def trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters by their full names in the transformer, in a fixed order."""
+        """Trained parameters by their full names in ``transformer``, in a fixed order."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     def policies(self, *, keep_old: bool, keep_reference: bool) -> Policies:
@@ -378,8 +385,9 @@ class VelocityModel(abc.ABC):
 
     def set_gradient_sync(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""
-        if isinstance(self.transformer, FSDPModule):
-            self.transformer.set_requires_gradient_sync(wanted)
+        for module in self.denoisers.values():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(wanted)
 
 
 def has_active_dropout(module: torch.nn.Module) -> bool:

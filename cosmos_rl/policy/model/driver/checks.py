@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model.driver import media
+from cosmos_rl.policy.model.driver.calls import FEW_STEPS
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Rollout
-from cosmos_rl.policy.model.driver.driver import FEW_STEPS, Driver
+from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import Facts
 from cosmos_rl.policy.model.driver.gradients import compute_gradients, sample_weights
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel

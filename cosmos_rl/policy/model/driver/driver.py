@@ -1,111 +1,59 @@
 """The model contract, fulfilled by running a stock diffusers pipeline."""
 
-import inspect
-import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as tree
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver import media as media_maps
+from cosmos_rl.policy.model.driver.calls import PipelineCalls, stop, stop_with_velocity
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, describe_nesting, locate
 from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Rollout, Size, Transition
-from cosmos_rl.policy.model.driver.facts import Facts
-from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size
-from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves, scalar_levels, swap
-from cosmos_rl.policy.model.driver.rows import Row, find_row
-from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, scalar_levels, swap
+from cosmos_rl.policy.model.driver.seams import Run
 
-FEW_STEPS = 4
-"""Of calls that end before or after a single step; the grid they make is replaced."""
 FINE_STEPS = 1000
 """Of the grid that training levels are read from where t does not follow from sigma."""
-_KEPT = 8
-"""Sizes whose measured maps and prepared inputs are kept."""
 
 
-class Driver:
+class Group(NamedTuple):
+    """Rows of a batch that one call of the pipeline gives the velocity of."""
+
+    denoiser: str
+    """Which one is called; empty where that is not known."""
+    rows: Tensor
+    """int64."""
+    level: ScalarLevel
+    """Of one of them."""
+    table: dict[str, Tensor] | None
+    """Inputs to swap where they have several levels."""
+    kept: int
+    """How many of them, from the first one, belong into the result."""
+
+
+class Driver(PipelineCalls):
     """A stock pipeline as a `FlowModel`; `probe.prove` must have filled ``facts`` before anything is trusted.
 
-    The pipeline itself is never changed, and no draw comes from the global random state. Calls may come from several
-    threads.
-
     Attributes:
-        pipeline: the diffusers pipeline.
-        facts: how it is driven.
-        denoisers: the trained parts by name.
-        size: of the media where a call names none.
-        device: where the pipeline computes.
+        any_over_ranks: set when the denoisers are sharded over ranks: whether any rank has each flag set.
     """
 
-    def __init__(
-        self,
-        pipeline: Any,
-        *,
-        call: Mapping[str, Any] | None = None,
-        size: Size | None = None,
-        device: torch.device | str | None = None,
-        row: Row | None = None,
-    ) -> None:
-        """Get hold of a pipeline; runs nothing.
+    any_over_ranks: Callable[[Sequence[bool]], list[bool]] | None = None
 
-        Args:
-            call: more arguments of every call, for example ``{"max_sequence_length": 128}``.
-            size: default of the media's size; the smallest sensible one where it is None.
-            device: where it computes; default: where its denoiser is.
-            row: data of the family; default: the one in the table.
-
-        Raises:
-            UserError: a seam is missing.
-        """
-        self.pipeline = pipeline
-        self.row = row or find_row(type(pipeline).__name__)
-        self.facts = Facts(pipeline=type(pipeline).__name__)
-        require_seams(pipeline)
-        self._accepted = inspect.signature(type(pipeline).__call__).parameters
-        self.call = {name: value for name, value in {**self.row.call, **(call or {})}.items() if name in self._accepted}
-        self.guidance_name = self._find_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")
-        self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
-        self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
-        self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
-        self.size = size or smallest_size(pipeline, video=self.frames_name is not None)
-        self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
-        self._view = view_class(type(pipeline))
+    def __init__(self, pipeline: Any, **options: Any) -> None:
+        """Get hold of a pipeline, see `PipelineCalls`; runs nothing."""
+        super().__init__(pipeline, **options)
         self._axes: dict[str, list[Any]] = {}
         self._blank: DrivenCond | None = None
-        self._prepared: OrderedDict[Any, tuple[list[Any], tree.TreeSpec]] = OrderedDict()
         self._maps: OrderedDict[Size, media_maps.DecodeMap] = OrderedDict()
         self._grids: OrderedDict[Size, list[Level]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    # ---- facts -------------------------------------------------------------------------------------------------
-
-    @property
-    def path(self) -> Literal["flow", "edm"]:
-        return self.facts.path
-
-    @property
-    def guidance_off(self) -> float | None:
-        return self.facts.guidance_off
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        return getattr(torch, self.facts.state_dtype)
-
-    def _to_loop_dtype(self, state: Tensor) -> Tensor:
-        """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
-        if state.dtype == getattr(torch, self.facts.first_dtype):
-            return state
-        return state.to(self.state_dtype)
-
-    def _find_accepted(self, *names: str | None) -> str | None:
-        return next((name for name in names if name in self._accepted), None)
+        self._own_levels: dict[str, ScalarLevel] = {}
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
@@ -130,7 +78,7 @@ class Driver:
         return cond
 
     def _run_encoder(self, prompts: list[str], negatives: list[str] | None, guidance: float | None) -> list[Any]:
-        run = Run(self.device, on_denoiser=_stop)
+        run = Run(self.device, on_denoiser=stop)
         self.go(run, len(prompts), guidance, self.size, prompts=prompts, negatives=negatives)
         return run.recorded
 
@@ -177,16 +125,6 @@ class Driver:
         known = [np.array([float(part) for part in parts])[::-1] for parts in zip(*grid, strict=True)]
         return torch.as_tensor(np.interp(sigma.double().numpy(), known[1], known[0]), dtype=torch.float32)
 
-    def _convert_sigma(self, sigma: Any) -> Any:
-        """Between the scheduler's sigma and ours, where the scheduler counts from noise = 0 to data = 1."""
-        if self.facts.inverted:
-            return 1 - sigma
-        return sigma
-
-    def convert_sign(self, model_output: Tensor) -> Tensor:
-        """Between what the scheduler's step gets and d state / d sigma."""
-        return -model_output if self.facts.inverted else model_output
-
     # ---- velocity ----------------------------------------------------------------------------------------------
 
     def velocity(
@@ -204,17 +142,50 @@ class Driver:
         guidance = self.guidance_off if guidance is None else guidance
         size, state = size or self.size, self._to_loop_dtype(state)
         levels = scalar_levels(level, len(state))
-        if len(set(levels)) == 1:
+        if len(set(levels)) == 1 and self.any_over_ranks is None:
             return self._velocity(state, levels[0], cond, guidance, size)
+        groups = self._groups(state, levels, cond, guidance, size)
+        if self.any_over_ranks is not None:
+            groups = self._agree(groups, self.any_over_ranks)
         out = None
-        for index, shared, table in self._groups(state, levels, cond, guidance, size):
-            part = self._velocity(state[index], shared, cond.rows(index), guidance, size, table)
-            if len(index) == len(state):
+        for group in groups:
+            part = self._velocity(state[group.rows], group.level, cond.rows(group.rows), guidance, size, group.table)
+            if len(groups) == 1:
                 return part
             out = torch.zeros(state.shape, dtype=part.dtype, device=part.device) if out is None else out
-            out = out.index_copy(0, index.to(part.device), part)
+            kept = group.rows[: group.kept].to(part.device)
+            out = out.index_copy(0, kept, part[: group.kept])  # a part of no rows, too, must be in the graph
         assert out is not None
         return out
+
+    def _agree(self, groups: list[Group], any_over_ranks: Callable[[Sequence[bool]], list[bool]]) -> list[Group]:
+        """Has every rank call the same denoisers in the same order; sharded ones would mix up their weights otherwise.
+
+        A rank without rows for a denoiser that another rank calls gives it one whose result is not kept.
+        """
+        own = {group.denoiser: group for group in groups}
+        if len(own) < len(groups):
+            raise RuntimeError("a denoiser that is sharded over ranks can only be called once for all rows")
+        names = sorted(self.denoisers)
+        needed = any_over_ranks([name in own for name in names])
+        return [
+            own.get(name) or Group(name, torch.tensor([0]), self._levels_of_denoisers()[name], None, kept=0)
+            for name, is_needed in zip(names, needed, strict=True)
+            if is_needed
+        ]
+
+    def _levels_of_denoisers(self) -> dict[str, ScalarLevel]:
+        """A level at which each of them is called."""
+        if not self._own_levels:
+            state, cond = self.pack(torch.zeros(1, *self.noise_shape(self.size)), self.size), self._blank_cond(1)
+            for sigma in (0.999, 0.001):
+                (level,) = scalar_levels(self.training_level(torch.tensor(sigma)), 1)
+                inputs = self.first_inputs(state, level, cond, self.guidance_off, self.size)
+                self._own_levels.setdefault(inputs.denoiser, level)
+        missing = self.denoisers.keys() - self._own_levels.keys()
+        if missing:
+            raise UserError(f"{self.facts.pipeline}: {', '.join(sorted(missing))} is called at neither end of the path")
+        return self._own_levels
 
     def _velocity(
         self,
@@ -226,19 +197,19 @@ class Driver:
         table: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Rows of one level, or of several whose inputs are in the table."""
-        run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
+        run = self._run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
         run.on_denoiser = None if table is None else swap(table)
         return self.convert_sign(self._step(run, len(state), guidance, size))
 
     def _groups(
         self, state: Tensor, levels: list[ScalarLevel], cond: DrivenCond, guidance: float | None, size: Size
-    ) -> list[tuple[Tensor, ScalarLevel, dict[str, Tensor] | None]]:
-        """(rows, a level of them, inputs to swap) of each call that rows of several levels need."""
+    ) -> list[Group]:
+        """The calls that rows of several levels need."""
         members: dict[Any, list[int]] = {}
         inputs: dict[ScalarLevel, Inputs] = {}
         keys = self.facts.time_inputs.get("off" if guidance == self.guidance_off else "on", [])
         for row, level in enumerate(levels):
-            if keys and level not in inputs:
+            if (keys or self.any_over_ranks is not None) and level not in inputs:
                 at = torch.tensor([row])
                 inputs[level] = self.first_inputs(state[at].detach(), level, cond.rows(at), guidance, size)
             members.setdefault(inputs[level].denoiser if keys else level, []).append(row)
@@ -249,33 +220,10 @@ class Driver:
                 # a pipeline that computes both sides of guidance in one call has all rows of one side before the other
                 each = [inputs[levels[row]].leaves for row in rows]
                 table = {key: torch.stack([leaves[key] for leaves in each], 1).flatten(0, 1) for key in keys}
-            groups.append((torch.tensor(rows), levels[rows[0]], table))
+            level = levels[rows[0]]
+            name = inputs[level].denoiser if level in inputs else ""
+            groups.append(Group(name, torch.tensor(rows), level, table, kept=len(rows)))
         return groups
-
-    @torch.no_grad()
-    def first_inputs(
-        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
-    ) -> Inputs:
-        """What the first call of a denoiser would get; it is not made."""
-        run = self._run_at(state, level, cond, guidance, size)
-        run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, collect_leaves((args, kwargs))))
-        return self._step(run, len(state), guidance, size)
-
-    @torch.no_grad()
-    def all_inputs(
-        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
-    ) -> list[Inputs]:
-        """What all calls of denoisers at one level get."""
-        seen: list[Inputs] = []
-
-        def note(_: Run, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            seen.append(Inputs(name, collect_leaves((args, kwargs))))
-            return args, kwargs
-
-        run = self._run_at(state, level, cond, guidance, size, on_step=_stop_with_velocity)
-        run.on_denoiser = note
-        self._step(run, len(state), guidance, size)
-        return seen
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 
@@ -353,7 +301,7 @@ class Driver:
                 return given.pop()
             return torch.zeros(shape)
 
-        run = Run(self.device, text=self._blank_cond(len(noise)).values, noise=draw, on_denoiser=_stop)
+        run = Run(self.device, text=self._blank_cond(len(noise)).values, noise=draw, on_denoiser=stop)
         self.go(run, len(noise), self.guidance_off, size)
         return run.prepared[self.facts.leaf] / self.facts.scale
 
@@ -367,7 +315,7 @@ class Driver:
             return torch.zeros(shape)
 
         self.go(
-            Run(self.device, text=self._blank_cond(1).values, noise=draw, on_denoiser=_stop), 1, self.guidance_off, size
+            Run(self.device, text=self._blank_cond(1).values, noise=draw, on_denoiser=stop), 1, self.guidance_off, size
         )
         if not seen:
             raise UserError("prepare_latents does not draw its noise by randn_tensor")
@@ -390,108 +338,10 @@ class Driver:
             run.on_step = lambda *_: state
         return self.go(run, n, self.guidance_off, size, output_type="pt")
 
-    # ---- the one way in ----------------------------------------------------------------------------------------
-
-    def _run_at(
-        self,
-        state: Tensor,
-        level: ScalarLevel,
-        cond: DrivenCond,
-        guidance: float | None,
-        size: Size,
-        on_step: OnStep | None = None,
-    ) -> Run:
-        """A run of one step at one level that starts from the state."""
-        if cond.size != len(state):
-            raise ValueError(f"{len(state)} states and {cond.size} conditions")
-        self._check_guided(cond, guidance)
-        run = Run(self.device, text=cond.values, on_step=on_step)
-        t = torch.tensor([level[0]], dtype=torch.int64 if self.facts.integer_time else torch.float32)
-        run.grid = t, self._convert_sigma(torch.tensor([level[1], 0.0]))
-        self._put_in(run, state, guidance, size)
-        return run
-
-    def _step(self, run: Run, n: int, guidance: float | None, size: Size) -> Any:
-        """A run of `_run_at`: what the pipeline prepares is given, so its frames may not matter."""
-        return self.go(run, n, guidance, size._replace(frames=1) if self.row.one_frame else size)
-
-    def _check_guided(self, cond: DrivenCond, guidance: float | None) -> None:
-        if guidance != self.guidance_off and not cond.guided:
-            raise ValueError(
-                f"guidance {guidance} and conditions made without guidance: encode(..., guidance={guidance})"
-            )
-
-    def _put_in(self, run: Run, state: Tensor, guidance: float | None, size: Size) -> None:
-        """Have a run start from a state. What else `prepare_latents` makes depends on shapes only and is kept."""
-        key = len(state), size, guidance
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            first = Run(self.device, text=run.text, on_denoiser=_stop)
-            self.go(first, len(state), guidance, size)
-            values = [None if index == self.facts.leaf else value for index, value in enumerate(first.prepared)]
-            prepared = self._keep(self._prepared, key, (values, first.spec))
-        run.prepare, run.state, run.leaf = prepared, state, self.facts.leaf
-
-    def _keep(self, kept: OrderedDict, key: Any, value: Any) -> Any:
-        with self._lock:
-            kept[key] = value
-            while len(kept) > _KEPT:
-                kept.popitem(last=False)
-        return value
-
-    def go(
-        self,
-        run: Run,
-        n: int,
-        guidance: float | None,
-        size: Size,
-        *,
-        prompts: list[str] | None = None,
-        negatives: list[str] | None = None,
-        steps: int = FEW_STEPS,
-        **more: Any,
-    ) -> Any:
-        """One call of the stock pipeline. Noise that nobody sees comes from a generator of its own."""
-        generator = torch.Generator().manual_seed(0)
-        arguments = self.arguments(n, guidance, size, prompts, negatives, steps)
-        arguments.update({"output_type": "latent", "generator": generator, **more})
-        return call_pipeline(self.pipeline, self._view, list(self.denoisers), self.scheduler, run, arguments)
-
-    def arguments(
-        self,
-        n: int,
-        guidance: float | None,
-        size: Size,
-        prompts: list[str] | None = None,
-        negatives: list[str] | None = None,
-        steps: int = FEW_STEPS,
-    ) -> dict[str, Any]:
-        """Keyword arguments of the stock call for n rows, but for the generator and the kind of output."""
-        # a list of its own: Z-Image writes into the one it gets
-        made = {**self.call, "prompt": list(prompts or [""] * n), "num_inference_steps": steps, "return_dict": False}
-        made.update(height=size.height, width=size.width)
-        if self.frames_name is not None:
-            made[self.frames_name] = size.frames
-        if self.guidance_name is not None and guidance is not None:
-            made[self.guidance_name] = guidance
-        if negatives is None and (self.row.negative is not None or self.guidance_name == "true_cfg_scale"):
-            negatives = [self.row.negative or ""] * n  # this argument works only with a negative prompt
-        if negatives is not None and "negative_prompt" in self._accepted:
-            made["negative_prompt"] = list(negatives)
-        return made
-
 
 def _copy_cond(cond: DrivenCond) -> DrivenCond:
     """Conditions that keep no bigger tensor alive."""
     return replace(cond, values=tree.tree_map_only(Tensor, torch.clone, cond.values))
-
-
-def _stop(run: Run, *_: Any) -> Any:
-    run.stop()
-
-
-def _stop_with_velocity(run: Run, _index: int, v: Tensor, *_: Any) -> Any:
-    run.stop(v)
 
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """The trainable model of every pipeline class that has no class of its own: the stock pipeline, driven."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,11 +58,8 @@ class DrivenModel(DiffuserModel):
         cache = default_cache() if sharding is None else None
         with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
-        if len(self.driver.denoisers) > 1:
-            names = " and ".join(self.driver.denoisers)
-            raise UserError(
-                f"{type(self.pipeline).__name__} with {names}: training of two denoisers is not supported yet"
-            )
+        if sharding is not None:
+            self._keep_ranks_in_step(sharding)
         if self.driver.path != "flow":
             raise UserError(f"{type(self.pipeline).__name__}: its path is x0 + s e; training knows (1 - s) x0 + s e")
         logger.info(
@@ -69,6 +67,16 @@ class DrivenModel(DiffuserModel):
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
         )
         self.set_scheduler_timestep(self.train_sampling_steps)
+
+    def _keep_ranks_in_step(self, sharding: Sharding) -> None:
+        """Sharded weights are gathered call by call, so all ranks must call the same denoisers equally often."""
+        if not self.driver.facts.time_inputs["off"]:
+            raise UserError(
+                f"{type(self.pipeline).__name__} needs a call for each noise level of a batch, and ranks may have "
+                "different numbers of them: set policy.parallelism.dp_shard_size = 1, and train with one rank"
+            )
+        if len(self.driver.denoisers) > 1:
+            self.driver.any_over_ranks = sharding.any_over_ranks
 
     def _count_frames(self) -> int:
         """Frames of all media; 1 for images.
@@ -99,6 +107,20 @@ class DrivenModel(DiffuserModel):
     def supported_model_types() -> list[str]:
         """Every class that no other model serves."""
         return []
+
+    def find_trained(self) -> list[str]:
+        """The denoisers that ``policy.diffusers.trained_denoiser`` names."""
+        index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
+        found = sorted(name for name, value in index.items() if name.startswith("transformer") and value[0])
+        wanted = self.config.trained_denoiser
+        if wanted == "all":
+            return found
+        if wanted not in found:
+            raise UserError(
+                f'policy.diffusers.trained_denoiser = "{wanted}": {self.model_str} has {" and ".join(found)}; set it '
+                'to one of them, or to "all"'
+            )
+        return [wanted]
 
     # ---- sigmas ------------------------------------------------------------------------------------------------
 

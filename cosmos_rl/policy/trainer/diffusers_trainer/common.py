@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cosmos_rl.checkpoint.export import LoraExport, PipelineExport
+from cosmos_rl.checkpoint.export import Adapter, LoraExport, PipelineExport
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu
@@ -79,11 +79,15 @@ def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path
     All ranks must call it; only the one with ``keep`` gets something to write.
     """
     if model.lora_config is not None:
-        adapter = model.primary_adapter
-        weights = _copy_weights(fold_weights(model.transformer, adapter), model.param_dtype, keep=keep)
-        table = fold_config(model.transformer.peft_config[adapter])
-        return LoraExport(weights, table, model.model_str, model.config.max_prompt_length).write
-    weights = _copy_weights(model.transformer.state_dict().items(), model.param_dtype, keep=keep)
+        name, adapters = model.primary_adapter, {}
+        for denoiser, module in model.denoisers.items():
+            weights = _copy_weights(fold_weights(module, name), model.param_dtype, keep=keep)
+            adapters[denoiser] = Adapter(weights, fold_config(module.peft_config[name]))
+        return LoraExport(adapters, model.model_str, model.config.max_prompt_length).write
+    weights = {
+        denoiser: _copy_weights(module.state_dict().items(), model.param_dtype, keep=keep)
+        for denoiser, module in model.denoisers.items()
+    }
     return PipelineExport(weights, model.base_folder, model.config.max_prompt_length).write
 
 

@@ -1,0 +1,231 @@
+"""Calls of a stock pipeline with parts of it replaced: what the driver and its checks are built of."""
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from cosmos_rl.policy.model.driver.conditions import DrivenCond
+from cosmos_rl.policy.model.driver.contract import Size
+from cosmos_rl.policy.model.driver.facts import Facts
+from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size
+from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves
+from cosmos_rl.policy.model.driver.rows import Row, find_row
+from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
+
+FEW_STEPS = 4
+"""Of calls that end before or after a single step; the grid they make is replaced."""
+_KEPT = 8
+"""Sizes whose measured maps and prepared inputs are kept."""
+
+
+class PipelineCalls:
+    """A stock pipeline, and one call of it.
+
+    The pipeline itself is never changed, and no draw comes from the global random state. Calls may come from several
+    threads.
+
+    Attributes:
+        pipeline: the diffusers pipeline.
+        facts: how it is driven.
+        denoisers: all of them by name.
+        size: of the media where a call names none.
+        device: where the pipeline computes.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        call: Mapping[str, Any] | None = None,
+        size: Size | None = None,
+        device: torch.device | str | None = None,
+        row: Row | None = None,
+    ) -> None:
+        """Get hold of a pipeline; runs nothing.
+
+        Args:
+            call: more arguments of every call, for example ``{"max_sequence_length": 128}``.
+            size: default of the media's size; the smallest sensible one where it is None.
+            device: where it computes; default: where its denoiser is.
+            row: data of the family; default: the one in the table.
+
+        Raises:
+            UserError: a seam is missing.
+        """
+        self.pipeline = pipeline
+        self.row = row or find_row(type(pipeline).__name__)
+        self.facts = Facts(pipeline=type(pipeline).__name__)
+        require_seams(pipeline)
+        self._accepted = inspect.signature(type(pipeline).__call__).parameters
+        self.call = {name: value for name, value in {**self.row.call, **(call or {})}.items() if name in self._accepted}
+        self.guidance_name = self._find_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")
+        self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
+        self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
+        self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
+        self.size = size or smallest_size(pipeline, video=self.frames_name is not None)
+        self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
+        self._view = view_class(type(pipeline))
+        self._prepared: OrderedDict[Any, tuple[list[Any], tree.TreeSpec]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Literal["flow", "edm"]:
+        return self.facts.path
+
+    @property
+    def guidance_off(self) -> float | None:
+        return self.facts.guidance_off
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return getattr(torch, self.facts.state_dtype)
+
+    def _to_loop_dtype(self, state: Tensor) -> Tensor:
+        """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
+        if state.dtype == getattr(torch, self.facts.first_dtype):
+            return state
+        return state.to(self.state_dtype)
+
+    def _find_accepted(self, *names: str | None) -> str | None:
+        return next((name for name in names if name in self._accepted), None)
+
+    def _convert_sigma(self, sigma: Any) -> Any:
+        """Between the scheduler's sigma and ours, where the scheduler counts from noise = 0 to data = 1."""
+        if self.facts.inverted:
+            return 1 - sigma
+        return sigma
+
+    def convert_sign(self, model_output: Tensor) -> Tensor:
+        """Between what the scheduler's step gets and d state / d sigma."""
+        return -model_output if self.facts.inverted else model_output
+
+    @torch.no_grad()
+    def first_inputs(
+        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
+    ) -> Inputs:
+        """What the first call of a denoiser would get; it is not made."""
+        run = self._run_at(state, level, cond, guidance, size)
+        run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, collect_leaves((args, kwargs))))
+        return self._step(run, len(state), guidance, size)
+
+    @torch.no_grad()
+    def all_inputs(
+        self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
+    ) -> list[Inputs]:
+        """What all calls of denoisers at one level get."""
+        seen: list[Inputs] = []
+
+        def note(_: Run, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            seen.append(Inputs(name, collect_leaves((args, kwargs))))
+            return args, kwargs
+
+        run = self._run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
+        run.on_denoiser = note
+        self._step(run, len(state), guidance, size)
+        return seen
+
+    # ---- the one way in ----------------------------------------------------------------------------------------
+
+    def _run_at(
+        self,
+        state: Tensor,
+        level: ScalarLevel,
+        cond: DrivenCond,
+        guidance: float | None,
+        size: Size,
+        on_step: OnStep | None = None,
+    ) -> Run:
+        """A run of one step at one level that starts from the state."""
+        if cond.size != len(state):
+            raise ValueError(f"{len(state)} states and {cond.size} conditions")
+        self._check_guided(cond, guidance)
+        run = Run(self.device, text=cond.values, on_step=on_step)
+        t = torch.tensor([level[0]], dtype=torch.int64 if self.facts.integer_time else torch.float32)
+        run.grid = t, self._convert_sigma(torch.tensor([level[1], 0.0]))
+        self._put_in(run, state, guidance, size)
+        return run
+
+    def _step(self, run: Run, n: int, guidance: float | None, size: Size) -> Any:
+        """A run of `_run_at`: what the pipeline prepares is given, so its frames may not matter."""
+        return self.go(run, n, guidance, size._replace(frames=1) if self.row.one_frame else size)
+
+    def _check_guided(self, cond: DrivenCond, guidance: float | None) -> None:
+        if guidance != self.guidance_off and not cond.guided:
+            raise ValueError(
+                f"guidance {guidance} and conditions made without guidance: encode(..., guidance={guidance})"
+            )
+
+    def _put_in(self, run: Run, state: Tensor, guidance: float | None, size: Size) -> None:
+        """Have a run start from a state. What else `prepare_latents` makes depends on shapes only and is kept."""
+        key = len(state), size, guidance
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            first = Run(self.device, text=run.text, on_denoiser=stop)
+            self.go(first, len(state), guidance, size)
+            values = [None if index == self.facts.leaf else value for index, value in enumerate(first.prepared)]
+            prepared = self._keep(self._prepared, key, (values, first.spec))
+        run.prepare, run.state, run.leaf = prepared, state, self.facts.leaf
+
+    def _keep(self, kept: OrderedDict, key: Any, value: Any) -> Any:
+        with self._lock:
+            kept[key] = value
+            while len(kept) > _KEPT:
+                kept.popitem(last=False)
+        return value
+
+    def go(
+        self,
+        run: Run,
+        n: int,
+        guidance: float | None,
+        size: Size,
+        *,
+        prompts: list[str] | None = None,
+        negatives: list[str] | None = None,
+        steps: int = FEW_STEPS,
+        **more: Any,
+    ) -> Any:
+        """One call of the stock pipeline. Noise that nobody sees comes from a generator of its own."""
+        generator = torch.Generator().manual_seed(0)
+        arguments = self.arguments(n, guidance, size, prompts, negatives, steps)
+        arguments.update({"output_type": "latent", "generator": generator, **more})
+        return call_pipeline(self.pipeline, self._view, list(self.denoisers), self.scheduler, run, arguments)
+
+    def arguments(
+        self,
+        n: int,
+        guidance: float | None,
+        size: Size,
+        prompts: list[str] | None = None,
+        negatives: list[str] | None = None,
+        steps: int = FEW_STEPS,
+    ) -> dict[str, Any]:
+        """Keyword arguments of the stock call for n rows, but for the generator and the kind of output."""
+        # a list of its own: Z-Image writes into the one it gets
+        made = {**self.call, "prompt": list(prompts or [""] * n), "num_inference_steps": steps, "return_dict": False}
+        made.update(height=size.height, width=size.width)
+        if self.frames_name is not None:
+            made[self.frames_name] = size.frames
+        if self.guidance_name is not None and guidance is not None:
+            made[self.guidance_name] = guidance
+        if negatives is None and (self.row.negative is not None or self.guidance_name == "true_cfg_scale"):
+            negatives = [self.row.negative or ""] * n  # this argument works only with a negative prompt
+        if negatives is not None and "negative_prompt" in self._accepted:
+            made["negative_prompt"] = list(negatives)
+        return made
+
+
+def stop(run: Run, *_: Any) -> Any:
+    run.stop()
+
+
+def stop_with_velocity(run: Run, _index: int, v: Tensor, *_: Any) -> Any:
+    run.stop(v)

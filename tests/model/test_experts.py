@@ -1,0 +1,131 @@
+"""A pipeline with two denoisers, one for high and one for low noise: which is trained, and what an export holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.policy.model.quiet import load_adapter
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
+from tests.support.family_runs import TEXTS, TrainedFamily, family_toml, folder_of, stock_pipeline
+
+pytestmark = pytest.mark.zoo
+WAN = TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2"))
+NAMES = {"all": ["transformer", "transformer_2"], "transformer": ["transformer"], "transformer_2": ["transformer_2"]}
+
+
+def build(folder: Path, trained: str, *, lora: bool, family: TrainedFamily = WAN) -> DrivenModel:
+    options = [f'--policy.diffusers.trained_denoiser="{trained}"']
+    config = load_config(family_toml(folder, family, job="nft", lora=lora), options)
+    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
+    assert isinstance(model, DrivenModel)
+    return model
+
+
+def velocities(model: DrivenModel, sigmas: list[float]) -> Tensor:
+    cond, sigma = model.encode_prompts(TEXTS[: len(sigmas)]), torch.tensor(sigmas)
+    shape = len(sigmas), *model.latent_shape(32, 32)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return model.velocity(model.start_state(noise), model.training_level(sigma), cond)
+
+
+def gradients(model: DrivenModel, sigmas: list[float]) -> dict[str, Tensor]:
+    params = model.trainable_parameters()
+    for param in params.values():
+        param.grad = None
+    velocities(model, sigmas).square().sum().backward()
+    return {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+
+
+def test_a_batch_on_both_sides_of_the_boundary_trains_both(tmp_path: Path) -> None:
+    model = build(tmp_path, "all", lora=True)
+    high, low, both = (gradients(model, sigmas) for sigmas in ([0.95, 0.9], [0.3, 0.1], [0.95, 0.3]))
+    assert {name.split(".")[0] for name in high} == {"transformer"}
+    assert {name.split(".")[0] for name in low} == {"transformer_2"}
+    assert both.keys() == high.keys() | low.keys() == model.trainable_parameters().keys()
+    with torch.no_grad():
+        together, ends = (
+            velocities(model, [0.95, 0.3]),
+            [velocities(model, [s, s])[i] for i, s in enumerate([0.95, 0.3])],
+        )
+    torch.testing.assert_close(together, torch.stack(ends), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("trained", NAMES)
+def test_only_the_named_ones_are_trained_and_exported(tmp_path: Path, trained: str, lora: bool) -> None:
+    model = build(tmp_path, trained, lora=lora)
+    params = model.trainable_parameters()
+    names = {name.split(".")[0] for name in params if name.startswith("transformer")}
+    assert sorted(names or {"transformer"}) == NAMES[trained]
+    with torch.no_grad():
+        for name, param in params.items():
+            param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name))))
+    export = tmp_path / "export"
+    prepare_export(model)(export)
+    changed = _load_export(export, lora)
+    base = folder_of("wan2.2")
+    for part in ("transformer", "transformer_2"):
+        adapter = export / "lora" / ("" if part == "transformer" else part) / "model.safetensors"
+        weights = f"{part}/diffusion_pytorch_model.safetensors"
+        if lora:
+            assert adapter.is_file() == (part in NAMES[trained])
+        else:
+            ours, theirs = load_file(export / weights), load_file(base / weights)
+            assert any(not torch.equal(ours[name], theirs[name]) for name in ours) == (part in NAMES[trained])
+    ours = model.sample(TEXTS[:1], _noise(model), num_steps=4, guidance=1.0)
+    theirs, plain = (_media(pipeline) for pipeline in (changed, stock_pipeline(base)))
+    assert (ours - theirs).abs().max() <= 1e-4
+    assert (ours - plain).abs().max() > 1e-3
+    if lora:
+        again = stock_pipeline(base)
+        load_adapter(again, export / "lora")
+        assert torch.equal(_media(again), theirs)
+
+
+def test_an_adapter_of_both_is_continued_from(tmp_path: Path) -> None:
+    model = build(tmp_path, "all", lora=True)
+    with torch.no_grad():
+        for param in model.trainable_parameters().values():
+            param.add_(0.05)
+    prepare_export(model)(tmp_path / "export")
+    config = load_config(family_toml(tmp_path, WAN, job="nft"), [f"--policy.lora.lora_path={tmp_path / 'export/lora'}"])
+    again = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
+    ours, theirs = model.trainable_parameters(), again.trainable_parameters()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(value, theirs[name], atol=1e-6) for name, value in ours.items())
+
+
+def test_a_denoiser_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r'trained_denoiser = "transformer_2": .* has transformer; set it to one of them'
+    ):
+        build(tmp_path, "transformer_2", lora=True, family=TrainedFamily("wan", frames=("num_frames", 5)))
+
+
+def _load_export(export: Path, lora: bool) -> Any:
+    if not lora:
+        return stock_pipeline(export)
+    pipeline = stock_pipeline(folder_of("wan2.2"))
+    if (export / "lora/model.safetensors").is_file():
+        pipeline.load_lora_weights(export / "lora")
+    if (export / "lora/transformer_2").is_dir():
+        pipeline.load_lora_weights(export / "lora/transformer_2", load_into_transformer_2=True)
+    return pipeline
+
+
+def _noise(model: DrivenModel) -> Tensor:
+    return torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(11))
+
+
+def _media(pipeline: Any) -> Tensor:
+    arguments = {**WAN.call(TEXTS[:1], 1.0), "generator": [torch.Generator().manual_seed(11)]}
+    with torch.no_grad():
+        return pipeline(**arguments, output_type="pt", return_dict=False)[0].float()

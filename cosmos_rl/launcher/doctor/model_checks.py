@@ -24,7 +24,7 @@ from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.loading import read_pipeline
-from cosmos_rl.policy.model.quiet import load_adapter, quiet_libraries
+from cosmos_rl.policy.model.quiet import load_adapter_weights, quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 
 _LEAST_PSNR = 20.0
@@ -242,5 +242,5 @@ def _load_plain(model: DiffuserModel, folder: Path) -> Any:
         pipe: Any = read_pipeline(source, torch.float32)
     pipe.set_progress_bar_config(disable=True)
     if is_adapter:
-        load_adapter(pipe, folder / "lora")
+        load_adapter_weights(pipe, folder / "lora")
     return pipe.to(model.device)

@@ -61,15 +61,24 @@ def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncod
 
 
 def load_adapter(pipe: Any, folder: Path) -> None:
-    """Load and use an exported adapter. Its text encoders have no part of it, of which diffusers warns each time.
+    """Load and use an exported adapter."""
+    load_adapter_weights(pipe, folder)
+    owner = pipe if hasattr(pipe, "set_adapters") else pipe.transformer
+    owner.set_adapters("default")
+
+
+def load_adapter_weights(pipe: Any, folder: Path) -> None:
+    """Load an exported adapter. Its text encoders have no part of it, of which diffusers warns each time.
 
     A pipeline with two denoisers has an adapter of the second one in a folder of its name.
     """
     names: dict[str, Any] = {"weight_name": "model.safetensors", "adapter_name": "default"}
     second = folder / "transformer_2"
     with quiet_warnings():
+        if not hasattr(pipe, "load_lora_weights"):  # some pipelines leave it to the denoiser
+            pipe.transformer.load_lora_adapter(str(folder), prefix="transformer", **names)
+            return
         if (folder / names["weight_name"]).is_file() or not second.is_dir():
             pipe.load_lora_weights(str(folder), **names)
         if second.is_dir():
             pipe.load_lora_weights(str(second), load_into_transformer_2=True, **names)
-    pipe.set_adapters("default")

@@ -25,6 +25,20 @@ class Item:
     prompt: str
     name: str = ""
     """For messages: the file's stem, or the position in a user's data set."""
+    fps: float | None = None
+    """Frames per second of a video, where it is known."""
+
+
+def take(dataset: Any, index: int, sample_id: int | None) -> Any:
+    """An element of any data set.
+
+    A data set with a method ``take(index, sample_id)`` may draw something for each global position ``sample_id`` of the
+    run, as the first frame of a video; None asks for the same at every call.
+    """
+    method = getattr(dataset, "take", None)
+    if method is None:
+        return dataset[index]
+    return method(index, sample_id)
 
 
 class Part(Sequence[Any]):
@@ -38,7 +52,11 @@ class Part(Sequence[Any]):
         return len(self._range)
 
     def __getitem__(self, index: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._dataset[self._range[index]]
+        return self.take(index, None)
+
+    def take(self, index: int, sample_id: int | None) -> Any:
+        """See the function of that name."""
+        return take(self._dataset, self._range[index], sample_id)
 
     @property
     def prompts(self) -> list[str] | None:
@@ -82,7 +100,11 @@ class Readable(Sequence[Item]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
-        item = to_item(self._dataset[index], index)
+        return self.take(index, None)
+
+    def take(self, index: int, sample_id: int | None) -> Item:
+        """See the function of that name."""
+        item = to_item(take(self._dataset, index, sample_id), index)
         if item.prompt not in self._right:
             why = self.find_refusal(item.prompt)
             if why is not None:
@@ -131,7 +153,7 @@ def to_item(raw: Any, index: int) -> Item:
     largest = float(visual.detach().abs().max()) if visual.numel() else 0.0
     if not largest <= 1.01:  # NaN is refused too
         raise UserError(f"data set element {index}: 'visual' must be in [-1, 1], its largest magnitude is {largest:g}")
-    return Item(visual=visual.to(torch.float32), prompt=prompt, name=str(raw.get("name", index)))
+    return Item(visual.to(torch.float32), prompt, str(raw.get("name", index)), raw.get("fps"))
 
 
 def _check_text(prompt: str, index: int) -> None:

@@ -1,47 +1,66 @@
-"""Data set of a flat folder of pairs ``<name>.json`` (``{"prompt": "..."}``) and ``<name>.jpg|.jpeg|.png|.webp``."""
+"""Data set of a folder of captioned images or videos."""
 
 import functools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from cosmos_rl.data.images import load_image
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.pair_files import digest_pairs, load_pairs
+from cosmos_rl.data.pair_files import describe_pairs, digest_pairs, load_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
 
 _DECODED_BYTES = 256 * 2**20
-"""Decoded images up to this size are kept: a small data set is decoded once, a large one hardly notices."""
+"""Decoded media up to this size are kept: a small data set is decoded once, a large one hardly notices."""
 
 
 class LocalPairs(Sequence[Item]):
-    """Data set of captioned images; images are decoded when they are asked for."""
+    """Data set of captioned images or videos, which are decoded when they are asked for.
 
-    def __init__(self, folder: str | Path, height: int, width: int) -> None:
-        """Read all captions of ``folder``; images come out as ``[3, height, width]``.
+    Of a video with more frames than needed each position of the run gets a window of its own.
+    """
+
+    def __init__(
+        self, folder: str | Path, height: int, width: int, *, frames: int | None = None, seed: int = 0
+    ) -> None:
+        """Read all captions of ``folder``; elements come out as ``[3, (frames,) height, width]``.
+
+        Args:
+            frames: of the videos to read; None: the folder holds images.
+            seed: of the draw of windows.
 
         Raises:
             UserError: no usable pair, or more captions and images without a partner than pairs.
         """
         self.folder = Path(folder).expanduser()
         self._size = (height, width)
-        self._decoded: dict[int, Tensor] = {}
-        self.pairs, self.problems, left_out = load_pairs(self.folder)
+        self._frames, self._seed = frames, seed
+        self._decoded: dict[int, Item] = {}
+        self._bytes = 0
+        video = frames is not None
+        self.pairs, self.problems, left_out = load_pairs(self.folder, video=video)
+        logger.info(f"{self.folder}: {describe_pairs(self.pairs, video=video)}")
         if left_out:
             logger.warning(left_out)
 
+    @classmethod
+    def of_config(cls, folder: str | Path, config: Config) -> "LocalPairs":
+        """The folder with the sizes that a job trains on."""
+        diffusers = config.policy.diffusers
+        frames = diffusers.train_frames if diffusers.is_video else None
+        return cls(folder, *diffusers.inference_size, frames=frames, seed=config.train.seed)
+
     @property
     def prompts(self) -> list[str]:
-        """All captions, in the order of the pairs; no image is decoded for them."""
+        """All captions, in the order of the pairs; nothing is decoded for them."""
         return [pair.prompt for pair in self.pairs]
 
     @property
     def names(self) -> list[str]:
-        """The caption files, in the same order."""
-        return [f"{pair.name}.json" for pair in self.pairs]
+        """Where the captions are, in the same order."""
+        return [pair.caption for pair in self.pairs]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -52,13 +71,34 @@ class LocalPairs(Sequence[Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.take(index, None)
+
+    def take(self, index: int, sample_id: int | None) -> Item:
+        """A pair; of a long video the window of position ``sample_id``, or the one in its middle (None)."""
+        whole = self._decoded.get(index)
+        if whole is not None:
+            return whole
         pair = self.pairs[index]
-        visual = self._decoded.get(index)
-        if visual is None:
-            visual = load_image(self.folder / pair.file, *self._size)
-            if (len(self._decoded) + 1) * visual.nbytes <= _DECODED_BYTES:
-                self._decoded[index] = visual
-        return Item(visual=visual, prompt=pair.prompt, name=pair.name)
+        if self._frames is None:
+            item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name)
+            return self._keep(index, item)
+        from cosmos_rl.data.videos import load_clip
+
+        draw = None
+        if sample_id is not None:
+            draw = random.Random(f"{self._seed}/window/{sample_id}")
+        clip = load_clip(self.folder / pair.file, self._frames, *self._size, draw)
+        item = Item(clip.visual, pair.prompt, pair.name, clip.fps)
+        if clip.windows == 1:
+            return self._keep(index, item)
+        return item
+
+    def _keep(self, index: int, item: Item) -> Item:
+        """Remember what is the same at every call, while there is room."""
+        if self._bytes + item.visual.nbytes <= _DECODED_BYTES:
+            self._decoded[index] = item
+            self._bytes += item.visual.nbytes
+        return item
 
 
 def load_held_out_data(config: Config) -> LocalPairs | PromptFile | None:
@@ -68,4 +108,4 @@ def load_held_out_data(config: Config) -> LocalPairs | PromptFile | None:
         return None
     if is_prompt_file(source):
         return PromptFile(source)
-    return LocalPairs(source, *config.policy.diffusers.inference_size)
+    return LocalPairs.of_config(source, config)

@@ -1,95 +1,151 @@
-"""A flat folder of pairs ``<name>.json`` (``{"prompt": "..."}``) and ``<name>.jpg|.jpeg|.png|.webp``.
+"""A folder of captioned images or videos: which files belong together, and why a file is left out.
 
-Which files belong together, and why a file is left out. No torch: `cosmos-rl check` looks at folders with it.
+Captions are files of the same name, rows of one table, or, in the layout of Cosmos-Predict, files of the same name in
+the folder ``metas``. No torch: `cosmos-rl check` looks at folders with it.
 """
 
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from cosmos_rl.data.texts import find_prompt_problem, parse_json, printable
+from cosmos_rl.data.captions import CAPTION_SUFFIXES, TABLES, Row, read_caption, read_table
+from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 """Endings of images that are read, in lower case."""
-_LARGEST_CAPTION = 2**20
-"""Bytes of a caption file."""
-_READ_AT_ONCE = 2**13
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+"""Endings of videos that are read, in lower case."""
+METAS = "metas"
+"""Folder of captions in the layout of Cosmos-Predict."""
 _SHOWN = 20
 _SHOWN_WHEN_NONE_IS_LEFT = 5
 _MAX_SKIPPED_SHARE = 0.5
 
 
+class _Kind(NamedTuple):
+    """What a folder is read for."""
+
+    word: str
+    suffixes: tuple[str, ...]
+    folder: str
+    """Where the files are in the layout of Cosmos-Predict."""
+
+
+_IMAGES = _Kind("image", IMAGE_SUFFIXES, "images")
+_VIDEOS = _Kind("video", VIDEO_SUFFIXES, "videos")
+
+
 @dataclass(frozen=True)
 class Pair:
-    """One image and its caption."""
+    """One image or video and its caption."""
 
     name: str
+    """The stem of the file, with its path in the folder."""
     file: str
-    """The image's name in the folder."""
+    """The image or video, relative to the folder."""
     prompt: str
+    caption: str = ""
+    """Where the caption was found: a file, or a line of a table."""
 
 
-def describe_layout() -> str:
+@dataclass
+class _Files:
+    """What lies in a folder, by stem."""
+
+    media: dict[str, list[str]] = field(default_factory=dict)
+    captions: dict[str, list[str]] = field(default_factory=dict)
+    others: dict[str, list[str]] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    """By the name of the image or video."""
+
+    def add(self, path: str, kind: _Kind, stem: str | None = None) -> None:
+        """Sort in a file, by its stem or the given one."""
+        own_stem, ending = os.path.splitext(path)
+        group = self.others
+        if ending in CAPTION_SUFFIXES:
+            group = self.captions
+        elif ending.lower() in kind.suffixes:
+            group = self.media
+        group.setdefault(stem or own_stem, []).append(path)
+
+
+def _describe_layout(kind: _Kind) -> str:
     """One sentence that says what a folder of pairs looks like."""
-    return f'expected a flat folder of pairs <name>.json ({{"prompt": "..."}}) and <name>{"|".join(SUFFIXES)}'
+    return (
+        f"expected {kind.word}s <name>{'|'.join(kind.suffixes)}, each with a caption "
+        f'<name>.json ({{"prompt": "..."}}), .txt or .caption; or {" or ".join(TABLES)} with file_name and prompt; '
+        f"or the folders {METAS} (<name>.txt) and {kind.folder}"
+    )
 
 
-def scan_pairs(folder: Path) -> tuple[list[Pair], list[str]]:
-    """Pairs in ``folder`` sorted by name, and one line for each caption or image that has no partner or is invalid.
+def scan_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[str]]:
+    """Pairs of captions and images (or videos) in ``folder`` by name, and one line for each that is left out.
 
     Raises:
         UserError: the folder does not exist or holds no usable pair.
     """
+    kind = _choose_kind(video)
     if not folder.is_dir():
-        raise UserError(f"{folder.absolute()}: no such folder; {describe_layout()}")
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
-    images, others = _group_by_stem(names)
-    pairs, problems = [], []
-    for caption in (name for name in names if name.endswith(".json")):
-        stem = caption.removesuffix(".json")
-        found = images.pop(stem, [])
-        prompt, problem = _read_prompt(os.path.join(folder, caption))
-        if prompt is not None and len(found) == 1:
-            pairs.append(Pair(printable(stem), found[0], prompt))
-            continue
-        if problem is None:
-            problem = f"has {len(found)} images"
-            if not found:
-                problem = "has no image" + _describe_unread(others.get(stem))
-        problems.append(f"{printable(caption)}: {problem}")
-    problems += [
-        f"{printable(name)}: has no caption {printable(stem)}.json" + _describe_unread(others.get(stem))
-        for stem, found in sorted(images.items())
-        for name in found
-    ]
+        raise UserError(f"{folder.absolute()}: no such folder; {_describe_layout(kind)}")
+    files, problems = _find_files(folder, kind)
+    pairs: list[Pair] = []
+    for stem in sorted({*files.media, *files.captions}, key=lambda stem: f"{stem}.json"):
+        for found in _match(folder, kind, files, stem):
+            if isinstance(found, Pair):
+                pairs.append(found)
+            else:
+                problems.append(found)
     if not pairs:
         raise UserError(
-            f"{folder.absolute()}: no usable pair; {describe_layout()}; found {_summarise(folder)}"
+            f"{folder.absolute()}: no usable pair; {_describe_layout(kind)}; found {_summarise(folder)}"
             + _list_problems(problems, _SHOWN_WHEN_NONE_IS_LEFT)
         )
     return pairs, problems
 
 
-def load_pairs(folder: Path) -> tuple[list[Pair], list[str], str]:
+def load_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[str], str]:
     """`scan_pairs`, and a text about what is left out (empty: nothing is).
 
     Raises:
         UserError: no usable pair, or more captions and images are left out than pairs used.
     """
-    pairs, problems = scan_pairs(folder)
+    pairs, problems = scan_pairs(folder, video=video)
     if not problems:
         return pairs, problems, ""
     text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _list_problems(
         problems, _SHOWN
     )
     if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
-        raise UserError(f"{text}\nMore files are left out than used; {describe_layout()}")
+        raise UserError(f"{text}\nMore files are left out than used; {_describe_layout(_choose_kind(video))}")
     return pairs, problems, text
+
+
+def list_media(folder: Path, *, video: bool) -> list[Path]:
+    """The images or videos in the layout of Cosmos-Predict: those in ``folder/images`` or ``folder/videos``.
+
+    Raises:
+        UserError: there are none.
+    """
+    kind = _choose_kind(video)
+    place = folder / kind.folder
+    names = _list_names(place) if place.is_dir() else []
+    found = [place / name for name in names if name.lower().endswith(kind.suffixes)]
+    if not found:
+        raise UserError(f"{place.absolute()}: no {kind.word} there; expected files {'|'.join(kind.suffixes)}")
+    return found
+
+
+def describe_pairs(pairs: Sequence[Pair], *, video: bool = False) -> str:
+    """How many there are, and where their captions come from: ``12 images; captions: 8 .json, 4 .txt``."""
+    tables = (pair.caption.partition(", line ") for pair in pairs)
+    sources = Counter(name if line else os.path.splitext(name)[1] for name, line, _ in tables)
+    word = _choose_kind(video).word
+    return f"{len(pairs)} {word}s; captions: {', '.join(f'{n} {source}' for source, n in sorted(sources.items()))}"
 
 
 def digest_pairs(pairs: Sequence[Pair]) -> str:
@@ -100,49 +156,91 @@ def digest_pairs(pairs: Sequence[Pair]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _group_by_stem(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Stem -> the images of that name, and stem -> its files of kinds that are not read."""
-    images: dict[str, list[str]] = {}
-    others: dict[str, list[str]] = {}
-    for name in names:
-        stem, dot, ending = name.rpartition(".")
-        if ending != "json" or not dot:
-            kind = images if dot + ending.lower() in SUFFIXES else others
-            kind.setdefault(stem if dot else name, []).append(name)
-    return images, others
+def _choose_kind(video: bool) -> _Kind:
+    return _VIDEOS if video else _IMAGES
 
 
-def _describe_unread(names: Sequence[str] | None) -> str:
+def _find_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
+    """Everything in the folder, and what is wrong with its tables."""
+    files, problems = _Files(), []
+    for name in _list_names(folder):
+        if name not in TABLES:
+            files.add(name, kind)
+    if (folder / METAS).is_dir() and (folder / kind.folder).is_dir():
+        for name in _list_names(folder / kind.folder):
+            files.add(f"{kind.folder}/{name}", kind)
+        for name in _list_names(folder / METAS):
+            files.add(f"{METAS}/{name}", kind, f"{kind.folder}/{os.path.splitext(name)[0]}")
+    for table in TABLES:
+        if (folder / table).is_file():
+            rows, wrong = read_table(folder / table)
+            problems += wrong
+            problems += [text for row in rows if (text := _place_row(folder, kind, files, row))]
+    return files, problems
+
+
+def _list_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
+
+
+def _place_row(folder: Path, kind: _Kind, files: _Files, row: Row) -> str | None:
+    """Put a row of a table to its file; what is wrong where there is none."""
+    stem, ending = os.path.splitext(row.file)
+    if ending.lower() not in kind.suffixes:
+        return f"{row.source}: {printable(row.file)} is of a kind that is not read"
+    known = files.media.setdefault(stem, [])
+    if row.file not in known:
+        if not (folder / row.file).is_file():
+            return f"{row.source}: has no {kind.word} {printable(row.file)}"
+        known.append(row.file)
+    files.rows.setdefault(row.file, []).append(row)
+    return None
+
+
+def _match(folder: Path, kind: _Kind, files: _Files, stem: str) -> Iterator[Pair | str]:
+    """The pairs of one stem, and what is wrong with files that are in none."""
+    media, captions = files.media.get(stem, []), files.captions.get(stem, [])
+    if captions and len(media) != 1:
+        problem = f"has {len(media)} {kind.word}s"
+        if not media:
+            problem = f"has no {kind.word}" + _describe_unread(files.others.get(stem), kind)
+        yield from (f"{printable(caption)}: {problem}" for caption in captions)
+        return
+    texts: dict[str, str] = {}  # where -> what
+    broken = []
+    for caption in captions:
+        text, problem = read_caption(os.path.join(folder, caption))
+        if text is None:
+            broken.append(f"{printable(caption)}: {problem}")
+        else:
+            texts[printable(caption)] = text
+    yield from broken
+    for file in media:
+        found = texts | {row.source: row.prompt for row in files.rows.get(file, [])}
+        if len(set(found.values())) > 1:
+            yield f"{printable(file)}: {' and '.join(found)} have different captions"
+        elif found and not broken:
+            source, prompt = next(iter(found.items()))
+            yield Pair(printable(stem), file, prompt, source)
+        elif not broken:
+            yield f"{printable(file)}: has no caption {_name_captions(stem)}" + _describe_unread(
+                files.others.get(stem), kind
+            )
+
+
+def _name_captions(stem: str) -> str:
+    first, *middle, last = CAPTION_SUFFIXES
+    return f"{printable(stem)}{first}, {', '.join(middle)} or {last}"
+
+
+def _describe_unread(names: Sequence[str] | None, kind: _Kind) -> str:
     if not names:
         return ""
-    return f"; {', '.join(map(printable, names))} is of a kind that is not read"
-
-
-def _read_prompt(caption: str) -> tuple[str | None, str | None]:
-    """(prompt, None) or (None, what is wrong)."""
-    try:
-        content = _content(caption)
-    except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
-    if len(content) > _LARGEST_CAPTION:
-        return None, f"is not a caption: it has more than {_LARGEST_CAPTION} bytes"
-    row, problem = parse_json(content)
-    problem = problem or find_prompt_problem(row)
-    if problem is not None or not isinstance(row, Mapping):
-        return None, problem
-    return row["prompt"], None
-
-
-def _content(caption: str) -> bytes:
-    """A little more than a caption may have, at most. File objects would take half the time of a large folder."""
-    fd = os.open(caption, os.O_RDONLY)
-    try:
-        content = b""
-        while len(content) <= _LARGEST_CAPTION and (part := os.read(fd, _READ_AT_ONCE)):
-            content += part
-        return content
-    finally:
-        os.close(fd)
+    hint = ""
+    if kind is _IMAGES and any(name.lower().endswith(VIDEO_SUFFIXES) for name in names):
+        hint = " without policy.diffusers.is_video = true"
+    return f"; {', '.join(map(printable, names))} is of a kind that is not read{hint}"
 
 
 def _list_problems(problems: Sequence[str], shown: int) -> str:

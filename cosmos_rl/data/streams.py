@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cosmos_rl.data.items import BadSample, Item, to_item
+from cosmos_rl.data.items import BadSample, Item, take, to_item
 from cosmos_rl.errors import UserError
 from cosmos_rl.utils.logging import logger
 
@@ -156,7 +156,8 @@ class _ByPosition(Dataset[Any]):
         for offset in range(min(_TRIES, length)):
             index = (position.index + offset) % length  # a pure function of the position: a resume finds the same one
             try:
-                return _Fetched(position, to_item(self._dataset[index], index), tuple(skipped))
+                item = to_item(take(self._dataset, index, position.sample_id), index)
+                return _Fetched(position, item, tuple(skipped))
             except BadSample as error:
                 skipped.append((index, str(error)))
             except UserError as error:

@@ -308,7 +308,7 @@ def _train(config: Config, name: str, data: DataForm | None, **given: Any) -> Fi
 
 
 def _pairs(config: Config) -> LocalPairs:
-    return LocalPairs(config.train.train_policy.dataset.local_dir, *config.policy.diffusers.inference_size)
+    return LocalPairs.of_config(config.train.train_policy.dataset.local_dir, config)
 
 
 def _prompts(config: Config) -> Sequence[Any]:

@@ -21,6 +21,10 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
         "cosmos_rl.launcher.check.check_model:check_model",
         "test whether a pipeline trains without code",
     ),
+    "create-prompts": (
+        "cosmos_rl.launcher.create_prompts:create_prompts",
+        "write a caption file for every video of a folder",
+    ),
     "doctor": (
         "cosmos_rl.launcher.doctor.command:doctor",
         "check the installation; with --config, whether the model trains",

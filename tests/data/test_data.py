@@ -49,8 +49,8 @@ def test_pairs_stay_paired_when_some_are_left_out(tmp_path: Path, caplog: pytest
     ("files", "message"),
     [
         ([], "found nothing"),
-        (["a.jpg", "a.txt"], "found 1 .jpg, 1 .txt"),
-        (["metas/a.txt", "videos/a.mp4"], r"found 2 folders \(metas, videos\)"),
+        (["a.jpg", "b.txt"], "found 1 .jpg, 1 .txt"),
+        (["texts/a.txt", "videos/a.mp4"], r"found 2 folders \(texts, videos\)"),
         (["a.json"], "found 1 .json"),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_folder_of_another_layout_is_described(tmp_path: Path, files: list[str
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=message) as error:
         LocalPairs(tmp_path, 8, 8)
-    assert "expected a flat folder of pairs" in str(error.value)
+    assert "expected images <name>.jpg|" in str(error.value)
 
 
 def test_a_missing_folder_is_named_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +321,10 @@ def test_files_of_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "t.tiff")
     (tmp_path / "t.json").write_text('{"prompt": "t"}')
     Image.new("RGB", (8, 8)).save(tmp_path / "u.png")
-    (tmp_path / "u.txt").write_text("a caption")
+    (tmp_path / "u.rtf").write_text("a caption")
     assert LocalPairs(tmp_path, 8, 8).problems == [
         "t.json: has no image; t.tiff is of a kind that is not read",
-        "u.png: has no caption u.json; u.txt is of a kind that is not read",
+        "u.png: has no caption u.json, .txt or .caption; u.rtf is of a kind that is not read",
     ]
 
 

@@ -56,9 +56,9 @@ def _check_pair_folders(config: Config, notes: list[str]) -> list[str]:
     """Folders of pairs that reinforcement learning reads in addition to its prompts."""
     job, problems = online_table(config), list[str]()
     if job.data_term.beta > 0:
-        problems += _pairs("train.train_policy.data_term", job.data_term.local_dir, notes)
+        problems += _pairs(config, "train.train_policy.data_term", job.data_term.local_dir, notes)
     if job.reward_hacking_guard.enable:
-        problems += _pairs("train.train_policy.reward_hacking_guard", job.reward_hacking_guard.local_dir, notes)
+        problems += _pairs(config, "train.train_policy.reward_hacking_guard", job.reward_hacking_guard.local_dir, notes)
     return problems
 
 
@@ -130,7 +130,7 @@ def _prompts(dataset: DatasetConfig, table: str, split: str, guidance: float | N
 
 def _pair_data(config: Config, notes: list[str]) -> list[str]:
     """Captioned images for training and validation."""
-    problems = _pairs("train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
+    problems = _pairs(config, "train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
     if config.validation.enable:
         problems += _held_out(config, notes)
     return problems
@@ -189,7 +189,7 @@ def _held_out(config: Config, notes: list[str]) -> list[str]:
     """Pairs, or a file of prompts."""
     key, source = "validation.dataset.local_dir", config.validation.dataset.local_dir
     if not source or not is_prompt_file(source):
-        return _pairs("validation.dataset", source, notes)
+        return _pairs(config, "validation.dataset", source, notes)
     if not Path(source).expanduser().exists():
         return _missing(key, source)
     try:
@@ -203,7 +203,7 @@ def _held_out(config: Config, notes: list[str]) -> list[str]:
     return []
 
 
-def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
+def _pairs(config: Config, table: str, folder: str, notes: list[str]) -> list[str]:
     if not folder:
         return []  # a script may bring its own data
     key = f"{table}.local_dir"
@@ -212,14 +212,8 @@ def _pairs(table: str, folder: str, notes: list[str]) -> list[str]:
         return _missing(key, folder)
     if not path.is_dir():
         return [f'{key} = "{folder}": is a file; give the folder of the images']
-    if next(path.glob("*.json"), None) is None:
-        kinds = sorted({entry.suffix or f"{entry.name}/" for entry in path.iterdir()})
-        return [
-            f'{key} = "{folder}": no captions there; expected pairs <name>.json ({{"prompt": "..."}}) and <name>.jpg, '
-            f".jpeg, .png or .webp, found {', '.join(kinds) or 'nothing'}"
-        ]
     try:
-        left_out = load_pairs(path)[2]
+        left_out = load_pairs(path, video=config.policy.diffusers.is_video)[2]
     except UserError as error:
         return [f"{key}: {error}"]
     if left_out:

@@ -26,13 +26,15 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
     sets = {noun: (config.train.train_policy.dataset, "train")}
     if config.validation.enable:
         sets[f"validation {noun}"] = (config.validation.dataset, "test")
+    video = config.policy.diffusers.is_video
     lines = (
-        describe_truncation(_texts(dataset, data, split), encoders, name) for name, (dataset, split) in sets.items()
+        describe_truncation(_texts(dataset, data, split, video=video), encoders, name)
+        for name, (dataset, split) in sets.items()
     )
     return [line for line in lines if line]
 
 
-def _texts(dataset: DatasetConfig, data: DataForm, split: str) -> Sequence[Named]:
+def _texts(dataset: DatasetConfig, data: DataForm, split: str, *, video: bool) -> Sequence[Named]:
     """Empty where `inspect_environment` has found something wrong, or there is nothing to read."""
     try:
         if data == "prompts":
@@ -41,8 +43,8 @@ def _texts(dataset: DatasetConfig, data: DataForm, split: str) -> Sequence[Named
             return _prompts(Path(dataset.local_dir))
         if not dataset.local_dir:
             return []
-        pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser())
-        return [(f"{pair.name}.json", pair.prompt) for pair in pairs]
+        pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser(), video=video)
+        return [(pair.caption, pair.prompt) for pair in pairs]
     except UserError:
         return []
 

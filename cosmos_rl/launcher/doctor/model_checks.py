@@ -97,7 +97,7 @@ def _pairs(config: Config) -> LocalPairs:
     folder = config.train.train_policy.dataset.local_dir
     if not folder:
         raise UserError("train.train_policy.dataset.local_dir: missing; one batch of it is tried")
-    return LocalPairs(folder, *config.policy.diffusers.inference_size)
+    return LocalPairs.of_config(folder, config)
 
 
 # ---- adapters and weights ----------------------------------------------------------------------------------------

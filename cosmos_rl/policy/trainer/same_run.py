@@ -70,7 +70,7 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
         folder = Path(online_table(config).data_term.local_dir).expanduser()
         pairs = ""
         if context.is_main:
-            pairs = digest_pairs(scan_pairs(folder)[0])
+            pairs = digest_pairs(scan_pairs(folder, video=config.policy.diffusers.is_video)[0])
         found["train.train_policy.data_term (digest of names and captions)"] = context.broadcast_from_main(pairs)
     return _to_json_values(found)
 

@@ -18,7 +18,7 @@ def training_pairs(config: Config) -> "LocalPairs":
     folder = config.train.train_policy.dataset.local_dir
     if not folder:
         raise UserError("train.train_policy.dataset.local_dir: missing; give the folder of training images")
-    return LocalPairs(folder, *config.policy.diffusers.inference_size)
+    return LocalPairs.of_config(folder, config)
 
 
 def validation_data(config: Config) -> "LocalPairs | PromptFile | None":

@@ -96,7 +96,7 @@ def _encode_held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) 
     """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
     if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
         return None
-    pairs = LocalPairs(job.reward_hacking_guard.local_dir, *config.policy.diffusers.inference_size)
+    pairs = LocalPairs.of_config(job.reward_hacking_guard.local_dir, config)
     items = [to_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
     source = digest_texts(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
     return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items), source)
@@ -115,7 +115,7 @@ def _data_loss(
             f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: a multiple of the "
             f"{context.dp_size} data parallel ranks"
         )
-    pairs = LocalPairs(term.local_dir, *config.policy.diffusers.inference_size)
+    pairs = LocalPairs.of_config(term.local_dir, config)
     if len(pairs) < term.batch_size:
         raise UserError(
             f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: at most the {len(pairs)} "

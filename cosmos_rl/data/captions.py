@@ -1,0 +1,131 @@
+"""Captions of images and videos on disk: files alongside them, and one table for all. No torch."""
+
+import csv
+import io
+import json
+import os
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
+
+CAPTION_SUFFIXES = (".json", ".txt", ".caption")
+"""Endings of the files with one caption each."""
+TABLES = ("metadata.jsonl", "metadata.csv")
+"""Names of the files with a caption for each of many images or videos."""
+_FILE_KEYS = ("file_name", "image", "video", "media_path")
+_TEXT_KEYS = ("prompt", "text", "caption")
+_LARGEST_CAPTION = 2**20
+"""Bytes of a caption file."""
+_READ_AT_ONCE = 2**13
+
+
+class Row(NamedTuple):
+    """A line of a table."""
+
+    source: str
+    """For messages: ``metadata.csv, line 3``."""
+    file: str
+    """The image or video, relative to the folder."""
+    prompt: str
+
+
+def read_caption(path: str) -> tuple[str | None, str | None]:
+    """(the text of a caption file, None) or (None, what is wrong).
+
+    ``.json`` holds ``{"prompt": "..."}``; in other files the whole text counts, its lines joined by spaces.
+    """
+    try:
+        content = _read_bytes(path)
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    if len(content) > _LARGEST_CAPTION:
+        return None, f"is not a caption: it has more than {_LARGEST_CAPTION} bytes"
+    if not path.endswith(".json"):
+        return _read_plain_text(content)
+    row, problem = parse_json(content)
+    problem = problem or find_prompt_problem(row)
+    if problem is not None or not isinstance(row, Mapping):
+        return None, problem
+    return row["prompt"], None
+
+
+def _read_plain_text(content: bytes) -> tuple[str | None, str | None]:
+    try:
+        text = content.removeprefix(BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        return None, f"is not UTF-8 text ({error})"
+    text = " ".join(line.strip() for line in text.splitlines() if line.strip())
+    if not text:
+        return None, "is empty"
+    return text, None
+
+
+def _read_bytes(caption: str) -> bytes:
+    """A little more than a caption may have, at most. File objects would take half the time of a large folder."""
+    fd = os.open(caption, os.O_RDONLY)
+    try:
+        content = b""
+        while len(content) <= _LARGEST_CAPTION and (part := os.read(fd, _READ_AT_ONCE)):
+            content += part
+        return content
+    finally:
+        os.close(fd)
+
+
+def read_table(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of ``metadata.jsonl`` or ``metadata.csv``, and one line for each that cannot be used."""
+    rows, problems = [], []
+    try:
+        text = path.read_bytes().removeprefix(BOM_UTF8).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        return [], [f"{path.name}: cannot be read ({error})"]
+    lines = _csv_lines(text) if path.suffix == ".csv" else _json_lines(text)
+    for number, raw in lines:
+        source = f"{path.name}, line {number}"
+        row, problem = _to_row(source, raw)
+        if row is None:
+            problems.append(f"{source}: {problem}")
+        else:
+            rows.append(row)
+    return rows, problems
+
+
+def _csv_lines(text: str) -> Iterator[tuple[int, object]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for raw in reader:
+            yield reader.line_num, raw
+    except csv.Error as error:
+        yield reader.line_num, f"is not CSV ({error})"
+
+
+def _json_lines(text: str) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            raw, problem = parse_json(line)
+            yield number, problem or raw
+
+
+def _to_row(source: str, raw: object) -> tuple[Row | None, str]:
+    if isinstance(raw, str):
+        return None, raw  # what is wrong with the line
+    if not isinstance(raw, Mapping):
+        return None, f"is not an object with {_FILE_KEYS[0]} and {_TEXT_KEYS[0]}"
+    values = {key: value for key, value in raw.items() if isinstance(value, str) and value.strip()}
+    files = {values[key] for key in _FILE_KEYS if key in values}
+    texts = {values[key].strip() for key in _TEXT_KEYS if key in values}
+    for found, keys in ((files, _FILE_KEYS), (texts, _TEXT_KEYS)):
+        if len(found) != 1:
+            count = "no text" if not found else f"{len(found)} different texts"
+            shown = printable(json.dumps(list(raw)[:5], default=str, ensure_ascii=False))
+            return None, f"has {count} under {', '.join(keys)}; its keys: {shown}"
+    file, prompt = files.pop(), texts.pop()
+    if os.path.isabs(file) or ".." in Path(file).parts:
+        return None, f"{printable(file)} is not a path within the folder"
+    problem = find_text_problem(prompt)
+    if problem is not None:
+        return None, problem
+    return Row(source, os.path.normpath(file), prompt), ""

@@ -1,0 +1,119 @@
+"""Video files -> tensors: frames that follow one another, with their true rate. PyAV (FFmpeg) decodes."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import torch
+from torch import Tensor
+
+from cosmos_rl.data.images import fit, to_tensor
+from cosmos_rl.data.items import BadSample
+from cosmos_rl.data.texts import printable
+
+UNKNOWN_FPS = 16.0
+"""Frames per second of a file that does not say how many it has."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Some frames of a video file."""
+
+    visual: Tensor
+    """``[3, T, H, W]`` float32 in [-1, 1]."""
+    fps: float
+    """Frames per second in the file: its mean rate where it varies."""
+    start: int
+    """Index of the first frame in the file."""
+    windows: int
+    """How many first frames there are to choose from."""
+
+
+def count_frames(path: Path) -> int:
+    """Number of frames in a video file, without decoding them.
+
+    Raises:
+        BadSample: the file cannot be read, or ends before its last frame.
+    """
+    with _open(path) as (container, stream):
+        return len(_list_times(container, stream))
+
+
+def load_clip(path: Path, frames: int, height: int, width: int, draw: random.Random | None = None) -> Clip:
+    """``frames`` frames of a file, one after the other; each scaled to cover ``height`` x ``width`` and cropped.
+
+    Args:
+        draw: draws the first frame among all possible ones; None: the window in the middle.
+
+    Raises:
+        BadSample: the file cannot be decoded or is too short; the message names it.
+    """
+    with _open(path) as (container, stream):
+        times = _list_times(container, stream)
+        windows = len(times) - frames + 1
+        if windows < 1:
+            raise BadSample(
+                f"{printable(str(path))}: {len(times)} frames, need {frames} (policy.diffusers.train_frames)"
+            )
+        start = (windows - 1) // 2
+        if draw is not None:
+            start = draw.randrange(windows)
+        wanted = times[start : start + frames]
+        decoded = [to_tensor(fit(image, height, width)) for image in _decode(container, stream, wanted)]
+        if len(decoded) < frames:
+            raise BadSample(f"{printable(str(path))}: frame {start + len(decoded)} of {len(times)} cannot be decoded")
+        fps = float(stream.average_rate or stream.guessed_rate or UNKNOWN_FPS)
+        return Clip(torch.stack(decoded, 1), fps, start, windows)
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[Any, Any]]:
+    """The file and its first video stream; whatever a decoder makes of a broken file becomes a `BadSample`."""
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise BadSample(f"{printable(str(path))}: has no video in it")
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # several clips are decoded at once, by the loader's processes
+            yield container, stream
+    except BadSample:
+        raise
+    except Exception as error:  # as with images
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise BadSample(f"{printable(str(path))}: cannot be read as a video ({why})") from error
+
+
+def _list_times(container: Any, stream: Any) -> list[int]:
+    """The presentation times of all frames, ascending, in units of the stream's time base.
+
+    Read from the packets: a duration times a rate would be off by one, and decoding would take much longer.
+    """
+    packets = [packet for packet in container.demux(stream) if packet.size]
+    if stream.frames and len(packets) < stream.frames:
+        raise BadSample(f"{printable(container.name)}: {stream.frames} frames announced, {len(packets)} found")
+    times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
+    if not times:
+        raise BadSample(f"{printable(container.name)}: its frames have no times")
+    return times
+
+
+def _decode(container: Any, stream: Any, wanted: list[int]) -> Iterator[Any]:
+    """The frames of these presentation times as RGB images, up to the first that is not there."""
+    container.seek(wanted[0], stream=stream)  # to the key frame before
+    index = 0
+    for frame in container.decode(stream):
+        if frame.pts is None or frame.pts < wanted[index]:
+            continue
+        if frame.pts > wanted[index] or frame.is_corrupt:
+            return
+        image = frame.to_image()
+        if frame.rotation:  # phones record upright videos lying on their side
+            image = image.rotate(frame.rotation, expand=True)
+        yield image
+        index += 1
+        if index == len(wanted):
+            return

@@ -1,0 +1,1 @@
+"""Commands under the module names that documents of Cosmos-Predict use."""

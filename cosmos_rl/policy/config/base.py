@@ -31,8 +31,8 @@ class Support(enum.Enum):
     WORKS = "works"
     PLANNED = "not yet"  # any value but the default is refused
     RL = "reinforcement learning"  # read only by such jobs
-    VIDEO = "videos, not yet"  # read only by such jobs, which are refused as a whole; so are the next
-    VLM = "vision-language models, not yet"
+    VIDEO = "videos"  # read only by such jobs
+    VLM = "vision-language models, not yet"  # read only by such jobs, which are refused as a whole
     NO_EFFECT = "no effect"  # upstream's; accepted and named once
 
 

@@ -26,8 +26,8 @@ set on the command line: `--train.optm_lr=1e-4`, `--policy.diffusers.inference_s
 ([`configs/cosmos_rl_config.toml`](../configs/cosmos_rl_config.toml)), `cosmos-rl schema` the JSON schema. A first line
 `#:schema <path of cosmos_rl_config.json>` gives completion and checks in editors that know TOML schemas.
 
-**Status** says which jobs read a key: all of them ("works"), or only those of reinforcement learning. Keys that do
-nothing in this version are in the [appendix](#appendix-keys-without-effect).
+**Status** says which jobs read a key: all of them ("works"), or only those of reinforcement learning or of videos. Keys
+that do nothing in this version are in the [appendix](#appendix-keys-without-effect).
 
 Unknown keys are errors. Old names that are still read: {aliases}.
 """
@@ -39,12 +39,12 @@ These keys do nothing in this version.
 |---|---|
 | no effect | accepted so that older files load; named in one line when a run is started |
 | not yet | accepted; a value other than the default is refused when a run is started ("not supported yet") |
-| videos, not yet (vision-language models, not yet) | read only by such jobs, refused as a whole |
+| vision-language models, not yet | read only by such jobs, refused as a whole |
 
 | Key | Value | Default | Meaning | Status |
 |---|---|---|---|---|
 """
-_EFFECTIVE = (Support.WORKS, Support.RL)
+_EFFECTIVE = (Support.WORKS, Support.RL, Support.VIDEO)
 _TEMPLATE = """\
 #:schema ./schemas/cosmos_rl_config.json
 # All keys with their defaults, made by `cosmos-rl schema --toml`. A run needs policy.model_name_or_path and

@@ -142,7 +142,7 @@ class DiffusersConfig(Table):
     """Of a pipeline with two (Wan 2.2 14B: transformer for high noise, transformer_2 for low noise), which to train."""
     sample: SampleConfig = SampleConfig()
     """How images and videos are sampled."""
-    tokenizer: ForVideo[TokenizerConfig] = TokenizerConfig()
+    tokenizer: Planned[TokenizerConfig] = TokenizerConfig()
     """The VAE that packs videos for the reward service."""
 
     @property

@@ -107,6 +107,9 @@ class SFTTrainer(TaskBase):
             "optim/zero_gradients": float(result.refusal is Refusal.ZERO),
             **self.optimizer.metrics(),
         }
+        rates = [item.fps for item in batch.items if item.fps is not None]
+        if rates:
+            metrics["data/fps_mean"] = sum(rates) / len(rates)
         return StepReport(metrics, result.refusal)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:

@@ -63,7 +63,7 @@ def test_folders_of_another_kind_are_described(
     assert main(["--config", str(write_toml()), *options]) == 2
     message = capsys.readouterr().err
     assert "exported pipelines are under safetensors/step_<N>" in message
-    assert "found .jpg, videos/" in message
+    assert "found 1 .jpg, 1 folders (videos)" in message
 
 
 def pixels(file: Path) -> bytes:

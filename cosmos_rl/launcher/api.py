@@ -13,8 +13,9 @@ from cosmos_rl.data.local_pairs import LocalPairs, load_held_out_data
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.errors import OutOfMemory, UserError
 from cosmos_rl.launcher.acceptance.accept import accept
+from cosmos_rl.launcher.geometry import find_geometry
 from cosmos_rl.launcher.machine import gpus
-from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline, vae_stride
+from cosmos_rl.launcher.pipeline_files import Unknown, read_pipeline
 from cosmos_rl.launcher.prepare import prepare_run
 from cosmos_rl.launcher.ranks.signals import StopRequest, listen
 from cosmos_rl.launcher.run_job import explain_out_of_memory, run_job
@@ -251,7 +252,7 @@ def _own_size(pipeline: str) -> int:
     """Edge in pixels of the images that the model was made for, at most 512; 512 where that is not known."""
     try:
         files = read_pipeline(PolicyConfig(model_name_or_path=pipeline, is_diffusers=True))
-        return min(int(files.configs["transformer"]["sample_size"]) * vae_stride(files), _MOST_PIXELS)
+        return min(int(files.configs["transformer"]["sample_size"]) * find_geometry(files).stride, _MOST_PIXELS)
     except (Unknown, KeyError, TypeError, ValueError):
         return _MOST_PIXELS
 

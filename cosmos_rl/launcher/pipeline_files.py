@@ -113,26 +113,6 @@ def _returned_texts(function: ast.FunctionDef) -> set[str]:
     return {value for value in constants if isinstance(value, str)}
 
 
-def vae_channels(pipeline: PipelineFiles) -> list[int]:
-    """Channels of the VAE's blocks, the ones at full size first.
-
-    Raises:
-        Unknown: the VAE is of a class that is not known here.
-    """
-    if pipeline.class_of("vae") != "AutoencoderKL":
-        raise Unknown(f"{pipeline.class_of('vae')} is not known here")
-    return [int(channels) for channels in pipeline.configs["vae"]["block_out_channels"]]
-
-
-def vae_stride(pipeline: PipelineFiles) -> int:
-    """Pixels of a latent's edge.
-
-    Raises:
-        Unknown: the VAE is of a class that is not known here.
-    """
-    return 2 ** (len(vae_channels(pipeline)) - 1)
-
-
 def is_hub_name(name: str) -> bool:
     """Whether a model name means a repository on the hub, as the launcher decides it."""
     return not Path(name).expanduser().exists() and name.count("/") == 1 and not name.startswith((".", "/", "~"))

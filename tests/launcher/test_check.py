@@ -201,13 +201,16 @@ def test_an_unknown_transformer_leaves_out_its_activations_only(
     other = shutil.copytree(tiny_sd3, tmp_path / "other")
     for path, old, new in (
         (other / "model_index.json", "StableDiffusion3Pipeline", "MyPipeline"),
-        (other / "transformer" / "config.json", "SD3Transformer2DModel", "MyTransformer"),
+        (other / "transformer" / "config.json", '"patch_size"', '"my_patch_size"'),
     ):
         path.write_text(path.read_text().replace(old, new))
     code, report, _ = check(capsys, "--config", write_toml(), f"--policy.model_name_or_path={other}")
     assert code == 0
     assert "no model is registered for MyPipeline" in report
-    assert "unknown and left out: activations of the transformer (MyTransformer is not known here)" in report
+    why = "the configuration of SD3Transformer2DModel has no whole number patch_size"
+    how = f"measure it with `cosmos-rl check-model {other}`"
+    assert f"latents and tokens: unknown ({why}; {how})" in report
+    assert f"unknown and left out: activations of the transformer ({why}; {how})" in report
     assert "trained weights" in report
 
 

@@ -8,12 +8,12 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.acceptance.families import unsupported_family
 from cosmos_rl.launcher.acceptance.length import RunLength, run_length
+from cosmos_rl.launcher.acceptance.media_size import media_problems
 from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
-from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline, vae_stride
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
 from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
-from cosmos_rl.policy.config.model_rules import size_problem
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_problems(
     """What speaks against a run in the files of model and data. `model`: None where they cannot be read."""
     if model is not None:
         yield from model.selection.problems
-        yield from _size_problems(config, model.pipeline)
+        yield from media_problems(config, model.pipeline)
     if data is not None:
         yield from _data_problems(config, data)
     if job_kind(config).online and not own_script and not _has_rewards(config):
@@ -88,21 +88,6 @@ def find_problems(
             f" out, make no whole step of {length.batch} samples; lower the batch or set "
             "train.train_policy.dataloader_drop_last = false"
         )
-
-
-def _size_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
-    policy = config.policy
-    if pipeline.class_name != "StableDiffusion3Pipeline":
-        return
-    settings = pipeline.configs["transformer"]
-    try:
-        factor = vae_stride(pipeline) * int(settings["patch_size"])
-    except (Unknown, KeyError):
-        return
-    positions = settings.get("pos_embed_max_size")
-    problem = size_problem(policy.diffusers.inference_size, policy.model_name_or_path, factor, positions)
-    if problem is not None:
-        yield problem
 
 
 def _data_problems(config: Config, data: DataForm) -> Iterator[str]:

@@ -1,13 +1,11 @@
 """Whether a family can be trained by the scripts of the package, known before anything is loaded."""
 
-import functools
-import importlib.util
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from cosmos_rl.launcher.pipeline_files import Unknown, locate_pipeline, served_classes
+from cosmos_rl.launcher.pipeline_source import in_diffusers
 from cosmos_rl.policy.config import PolicyConfig
 
 _BY_NAME = {"cogvideox": "CogVideoX", "stable-diffusion-xl": "Stable Diffusion XL"}
@@ -35,16 +33,6 @@ def unsupported_family(policy: PolicyConfig) -> list[str]:
     if "FlowMatch" not in scheduler.get("_class_name", "FlowMatch") and prediction != "flow_prediction":
         return [f'policy.model_name_or_path = "{name}" ({kind}, {prediction}); today only flow matching']
     return []
-
-
-@functools.cache
-def in_diffusers(pipeline_class: str) -> bool:
-    """Whether the installed diffusers has the class, read from its source: importing it needs torch."""
-    found = importlib.util.find_spec("diffusers")
-    if found is None or found.origin is None:
-        return False
-    names = (Path(found.origin).parent / "pipelines" / "__init__.py").read_text(encoding="utf-8")
-    return f'"{pipeline_class}"' in names
 
 
 def _read_json(policy: PolicyConfig, file: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import textwrap
 from collections.abc import Sequence
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.geometry import save_geometry
+from cosmos_rl.launcher.pipeline_files import locate_pipeline
 
 EPILOG = """
 The pipeline is run a few dozen times at its smallest size: its own call, held at four places, must give the stock
@@ -43,11 +45,13 @@ def check_model(argv: Sequence[str]) -> int:
 def _examine(given: argparse.Namespace) -> None:
     import torch  # seconds, so only once the command line is known to be right
 
+    from cosmos_rl.launcher.check.measure import measure_geometry
     from cosmos_rl.policy.model.driver.contract import Size
     from cosmos_rl.policy.model.driver.driver import Driver
-    from cosmos_rl.policy.model.driver.facts import Check, default_cache
+    from cosmos_rl.policy.model.driver.facts import Check
     from cosmos_rl.policy.model.driver.loading import load_pipeline
     from cosmos_rl.policy.model.driver.probe import prove
+    from cosmos_rl.storage.cache_folder import facts_folder
 
     pipeline = load_pipeline(given.path, dtype=getattr(torch, given.dtype), revision=given.revision).to(given.device)
     call, size = {}, None
@@ -63,9 +67,11 @@ def _examine(given: argparse.Namespace) -> None:
             line += f" ({check.detail})"
         print(line, flush=True)
 
-    facts = prove(driver, cache=default_cache(), again=given.again, report=report)
+    facts = prove(driver, cache=facts_folder(), again=given.again, report=report)
     print()
-    table = facts.table()
+    geometry = measure_geometry(driver)
+    save_geometry(locate_pipeline(given.path, given.revision), geometry)
+    table = [*facts.table(), ("sizes", geometry.describe())]
     width = max(len(what) for what, _ in table)
     for what, value in table:
         lines = textwrap.wrap(value, 100) or [""]

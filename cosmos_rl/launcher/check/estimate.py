@@ -9,19 +9,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from cosmos_rl.distributed.blocks import BLOCK
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, rl_memory
-from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements, vae_channels, vae_stride
+from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.plan import DECODED_PIXELS, plan_online
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Measured on SD3's transformer: bytes per token, layer and unit of width that autograd keeps of a block
+# Bytes per token, layer and unit of width that autograd keeps of a block: measured on SD3 and FLUX.1; blocks of others
+# keep up to twice that (tests/launcher/test_geometry.py)
 _KEPT_BY_A_BLOCK = {"float32": 100.0, "bfloat16": 62.0, "float16": 62.0}
 _KEPT_BY_A_CHECKPOINT = 1.3  # values per token, layer and unit of width
 _AT_WORK = 50_000_000  # bytes that libraries and the allocator take on a CPU in addition to tensors, measured
@@ -300,19 +301,15 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
     """Tokens of one sample in the transformer, text included.
 
     Raises:
-        Unknown: the transformer is of a class that is not known here.
+        Unknown: the pipeline's files do not say so, and it was not measured.
     """
-    kind, settings = pipeline.class_of("transformer"), pipeline.configs["transformer"]
-    if kind != "SD3Transformer2DModel":
-        raise Unknown(f"{kind} is not known here")
-    stride = vae_stride(pipeline) * int(settings["patch_size"])
-    height, width = config.policy.diffusers.inference_size
-    return (height // stride) * (width // stride) + 77 + config.policy.diffusers.max_prompt_length
+    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    return find_geometry(pipeline).tokens(*media) + text_tokens(config, pipeline)
 
 
 def _activations(config: Config, pipeline: PipelineFiles) -> int:
     rows, dtype = config.train.train_policy.mini_batch, config.train.param_dtype
-    block, layers = _block(config, pipeline, rows), int(pipeline.configs["transformer"]["num_layers"])
+    block, layers = _block(config, pipeline, rows), find_blocks(pipeline).layers
     if not config.policy.model_gradient_checkpointing:
         return round(layers * block)
     return round(layers * block / _KEPT_BY_A_BLOCK[dtype] * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] + block)
@@ -320,24 +317,29 @@ def _activations(config: Config, pipeline: PipelineFiles) -> int:
 
 def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:
     """Bytes that one block of the transformer makes of so many samples."""
-    settings: Mapping[str, Any] = pipeline.configs["transformer"]
     count = tokens(config, pipeline) * rows
-    try:
-        int(settings["num_layers"])
-        width = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
-    except (KeyError, TypeError, ValueError):
-        raise Unknown("its config.json does not hold its size") from None
-    return _KEPT_BY_A_BLOCK[config.train.param_dtype] * count * width
+    return _KEPT_BY_A_BLOCK[config.train.param_dtype] * count * find_blocks(pipeline).width
+
+
+def _maps(pipeline: PipelineFiles) -> list[int]:
+    """Channels of the VAE at full size, and below it.
+
+    Raises:
+        Unknown: it works on videos, piece by piece in a way of its own, or its files do not list its blocks.
+    """
+    if find_geometry(pipeline).frame_stride > 1:
+        raise Unknown(f"{pipeline.class_of('vae')} takes frames piece by piece")
+    return full_channels(pipeline.configs["vae"])
 
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
-    return _VAE_MAPS * 4 * height * width * vae_channels(pipeline)[0] * images_at_once(config)
+    return _VAE_MAPS * 4 * height * width * _maps(pipeline)[0] * images_at_once(config)
 
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
     samples = plan_online(config).chunk
     at_once = min(samples, max(DECODED_PIXELS // (height * width), 1))
-    maps = _VAE_MAPS * vae_channels(pipeline)[:2][-1] * at_once
+    maps = _VAE_MAPS * _maps(pipeline)[:2][-1] * at_once
     return 4 * height * width * (maps + _IMAGES * samples)

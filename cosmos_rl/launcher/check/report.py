@@ -10,15 +10,16 @@ from pydantic import BaseModel
 
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.accept import ModelFiles, find_problems, read_model, unsupported_parts
-from cosmos_rl.launcher.acceptance.families import in_diffusers
 from cosmos_rl.launcher.acceptance.length import RunLength, run_length
 from cosmos_rl.launcher.acceptance.selection import parameters
 from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.check.batch_lines import batch_lines
 from cosmos_rl.launcher.check.rl_lines import guard_lines, reward_lines
 from cosmos_rl.launcher.check.sizes import UNKNOWN, DiskUse, memory_lines
+from cosmos_rl.launcher.geometry import find_geometry, frames_of, text_tokens
 from cosmos_rl.launcher.machine import format_bytes, format_count
-from cosmos_rl.launcher.pipeline_files import Unknown, served_classes
+from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
+from cosmos_rl.launcher.pipeline_source import in_diffusers
 from cosmos_rl.policy.config import Config, notes, world_size
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
 from cosmos_rl.policy.config.keys import list_keys
@@ -116,6 +117,9 @@ class Report:
         pipeline, selection = model.pipeline, model.selection
         whole, trained = parameters(pipeline.transformer), selection.trained
         yield f"{pipeline.class_name}, transformer of {whole:,} weights"
+        others = [name for name in pipeline.parts if name != "transformer"]
+        yield ", ".join(f"{name} {pipeline.count(name):,}" for name in others) + " weights"
+        yield from self._sample(pipeline)
         yield f"{trained:,} trained weights, {100 * trained / max(whole, 1):.3g} % of that"
         if selection.spare_adapters and self.kind.online:
             yield f"{selection.spare_adapters:,} weights of the old policy's adapter"
@@ -125,6 +129,18 @@ class Report:
             yield f"{name}: {count} layers"
         if pipeline.class_name not in served_classes() and not in_diffusers(pipeline.class_name):
             yield f"no model is registered for {pipeline.class_name}; your script has to register one"
+
+    def _sample(self, pipeline: PipelineFiles) -> Iterator[str]:
+        """What the transformer sees of one sample."""
+        media = (*self.config.policy.diffusers.inference_size, frames_of(self.config))
+        try:
+            geometry = find_geometry(pipeline)
+        except Unknown as why:
+            yield f"latents and tokens: unknown ({why})"
+            return
+        latents, count = geometry.latent_shape(*media), geometry.tokens(*media)
+        text = text_tokens(self.config, pipeline)
+        yield f"a sample: latents {' x '.join(map(str, latents))}, {count:,} tokens, and at most {text:,} of its prompt"
 
     def _ranks(self) -> Iterator[str]:
         parallelism = self.config.policy.parallelism

@@ -1,9 +1,11 @@
 """What reinforcement learning takes in addition: kept policies, rollouts, and targets of the update. No torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown
+from cosmos_rl.launcher.geometry import find_geometry, frames_of, text_tokens, text_width
+from cosmos_rl.launcher.pipeline_files import PipelineFiles
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.chunks import rows_per_sample
 from cosmos_rl.policy.config.jobs import online_table
@@ -42,8 +44,8 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         "old policy": share * (lora is None and plan.keeps_old),
         "reference": share * (job.kl_beta > 0 and (lora is None or not lora.starts_as_base)),
     }
-    height, width = config.policy.diffusers.inference_size
-    latent = 4 * latent_numbers(config, pipeline)
+    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    latent = 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
     guard, held_out = job.reward_hacking_guard, 0
     if guard.enable and not guard.local_dir:
         held_out = guard.samples * latent
@@ -53,32 +55,16 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
         saved=4 * trained * saved + held_out,
-        collected=plan.samples * (3 * height * width + latent) + plan.pairs * latent + held_out,
+        collected=plan.samples * (3 * math.prod(media) + latent) + plan.pairs * latent + held_out,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows,
     )
 
 
-def latent_numbers(config: Config, pipeline: PipelineFiles) -> int:
-    """Numbers of one sample's latents.
-
-    Raises:
-        Unknown: the VAE is of a class that is not known here.
-    """
-    settings = pipeline.configs.get("vae", {})
-    if settings.get("_class_name") != "AutoencoderKL":
-        raise Unknown(f"a VAE of the class {settings.get('_class_name')} is not known here")
-    stride = 2 ** (len(settings["block_out_channels"]) - 1)
-    height, width = config.policy.diffusers.inference_size
-    return int(settings["latent_channels"]) * (height // stride) * (width // stride)
-
-
 def _conditions(config: Config, pipeline: PipelineFiles) -> int:
     """Bytes of one prompt's text features, with those of its negative prompt."""
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[config.train.param_dtype]
-    settings = pipeline.configs["transformer"]
-    tokens = 77 + config.policy.diffusers.max_prompt_length
-    return rows_per_sample(config) * size * tokens * int(settings.get("joint_attention_dim") or 0)
+    return rows_per_sample(config) * size * text_tokens(config, pipeline) * text_width(pipeline)
 
 
 def chunk_rows(config: Config) -> int:

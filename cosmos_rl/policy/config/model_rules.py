@@ -41,7 +41,17 @@ def size_problem(size: tuple[int, int], model: str, factor: int, positions: int 
     """
     found = f"policy.diffusers.inference_size = {list(size)}: {model}"
     if any(side % factor for side in size):
-        return f"{found} needs multiples of {factor} (VAE times patch size)"
+        near = [max(factor, (side + factor // 2) // factor * factor) for side in size]
+        return f"{found} needs multiples of {factor} (VAE times patch size), as {near}"
     if positions is not None and max(size) > factor * positions:
         return f"{found} has positions for at most {factor * positions} pixels a side"
     return None
+
+
+def frames_problem(key: str, frames: int, model: str, factor: int) -> str | None:
+    """Why a model cannot make so many frames; None: it can. `factor`: frames of a latent frame after the first."""
+    over = (frames - 1) % factor
+    if not over:
+        return None
+    near = f"{frames - over} or {frames - over + factor}"
+    return f"{key} = {frames}: {model} makes a multiple of {factor}, plus 1, as {near}"

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -124,11 +123,6 @@ def cache_key(pipeline: Any, call: dict[str, Any], size: Size) -> str:
     all_of_it = [diffusers.__version__, torch.__version__, dict(pipeline.config), parts, call, list(size)]
     named = [f"{type(pipeline).__module__}.{type(pipeline).__qualname__}", all_of_it]
     return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def default_cache() -> Path:
-    """Where facts are kept: ``facts`` in ``$COSMOS_CACHE_DIR``, which is ``~/.cache/cosmos_rl`` unless it is set."""
-    return Path(os.environ.get("COSMOS_CACHE_DIR") or Path.home() / ".cache" / "cosmos_rl") / "facts"
 
 
 def load(folder: Path, key: str) -> Facts | None:

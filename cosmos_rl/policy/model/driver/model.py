@@ -13,6 +13,7 @@ from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config.model_rules import frames_problem
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
@@ -20,9 +21,9 @@ from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
-from cosmos_rl.policy.model.driver.facts import default_cache
 from cosmos_rl.policy.model.driver.probe import prove
 from cosmos_rl.policy.model.driver.rows import find_row
+from cosmos_rl.storage.cache_folder import facts_folder
 from cosmos_rl.utils.logging import logger
 
 _GUIDED = 2.0
@@ -55,7 +56,7 @@ class DrivenModel(DiffuserModel):
         probed = Driver(self.pipeline, call=call, device=self.device)  # at the smallest size
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
         # ranks that read the cache would not meet those that run the checks
-        cache = default_cache() if sharding is None else None
+        cache = facts_folder() if sharding is None else None
         with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
         if sharding is not None:
@@ -94,12 +95,9 @@ class DrivenModel(DiffuserModel):
             )
         parts = vars(self.pipeline).items()
         step = max((value for name, value in parts if name.startswith("vae") and "temporal" in name), default=1)
-        over = (frames - 1) % step
-        if over:
-            raise UserError(
-                f"policy.diffusers.train_frames = {frames}: {type(self.pipeline).__name__} makes a multiple of {step}, "
-                f"plus 1, as {frames - over} or {frames - over + step}"
-            )
+        problem = frames_problem("policy.diffusers.train_frames", frames, self.model_str, step)
+        if problem is not None:
+            raise UserError(problem)
         self.fps = find_row(type(self.pipeline).__name__).fps
         return frames
 

@@ -50,7 +50,6 @@ class VelocityModel(abc.ABC):
         device: where it computes.
         lora_config: None when all weights are trained.
         fps: frames per second of the videos that it makes; None for images.
-        caches_text: whether conditions are tensors that can be kept prompt by prompt.
         num_evaluations: samples that went through the transformer so far, on this rank.
     """
 
@@ -59,7 +58,6 @@ class VelocityModel(abc.ABC):
     device: torch.device
     lora_config: LoraConfig | None
     fps: float | None = None
-    caches_text: bool = True
     num_evaluations: int = 0
 
     @property

@@ -1,6 +1,7 @@
 """What a pipeline's `encode_prompt` returned, kept so that rows can be taken out of it."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from cosmos_rl.errors import UserError
 
 RAGGED = "list"
 """Where the prompts are in a plain list with one entry each."""
+_FORM = "form"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,36 @@ class DrivenCond:
     def to(self, device: torch.device | str) -> "DrivenCond":
         """The same on another device."""
         return replace(self, values=[_move_nested(value, device) for value in self.values])
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Plain tensors for a file: those of the values by number, and how they are nested as the bytes of JSON."""
+        if self.element_mask is not None:
+            raise ValueError("conditions with an element mask are of one sample, not of a prompt")
+        tensors: dict[str, Tensor] = {}
+        nested = [_flatten(value, axis, tensors) for value, axis in zip(self.values, self.axes, strict=True)]
+        form = json.dumps({"values": nested, "size": self.size, "guided": self.guided})
+        return {**tensors, _FORM: torch.tensor(list(form.encode()), dtype=torch.uint8)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "DrivenCond":
+        """What `to_tensors` made."""
+        form = json.loads(bytes(tensors[_FORM].tolist()))
+        pairs = [_unflatten(entry, tensors) for entry in form["values"]]
+        return cls([value for value, _ in pairs], [axis for _, axis in pairs], form["size"], form["guided"])
+
+
+def concat_all(conditions: Sequence[DrivenCond]) -> DrivenCond | None:
+    """The rows of all; None where they were made with other lengths."""
+    joined = list(conditions)
+    while len(joined) > 1:  # in pairs, so that no tensor is copied many times
+        merged: list[DrivenCond] = []
+        for first in range(0, len(joined) - 1, 2):
+            both = joined[first].concat(joined[first + 1])
+            if both is None:
+                return None
+            merged.append(both)
+        joined = merged + joined[len(merged) * 2 :]
+    return joined[0]
 
 
 def describe_nesting(value: Any) -> Any:
@@ -136,3 +168,33 @@ def _move_nested(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_move_nested(item, device) for item in value)
     return value
+
+
+def _flatten(value: Any, axis: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A value and its axis as JSON, with its tensors put aside under their numbers."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value
+        return {"tensor": name, "axis": axis}
+    if isinstance(value, (list, tuple)):
+        axes = axis
+        if axis is None or axis == RAGGED:
+            axes = [None] * len(value)
+        items = [_flatten(item, inner, tensors) for item, inner in zip(value, axes, strict=True)]
+        return {"items": items, "tuple": isinstance(value, tuple), "axis": axis if axis == RAGGED else "nested"}
+    return {"plain": value}
+
+
+def _unflatten(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """The value and its axis."""
+    if "tensor" in entry:
+        return tensors[entry["tensor"]], entry["axis"]
+    if "items" not in entry:
+        return entry["plain"], None
+    pairs = [_unflatten(item, tensors) for item in entry["items"]]
+    values, axes = [value for value, _ in pairs], [axis for _, axis in pairs]
+    if entry["axis"] == RAGGED:
+        return values, RAGGED
+    if entry["tuple"]:
+        return tuple(values), axes
+    return values, axes

@@ -40,8 +40,6 @@ class DrivenModel(DiffuserModel):
         driver: what runs the pipeline.
     """
 
-    caches_text = False
-
     def __init__(self, config: DiffusersConfig, *, sharding: Sharding | None = None, **kwargs: Any) -> None:
         """Load the pipeline and prove that it can be driven, see ``DiffuserModel``.
 
@@ -153,12 +151,26 @@ class DrivenModel(DiffuserModel):
         distinct = pairs if each else list(dict.fromkeys(pairs))
         texts, away = [prompt for prompt, _ in distinct], [other for _, other in distinct]
         with torch.no_grad(), self.on_device(*self._encoders()):
-            cond = self.driver.encode(
-                texts, away if any(away) else None, guidance=None if negative is None else _GUIDED
-            )
+            cond = self._encode_texts(texts, away, guided=negative is not None)
         if len(distinct) == len(pairs):
             return cond
         return cond.rows(torch.tensor([distinct.index(pair) for pair in pairs]))
+
+    def encode_each(self, pairs: Sequence[tuple[str, str | None]]) -> list[DrivenCond]:
+        """The conditions of (prompt, negative prompt) pairs, each made alone: what they are depends on no other one."""
+        with torch.no_grad(), self.on_device(*self._encoders()):
+            return [self._encode_texts([text], [away or ""], guided=away is not None) for text, away in pairs]
+
+    def _encode_texts(self, texts: list[str], away: list[str], *, guided: bool) -> DrivenCond:
+        return self.driver.encode(texts, away if any(away) else None, guidance=_GUIDED if guided else None)
+
+    def text_identity(self) -> str:
+        """Everything other than the texts and the encoders' weights that decides what conditions are."""
+        import diffusers
+        import transformers
+
+        held = [type(self.pipeline).__name__, self.driver.call, self.driver.row.negative, list(self.size)]
+        return json.dumps([*held, diffusers.__version__, transformers.__version__], sort_keys=True, default=str)
 
     # ---- velocity ----------------------------------------------------------------------------------------------
 

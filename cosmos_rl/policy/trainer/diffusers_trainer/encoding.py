@@ -1,6 +1,7 @@
 """Images and prompts -> latents and conditions, through the disk caches when they are on."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ from torch import Tensor
 from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
-from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, concat_all
+from cosmos_rl.policy.model.driver.model import DrivenModel
+
+_TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
 
 
 class Encoding:
@@ -33,11 +37,6 @@ class Encoding:
         self._at_once = images_at_once(config)
         self.latent_cache: TensorCache | None = None
         self.text_cache: TensorCache | None = None
-        if job.cached_text and not model.caches_text:
-            raise UserError(
-                "train.train_policy.cache.text = true (or enable_dataset_cache): the text features of a driven "
-                f"{type(model.pipeline).__name__} cannot be kept prompt by prompt; set it to false"
-            )
         if not job.cached_latents and not job.cached_text:
             return
         folder = Path(job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(config.train.output_dir) / "cache")
@@ -47,11 +46,17 @@ class Encoding:
             about = f"{digest_files(base / 'vae')}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
             self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
         if job.cached_text:
-            parts = sorted(p for p in base.iterdir() if p.name.startswith(("text_encoder", "tokenizer")))
-            digests = "/".join(digest_files(part) for part in parts)
-            diffusers = config.policy.diffusers
-            about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}/{CACHED_AT_ONCE}"
-            self.text_cache = TensorCache(folder.expanduser(), "text", about, bound)
+            self.text_cache = TensorCache(folder.expanduser(), "text", self._describe_encoders(config), bound)
+
+    def _describe_encoders(self, config: Config) -> str:
+        """Everything other than a text that its features depend on."""
+        diffusers, model = config.policy.diffusers, self._model
+        parts = sorted(p for p in model.base_folder.iterdir() if p.name.startswith(_TEXT_PARTS))
+        digests = "/".join(digest_files(part) for part in parts)
+        about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}"
+        if isinstance(model, DrivenModel):
+            return f"{about}/{model.text_identity()}"
+        return f"{about}/{CACHED_AT_ONCE}"
 
     @memory_phase("encoding")
     def latents(self, items: Sequence[Item]) -> Tensor:
@@ -75,6 +80,8 @@ class Encoding:
         """Conditions of B prompts on the device, with those of their negative prompts where guidance needs them."""
         if self.text_cache is None:
             return self._model.encode_prompts(prompts, negatives)
+        if isinstance(self._model, DrivenModel):
+            return _cached_conditions(self._model, self.text_cache, prompts, negatives)
         texts = {text: text for text in (*prompts, *(negatives or ()))}
 
         def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -89,6 +96,34 @@ class Encoding:
         names = found[prompts[0]].keys()
         text = {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
         return {name: value.to(self._model.device) for name, value in text.items()}
+
+
+def _cached_conditions(
+    model: DrivenModel, cache: TensorCache, prompts: Sequence[str], negatives: Sequence[str] | None
+) -> DrivenCond:
+    """Conditions of a driven pipeline, prompt by prompt, or all together where prompts alone have other lengths."""
+    pairs = list(zip(prompts, negatives or [None] * len(prompts), strict=True))
+    distinct = list(dict.fromkeys(pairs))
+    cond = None
+    if len({away == "" for _, away in distinct}) == 1:  # next to others an empty text is not the pipeline's default
+        cond = concat_all(_cached_alone(model, cache, distinct))
+    if cond is None:
+        key = json.dumps(distinct)
+        found = cache.get(key)
+        if found is None:
+            away = None if negatives is None else [away or "" for _, away in distinct]
+            found = cache.put(key, model.encode_prompts([text for text, _ in distinct], away).to_tensors())
+        cond = DrivenCond.from_tensors(found)
+    return cond.to(model.device).rows(torch.tensor([distinct.index(pair) for pair in pairs]))
+
+
+def _cached_alone(model: DrivenModel, cache: TensorCache, pairs: Sequence[tuple[str, str | None]]) -> list[DrivenCond]:
+    """Each pair's conditions, made without any other one."""
+    found = {pair: cache.get(json.dumps(pair)) for pair in pairs}
+    missing = [pair for pair, entry in found.items() if entry is None]
+    for pair, cond in zip(missing, model.encode_each(missing), strict=True):
+        found[pair] = cache.put(json.dumps(pair), cond.to_tensors())
+    return [DrivenCond.from_tensors(entry) for entry in found.values() if entry is not None]
 
 
 def _image_key(visual: Tensor) -> str:

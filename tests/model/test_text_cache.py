@@ -1,0 +1,125 @@
+"""The cache of text features for driven pipelines: the same run, without the encoders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.driver.conditions import RAGGED, DrivenCond, concat_all
+from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.support.family_runs import ORDINARY, PARAMS, Clips, TrainedFamily, family_toml
+from tests.support.trainer_runs import train
+
+CACHE = "--train.train_policy.cache.text=true"
+
+
+def nested(rows: int) -> DrivenCond:
+    """Conditions of every form that pipelines return."""
+    draw = torch.Generator().manual_seed(rows)
+    first = (torch.rand(rows, 3, 2, generator=draw).bfloat16(), None, [torch.ones(rows, dtype=torch.bool)])
+    ragged = [torch.rand(row + 1, 2, generator=draw) for row in range(rows)]
+    shared = torch.arange(4).reshape(2, 2)
+    second = [ragged, shared, {"a": 1}["a"], "text", torch.rand(2, rows, generator=draw)]
+    return DrivenCond([first, second], [[0, None, [0]], [RAGGED, None, None, None, 1]], rows, guided=True)
+
+
+def same(a: DrivenCond, b: DrivenCond) -> bool:
+    left, form = tree.tree_flatten(a.values)
+    right, other = tree.tree_flatten(b.values)
+    bits = all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(left, right, strict=True))
+    return bits and form == other and (a.axes, a.size, a.guided) == (b.axes, b.size, b.guided)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_conditions_come_back_from_plain_tensors(rows: int) -> None:
+    cond = nested(rows)
+    again = DrivenCond.from_tensors(load(save({k: v.contiguous() for k, v in cond.to_tensors().items()})))
+    assert same(again, cond)
+    assert same(again.rows(torch.tensor([0])), cond.rows(torch.tensor([0])))
+
+
+def test_rows_are_joined_in_their_order_and_other_lengths_are_noticed() -> None:
+    cond = nested(5)
+    rows = [cond.rows(torch.tensor([row])) for row in range(5)]
+    joined = concat_all(rows)
+    assert joined is not None
+    assert same(joined, cond)
+    longer = DrivenCond([torch.zeros(1, 4)], [0], 1, guided=False)
+    assert concat_all([DrivenCond([torch.zeros(1, 3)], [0], 1, guided=False), longer]) is None
+
+
+def count_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that goes to an encoder from now on, but for the empty one, which a start asks for."""
+    texts: list[str] = []
+    stock = Driver._run_encoder
+
+    def run(self: Driver, prompts: list[str], negatives: list[str] | None, guidance: float | None) -> list[object]:
+        texts.extend(text for text in prompts if text)
+        return stock(self, prompts, negatives, guidance)
+
+    monkeypatch.setattr(Driver, "_run_encoder", run)
+    return texts
+
+
+def result(run: Path) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if "train/loss_mean" in line]
+    return losses, load_file(next(run.glob("safetensors/step_3/**/*.safetensors")))
+
+
+def data(family: TrainedFamily) -> dict[str, Clips]:
+    return {} if family.frames is None else {"dataset": Clips(family.frames[1])}
+
+
+@pytest.mark.parametrize(
+    "family", [p for p in PARAMS if p.id != "flux"] + [pytest.param(ORDINARY[1], marks=pytest.mark.zoo, id="flux")]
+)
+def test_a_run_with_the_cache_is_the_one_without_and_needs_no_encoder(
+    family: TrainedFamily, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = family_toml(tmp_path, family, job="sft", images=image_folder)
+    plain = result(train(path, **data(family)))
+    folder = f'--train.train_policy.cache.dir="{tmp_path / "cache"}"'
+    filled = result(train(path, CACHE, folder, **data(family)))
+    texts = count_texts(monkeypatch)
+    cached = result(train(path, CACHE, folder, **data(family)))
+    assert texts == []
+    for losses, weights in (filled, cached):
+        assert losses == plain[0]
+        assert weights.keys() == plain[1].keys()
+        assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+
+
+def test_prompts_of_other_lengths_are_encoded_together_as_without_a_cache(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = TrainedFamily("cogview4")  # pads to the longest prompt of a batch
+    config = load_config(family_toml(tmp_path, family, job="sft", images=image_folder), [CACHE])
+    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=True)
+    assert isinstance(model, DrivenModel)
+    prompts = ["a cat", "two birds " * 12, "a cat"]
+    without = model.encode_prompts(prompts)
+    assert same(Encoding(model, config).conditions(prompts), without)
+    texts = count_texts(monkeypatch)
+    assert same(Encoding(model, config).conditions(prompts), without)
+    assert texts == []
+    guided = Encoding(model, config).conditions(prompts, ["", "blurred", ""])
+    assert same(guided, model.encode_prompts(prompts, ["", "blurred", ""]))
+
+
+def test_what_an_encoding_depends_on_is_in_its_key(tmp_path: Path, image_folder: Path) -> None:
+    path = family_toml(tmp_path, ORDINARY[0], job="sft", images=image_folder)
+    spaces = set()
+    for options in ([], ["--policy.diffusers.max_prompt_length=32"], ["--train.param_dtype=bfloat16"]):
+        config = load_config(path, [CACHE, *options])
+        model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=True)
+        spaces.add(Encoding(model, config)._describe_encoders(config))
+    assert len(spaces) == 3

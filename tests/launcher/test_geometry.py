@@ -219,7 +219,8 @@ def test_estimates_from_files_are_what_the_pipeline_makes(family: str, capsys: p
 
 
 def count_width(driver: Driver) -> int:
-    config = next(iter(driver.denoisers.values())).config
+    denoiser: Any = next(iter(driver.denoisers.values()))
+    config = denoiser.config
     if "num_attention_heads" in config and "attention_head_dim" in config:
         return config["num_attention_heads"] * config["attention_head_dim"]
     return config.get("hidden_size") or config["dim"]

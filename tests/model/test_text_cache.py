@@ -1,6 +1,7 @@
 """The cache of text features for driven pipelines: the same run, without the encoders."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def result(run: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, load_file(next(run.glob("safetensors/step_3/**/*.safetensors")))
 
 
-def data(family: TrainedFamily) -> dict[str, Clips]:
+def data(family: TrainedFamily) -> dict[str, Any]:
     return {} if family.frames is None else {"dataset": Clips(family.frames[1])}
 
 

@@ -43,7 +43,9 @@ class Encoding:
         bound = int(job.cache.max_gb * 2**30)
         base = model.base_folder
         if job.cached_latents:
-            about = f"{digest_files(base / 'vae')}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
+            # two classes may have the same VAE, and one packs what the other leaves as it is
+            kind = type(model.pipeline).__name__
+            about = f"{digest_files(base / 'vae')}/{kind}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
             self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
         if job.cached_text:
             self.text_cache = TensorCache(folder.expanduser(), "text", self._describe_encoders(config), bound)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import SanaPipeline
+from diffusers import DiffusionPipeline, SanaPipeline
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
@@ -21,6 +21,7 @@ from tests.support import patience
 from tests.support.paths import ROOT
 
 MODEL_FILE = ROOT / "tests" / "support" / "my_sana_model.py"
+VIDEO_MODEL_FILE = ROOT / "tests" / "support" / "my_wan_model.py"
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,12 @@ def tiny_sana(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("sana", tmp_path_factory.mktemp("sana") / "pipe", "unit", seed=0)
 
 
-def run_cli(config: Path, script: str, cwd: Path, *, pythonpath: Path) -> subprocess.CompletedProcess[str]:
+def run_cli(
+    config: Path, script: str, cwd: Path, *flags: str, pythonpath: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     code = "import sys; from cosmos_rl.launcher.cli import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(pythonpath)}
-    command = [sys.executable, "-c", code, "--config", str(config), script]
+    command = [sys.executable, "-c", code, "--config", str(config), *flags, script]
     return patience.run(command, cwd=cwd, env=environment)
 
 
@@ -53,7 +56,7 @@ def test_the_documented_class_trains_two_steps(
         script = tmp_path / "my_training.py"
         launcher = ROOT / "cosmos_rl/tools/dataset/diffusers_dataset.py"
         script.write_text(MODEL_FILE.read_text() + launcher.read_text())
-        done = run_cli(config, str(script), tmp_path, pythonpath=ROOT)
+        done = run_cli(config, str(script), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = next(p for p in (tmp_path / "out").iterdir() if p.name.isdigit())
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2]
@@ -62,27 +65,74 @@ def test_the_documented_class_trains_two_steps(
     assert any(not torch.equal(trained[key], base[key]) for key in base)
 
 
+CLIPS = """
+def clips(config):
+    from tests.support.family_runs import Clips
+
+    return Clips(config.policy.diffusers.train_frames)
+
+
+if __name__ == "__main__":
+    from cosmos_rl.launcher import worker_entry
+
+    worker_entry.main(dataset=clips)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["images", "videos"])
+def test_the_documented_class_trains_on_two_ranks_as_on_one(
+    write_toml: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    config, script = write_toml(lora=False), tmp_path / "my_training.py"
+    text = config.read_text().replace("max_num_steps = 6", "max_num_steps = 2\nglobal_batch_size = 8")
+    if kind == "images":
+        launcher = (ROOT / "cosmos_rl/tools/dataset/diffusers_dataset.py").read_text()
+        pipeline, model = build("sana", tmp_path / "pipe", "unit", seed=0), MODEL_FILE.read_text()
+    else:
+        pipeline, launcher = build("wan", tmp_path / "pipe", "unit", seed=0), CLIPS
+        model = VIDEO_MODEL_FILE.read_text()
+        text = text.replace("[policy.diffusers]", "[policy.diffusers]\nis_video = true\ntrain_frames = 5")
+    lines = [f'model_name_or_path = "{pipeline}"' if "model_name" in line else line for line in text.splitlines()]
+    config.write_text("\n".join(lines))
+    script.write_text(model + launcher)
+    losses = []
+    for ranks in ("1", "2"):
+        out = tmp_path / f"out_{ranks}"
+        done = run_cli(config, str(script), tmp_path, "--nproc-per-node", ranks, f"--train.output_dir={out}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = next(p for p in out.iterdir() if p.name.isdigit())
+        losses.append([line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")])
+        stock = DiffusionPipeline.from_pretrained(run / "safetensors/step_2").transformer.state_dict()
+        base = DiffusionPipeline.from_pretrained(pipeline).transformer.state_dict()
+        assert any(not torch.equal(stock[key], base[key]) for key in base)
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "file"), [("sana", MODEL_FILE), ("wan", VIDEO_MODEL_FILE)])
 def test_the_documented_class_samples_at_the_pipelines_own_times(
-    tiny_sana: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, file: Path
 ) -> None:
     monkeypatch.setattr(ModelRegistry, "_models", {})  # the class is registered when its file is imported
-    own_class = runpy.run_path(str(MODEL_FILE))["MyModel"]
+    own_class = next(iter(value for name, value in runpy.run_path(str(file)).items() if name.startswith("My")))
 
     class Inverted(own_class):
         def timestep_from_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
             return 1 - sigma
 
-    config = DiffusersConfig(inference_size=(32, 32))
-    model = own_class(config, model_str=str(tiny_sana))
-    scheduler = SanaPipeline.from_pretrained(tiny_sana).scheduler
+    folder = build(family, tmp_path / "pipe", "unit", seed=0)
+    config = DiffusersConfig(inference_size=(32, 32), is_video=family == "wan")
+    model = own_class(config, model_str=str(folder))
+    scheduler = DiffusionPipeline.from_pretrained(folder).scheduler
     for steps in (4, 9, 28):
         scheduler.set_timesteps(steps)
         levels = model.sampling_levels(steps)
         assert torch.equal(levels.t[:-1].long(), scheduler.timesteps)
         assert torch.equal(levels.sigma, scheduler.sigmas)
-    assert levels.t.tolist()[0] == 999
+        assert levels.t[0] == 999
     assert model.training_level(torch.tensor([0.99967])).t.tolist() == [999]
-    inverted = Inverted(config, model_str=str(tiny_sana)).sampling_levels(4)
+    inverted = Inverted(config, model_str=str(folder)).sampling_levels(4)
     assert torch.equal(inverted.t, 1 - inverted.sigma)
 
 

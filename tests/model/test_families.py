@@ -76,7 +76,8 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily,
     if solver == "stock":
         assert torch.equal(ours.media, media)
     elif type(pipeline.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # SANA's has another order
-        assert (ours.media.int() - media.int()).abs().max() <= 1
+        # the stock call ends at a smallest sigma on one of the paths, a solver of ours at 0
+        assert (ours.media.int() - media.int()).abs().max() <= (4 if family.edm else 1)
     assert ours.media.shape == (3, *frames_of(family), 32, 32, 3)
     assert (ours.fps is not None) == (family.frames is not None)
 
@@ -150,7 +151,11 @@ def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffuser
     plain, exported = stock_pipeline(folder_of(family.name)), whole / "safetensors/step_3"
     trained = stock_pipeline(folder_of(family.name) if lora else exported)
     if lora:
-        trained.load_lora_weights(exported / "lora")
+        if hasattr(trained, "load_lora_weights"):
+            trained.load_lora_weights(exported / "lora")
+        else:
+            options = {"prefix": "transformer", "weight_name": "model.safetensors"}
+            trained.transformer.load_lora_adapter(exported / "lora", **options)
         if "transformer_2" in family.experts:
             trained.load_lora_weights(exported / "lora/transformer_2", load_into_transformer_2=True)
     model = loaded(tmp_path, family, f"--policy.lora.lora_path={exported / 'lora'}") if lora else None

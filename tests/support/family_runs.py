@@ -34,6 +34,10 @@ class TrainedFamily:
     frames: tuple[str, int] | None = None
     """The argument with the number of frames, and a small one."""
     experts: tuple[str, ...] = ("transformer",)
+    edm: float = 0.0
+    """The first sigma of the path x0 + s e, by which the call scales ``latents``; 0: the usual path."""
+    ranks: bool = True
+    """Whether several ranks can train it."""
     side: int = 0
     """Of the square that the call unpacks ``latents`` from; 0: it takes states."""
 
@@ -53,6 +57,8 @@ class TrainedFamily:
 
     def latents(self, state: Tensor) -> Tensor:
         """A state ``[B, ...]`` as the stock call takes it."""
+        if self.edm:
+            return state * (1 + self.edm) / self.edm
         if self.side == 0:
             return state
         return state.movedim(-1, 1).reshape(len(state), -1, self.side, self.side)
@@ -82,6 +88,7 @@ ZOO = [
     TrainedFamily("chroma"),
     TrainedFamily("aura-flow"),
     TrainedFamily("sana-video", frames=("frames", 5)),
+    TrainedFamily("cosmos-predict2", edm=80.0, ranks=False),
     TrainedFamily("cosmos-predict2.5", frames=("num_frames", 5)),
     TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2")),
     TrainedFamily("wan2.2-5b", frames=("num_frames", 5)),
@@ -182,12 +189,12 @@ def stock_pipeline(folder: Path | str) -> Any:
 
 def first_step_of(pipeline: Any, arguments: dict[str, Any]) -> tuple[Tensor, float]:
     """What the stock call hands to the first step of its scheduler as the change per sigma, and sigma there."""
-    seen: list[tuple[Tensor, float]] = []
+    seen: list[tuple[Tensor, float, Tensor]] = []
     scheduler, stock_step = pipeline.scheduler, pipeline.scheduler.step
 
-    def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append((model_output.clone(), float(scheduler.sigmas[0])))
-        return stock_step(model_output, *args, **kwargs)
+    def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((model_output.clone(), float(scheduler.sigmas[0]), sample.clone()))
+        return stock_step(model_output, timestep, sample, *args, **kwargs)
 
     scheduler.step = step
     try:
@@ -195,6 +202,9 @@ def first_step_of(pipeline: Any, arguments: dict[str, Any]) -> tuple[Tensor, flo
             pipeline(**arguments, output_type="latent")
     finally:
         del scheduler.step
+    velocity, sigma, state = seen[0]
     if float(scheduler.sigmas[-1]) == 1.0:  # Mochi's counts from noise at 0 to data at 1
-        return -seen[0][0], 1 - seen[0][1]
-    return seen[0]
+        return -velocity, 1 - sigma
+    if sigma > 1.0:  # x0 + s e is (1 - sigma) x0 + sigma e with sigma = s / (1 + s), times 1 + s
+        return (1 + sigma) * velocity - state, sigma / (1 + sigma)
+    return velocity, sigma

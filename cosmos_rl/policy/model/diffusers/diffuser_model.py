@@ -413,7 +413,7 @@ class DiffuserModel(VelocityModel):
         if not found:
             raise UserError(f"{type(self.pipeline).__name__} has neither an image_processor nor a video_processor")
         self.output_process = getattr(self.pipeline, found[0])
-        is_video = found[0] == "video_processor"
+        is_video = self.makes_videos(found[0])
         if is_video != self.config.is_video:
             kind = "images"
             if is_video:
@@ -422,6 +422,10 @@ class DiffuserModel(VelocityModel):
                 f"policy.diffusers.is_video = {str(self.config.is_video).lower()}, but {type(self.pipeline).__name__} "
                 f"makes {kind}"
             )
+
+    def makes_videos(self, processor: str) -> bool:
+        """Whether the pipeline makes videos, by the name of its processor of decoded samples."""
+        return processor == "video_processor"
 
     def _freeze_and_place(self) -> None:
         for name, part in self.pipeline.components.items():

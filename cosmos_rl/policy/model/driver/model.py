@@ -1,5 +1,6 @@
 """The trainable model of every pipeline class that has no class of its own: the stock pipeline, driven."""
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.path import PATHS
 from cosmos_rl.policy.model.driver.probe import prove
 from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.storage.cache_folder import facts_folder
@@ -59,8 +61,7 @@ class DrivenModel(DiffuserModel):
             self.driver.facts = prove(probed, cache=cache)
         if sharding is not None:
             self._keep_ranks_in_step(sharding)
-        if self.driver.path != "flow":
-            raise UserError(f"{type(self.pipeline).__name__}: its path is x0 + s e; training knows (1 - s) x0 + s e")
+        self._path = PATHS[self.driver.path]
         logger.info(
             f"{type(self.pipeline).__name__} has no class of its own: the stock pipeline is driven "
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
@@ -104,6 +105,11 @@ class DrivenModel(DiffuserModel):
         """Every class that no other model serves."""
         return []
 
+    def makes_videos(self, processor: str) -> bool:
+        """Whether the pipeline takes a number of frames: some make images with a video's autoencoder."""
+        names = {"num_frames", "frames", find_row(type(self.pipeline).__name__).frames}
+        return bool(names & inspect.signature(type(self.pipeline).__call__).parameters.keys())
+
     def find_trained(self) -> list[str]:
         """The denoisers that ``policy.diffusers.trained_denoiser`` names."""
         index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
@@ -128,7 +134,9 @@ class DrivenModel(DiffuserModel):
     def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Level:
         """The ``[num_steps + 1]`` levels that the pipeline samples at, at the configured size, the last one clean."""
         with self.on_device(*self._encoders()):
-            return stack_levels(self.driver.levels(num_steps))
+            levels = self._path.from_stock_level(stack_levels(self.driver.levels(num_steps)))
+        levels.sigma[-1] = 0.0  # one path ends at a smallest sigma, and what it ends with is taken as clean
+        return levels
 
     def sampling_sigmas(self, num_steps: int, scheduler: Any = None) -> Tensor:
         """The sigmas of ``sampling_levels``."""
@@ -136,7 +144,11 @@ class DrivenModel(DiffuserModel):
 
     def training_level(self, sigma: Tensor) -> Level:
         """The level at any sigma, by the pipeline's own rule."""
-        return self.driver.training_level(sigma.detach().float().cpu())
+        sigma = sigma.detach().float().cpu()
+        if self.driver.path == "edm":
+            sigma = sigma.clamp(max=float(self.sigma_map[-1]))  # sigma 1 is an infinite one of the pipeline's
+        stock = self._path.to_stock_level(Level(sigma, sigma))
+        return Level(self.driver.training_level(stock.sigma).t, sigma)
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
@@ -178,9 +190,10 @@ class DrivenModel(DiffuserModel):
         """What the pipeline hands to its scheduler's step, see ``VelocityModel``."""
         guided = guidance > 1.0
         self.num_evaluations += len(latents) * (2 if guided and self._doubles else 1)
+        state, stock_level = self._path.to_stock_state(latents, level.sigma), self._path.to_stock_level(level.to("cpu"))
         with self._autocast():
-            found = self.driver.velocity(latents, level.to("cpu"), cond, guidance if guided else None, self.size)
-        return found.to(latents.dtype)
+            found = self.driver.velocity(state, stock_level, cond, guidance if guided else None, self.size)
+        return self._path.from_stock_velocity(found, state, level.sigma).to(latents.dtype)
 
     @property
     def _doubles(self) -> bool:
@@ -227,7 +240,12 @@ class DrivenModel(DiffuserModel):
 
     def start_state(self, noise: Tensor) -> Tensor:
         """Noise ``[N, ...]`` as the pipeline draws it -> the state that its loop starts from."""
-        return self.driver.pack(noise, self.size)
+        first = self.sigma_map[-1:].expand(len(noise))
+        return self._path.from_stock_state(self._stock_start(noise), first)
+
+    def _stock_start(self, noise: Tensor) -> Tensor:
+        start = self.driver.pack(noise, self.size)
+        return start if self.driver.path == "flow" else start * self.driver.facts.scale
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clean states -> media ``[N, (T,) 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
@@ -285,8 +303,11 @@ class DrivenModel(DiffuserModel):
         value = guidance if guidance > 1.0 else None
         self.num_evaluations += len(noise) * num_steps * (2 if value is not None and self._doubles else 1)
         with self._autocast():
-            start = self.start_state(noise.to(self.device))
+            start = self._stock_start(noise.to(self.device))
             found = self.driver.rollout(
                 cond.to(self.device), [], num_steps, value, size=self.size, start=start, decode=False
             )
-        return found.states
+        sigmas = self._path.from_stock_level(stack_levels(found.levels)).sigma[:-1]
+        earlier = zip(found.states, sigmas, strict=False)
+        states = [self._path.from_stock_state(state, sigma.expand(len(state))) for state, sigma in earlier]
+        return [*states, found.states[-1]]

@@ -45,3 +45,9 @@ def test_the_usual_path_keeps_every_bit() -> None:
     assert path.from_stock_level(level) is path.to_stock_level(level) is level
     assert path.from_stock_state(state, S) is path.to_stock_state(state, S) is state
     assert path.from_stock_velocity(state, points(1), S) is state
+
+
+def test_states_of_half_precision_do_not_lose_the_factor() -> None:
+    path, sigma = PATHS["edm"], torch.tensor([80 / 81])
+    state = path.from_stock_state(torch.full((1, 4), 80.0, dtype=torch.bfloat16), sigma)
+    assert float(state[0, 0]) == pytest.approx(80 / 81, rel=1e-4)

@@ -70,7 +70,8 @@ class EdmPath:
         return velocity / self._factor(sigma, velocity) - stock_state
 
     def _factor(self, sigma: Tensor, like: Tensor) -> Tensor:
-        return shape_like(1.0 - sigma.to(like), like)
+        # in the sigma's precision: near 1, half of one has no digits left
+        return shape_like((1.0 - sigma).to(like.device), like)
 
 
 PATHS: dict[str, Path] = {"flow": FlowPath(), "edm": EdmPath()}

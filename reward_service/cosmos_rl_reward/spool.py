@@ -115,7 +115,7 @@ class Upload:
         self.buffered += len(data)
 
     def flush(self) -> BinaryIO:
-        """Write what is in memory to the file, and return that."""
+        """Write what is in memory to the file, and return that; raises ValueError after ``discard``."""
         if self._file is None:
             self._file = open(self.path, "w+b")  # noqa: SIM115 - lives as long as the request
             self._file.seek(HEADER_BYTES)
@@ -128,8 +128,8 @@ class Upload:
 
     @property
     def on_disk(self) -> bool:
-        """Whether there is a file."""
-        return self._file is not None
+        """Whether there is a file, not discarded yet."""
+        return self._file is not None and not self._file.closed
 
     @property
     def sha256(self) -> str:
@@ -147,7 +147,6 @@ class Upload:
         """Remove the temporary name; an accepted job keeps its own."""
         if self._file is not None:
             self._file.close()
-            self._file = None
         self.path.unlink(missing_ok=True)
 
 

@@ -77,8 +77,14 @@ def test_an_accepted_job_is_there_for_all_and_only_once(spools):
 def test_a_body_that_is_not_accepted_leaves_nothing(spools):
     upload = spools[0].upload()
     upload.add(b"half a bo")
+    upload.flush()
+    assert upload.on_disk
     upload.discard()
     upload.discard()
+    assert not upload.on_disk
+    upload.add(b"dy")
+    with pytest.raises(ValueError, match="closed file"):  # a thread may still be about to store it
+        upload.flush()
     assert list(spools[1].open_jobs()) == []
     assert os.listdir(spools[0].incoming) == []
 

@@ -157,23 +157,29 @@ class Pool:
     async def _score(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
         """Have a batch scored; the returned task writes its results, while the next one is scored."""
         try:
-            unfinished = await self._jobs.find_unfinished([item.job for item in batch])
+            return await self._score_unfinished(replica, batch)
+        except ReplicaExited:
+            raise
+        except Exception:
             for item in batch:
-                if item.job.id not in unfinished:
-                    self._jobs.finish(item)
-            batch = [item for item in batch if item.job.id in unfinished]
-            if not batch:
-                return None
-            began = time.monotonic()
-            files = [asdict(item.files) for item in batch if item.files is not None]
+                self._jobs.return_to_queue(item)
+            raise
+
+    async def _score_unfinished(self, replica: Replica, batch: list[Item]) -> asyncio.Task[None] | None:
+        unfinished = await self._jobs.find_unfinished([item.job for item in batch])
+        for item in batch:
+            if item.job.id not in unfinished:
+                self._jobs.finish(item)
+        batch = [item for item in batch if item.job.id in unfinished]
+        if not batch:
+            return None
+        began = time.monotonic()
+        files = [asdict(item.files) for item in batch if item.files is not None]
+        try:
             replies = await replica.score(files, self.spec.workers.deadline_s)
         except ReplicaExited as error:
             error.repeated = all(item.attempts for item in batch)
             for item in batch:
                 await self._jobs.retry(item, str(error), count=len(batch) == 1)
-            raise
-        except Exception:
-            for item in batch:
-                self._jobs.return_to_queue(item)
             raise
         return asyncio.create_task(self._delivery.deliver(list(zip(batch, replies, strict=True)), began))

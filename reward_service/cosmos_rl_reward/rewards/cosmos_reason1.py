@@ -96,7 +96,7 @@ class CosmosReason1(BaseRewardHandler):
             self._critic = EndpointCritic(ChatEndpoint(self))
             self.score_keys = ("prediction", "no_score")
         else:
-            self._critic = LocalCritic(self._folder, self.device, choose_dtype(self.dtype))
+            self._critic = LocalCritic(self._folder, self.device, choose_dtype(self))
 
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         videos = as_videos(images)
@@ -130,5 +130,4 @@ class CosmosReason1(BaseRewardHandler):
         if self.endpoint_url:
             del about["device"], about["dtype"]  # of this machine, where no model runs
             return about
-        about["dtype"] = "float32" if self.dtype == "float32" else "bfloat16"
         return {key: value for key, value in about.items() if key not in _OF_ENDPOINT}

@@ -91,8 +91,7 @@ class DanceGRPO(BaseRewardHandler):
     def set_up(self) -> None:
         """Load backbone, head and processor."""
         self.fetch(offline=True)  # a start never downloads
-        dtype = choose_dtype(self.dtype)
-        self.dtype = str(dtype).removeprefix("torch.")
+        dtype = choose_dtype(self)
         lora = self._settings.get("peft_lora_config", {})
         rank, alpha = lora.get("lora_r", 1), lora.get("lora_alpha", 1)
         scale = alpha / (rank**0.5 if lora.get("use_rslora") else rank)

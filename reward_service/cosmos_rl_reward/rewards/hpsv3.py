@@ -65,8 +65,7 @@ class HPSv3(BaseRewardHandler):
         """Load the model, by either engine."""
         self.fetch(offline=True)  # a start never downloads
         self.model_digest = digest([self._file])
-        dtype = choose_dtype(self.dtype)
-        self.dtype = str(dtype).removeprefix("torch.")
+        dtype = choose_dtype(self)
         if self.options["engine"] == "package":
             self._package = _package_inferencer(self._file, self.device)
             return

@@ -70,32 +70,6 @@ def merge_lora(state: dict[str, Any], scale: float) -> dict[str, Any]:
     return plain
 
 
-def build(config: Any, state: dict[str, Any], dtype: Any, source: Path) -> tuple[Any, Any]:
-    """Backbone and head from plain weights (names as in Qwen2-VL checkpoints; those of the head begin with rm_head).
-
-    Args:
-        config: the backbone's configuration; its vocabulary is set to what the weights have.
-        state: all weights.
-        dtype: of the backbone; the head stays in float32.
-        source: named in errors.
-
-    Raises:
-        NotReady: weights are missing or of another model.
-    """
-    import torch
-    from transformers import Qwen2VLModel
-
-    head = select_prefix(state, "rm_head.")
-    rest = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "lm_head."))}
-    backbone = rename(rest, _CURRENT_NAMES)
-    words = "language_model.embed_tokens.weight"
-    if words not in backbone or not head:
-        raise NotReady(f"weights {source}: no Qwen2-VL with a head rm_head")
-    config.text_config.vocab_size = backbone[words].shape[0]
-    model = load_model(Qwen2VLModel, config, backbone, dtype, source)
-    return model, build_head(head, source, torch.nn.ReLU())  # what else the training had there is idle in scoring
-
-
 class SpecialTokenModel:
     """Processor, backbone and head.
 
@@ -106,21 +80,37 @@ class SpecialTokenModel:
     def __init__(
         self, base: Path, state: dict[str, Any], tokens: list[str], dtype: Any, device: str, source: Path
     ) -> None:
-        """``base``: folder with configuration and processor; ``state``, ``dtype``, ``source``: see ``build``.
+        """Build the model from plain weights.
+
+        Args:
+            base: folder with configuration and processor; the vocabulary is what the weights have.
+            state: weights, named as in Qwen2-VL checkpoints; names of the head begin with ``rm_head``.
+            tokens: the special tokens.
+            dtype: of the backbone; the head stays in float32.
+            source: named in errors.
 
         Raises:
             NotReady: weights are missing or of another model.
         """
-        from transformers import AutoConfig, AutoProcessor
+        import torch
+        from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
 
+        rest = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "lm_head."))}
+        backbone, head = rename(rest, _CURRENT_NAMES), select_prefix(state, "rm_head.")
+        words = "language_model.embed_tokens.weight"
+        if words not in backbone or not head:
+            raise NotReady(f"weights {source}: no Qwen2-VL with a head rm_head")
         self.processor: Any = AutoProcessor.from_pretrained(str(base))
         self._tokens = add_tokens(self.processor.tokenizer, tokens)
-        backbone, head = build(AutoConfig.from_pretrained(str(base)), state, dtype, source)
-        if max(self._tokens) >= backbone.config.text_config.vocab_size:
+        config = AutoConfig.from_pretrained(str(base))
+        config.text_config.vocab_size = backbone[words].shape[0]
+        if max(self._tokens) >= config.text_config.vocab_size:
             raise NotReady(
                 "the weights have no row for the special tokens; weights and tokenizer do not belong together"
             )
-        self._backbone, self._head = backbone.to(device), head.to(device)
+        self._backbone = load_model(Qwen2VLModel, config, backbone, dtype, source).to(device)
+        # what else the training had in the head is idle in scoring
+        self._head = build_head(head, source, torch.nn.ReLU()).to(device)
 
     def ask(self, texts: list[str], kind: str, media: list[Any]) -> Any:
         """``__call__`` for one question about each image (``kind`` = ``image``) or video.

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_reward.handler import NotReady
+from cosmos_rl_reward.handler import BaseRewardHandler, NotReady
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 _HINT = "run cosmos-rl-reward-prepare, which downloads it (a start never does), or copy it there"
@@ -210,8 +210,13 @@ def torch_dtype(name: str, device: str) -> Any:
     return torch.float32 if device.startswith("cpu") and dtype == torch.float16 else dtype
 
 
-def choose_dtype(name: str) -> Any:
-    """float32 when that is configured, else bfloat16: for models that were trained so and overflow in float16."""
+def choose_dtype(reward: BaseRewardHandler) -> Any:
+    """float32 when that is configured, else bfloat16: for models that were trained so and overflow in float16.
+
+    It becomes the reward's own ``dtype``, which its provenance shows.
+    """
     import torch
 
-    return torch.float32 if name == "float32" else torch.bfloat16
+    if reward.dtype != "float32":
+        reward.dtype = "bfloat16"
+    return getattr(torch, reward.dtype)

@@ -20,7 +20,7 @@ _TIMES = {
     "REMOTE_REWARD_ENQUEUE_CONNECT_TIMEOUT_S": 100.0,
 }
 _FIXED = "REMOTE_REWARD_ENQUEUE_TIMEOUT_S"
-_told: set[str] = set()
+_already_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def _variable(what: str) -> tuple[str, str]:
     """Name and value of the newest variable that is set."""
     names = [f"{generation}_{what}" for generation in _GENERATIONS]
     name = next((name for name in names if os.environ.get(name)), names[0])
-    if name != names[0] and name not in _told:
-        _told.add(name)
+    if name != names[0] and name not in _already_warned:
+        _already_warned.add(name)
         logger.warning("%s is the name of an older version; write %s", name, names[0])
     return name, os.environ.get(name, "").strip()
 

@@ -15,7 +15,7 @@ from cosmos_rl.policy.model import tiny
 from cosmos_rl.policy.model.driver.loading import load_pipeline
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from tests.support.driven import SPELT
-from tests.support.nft_runs import prompt_file
+from tests.support.nft_runs import nft_job
 
 TEXTS = ("a red square", "two birds & a boat", "the sea")
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -122,14 +122,7 @@ target_modules = {TARGETS}
 """
     trained = {
         "sft": f'type = "sft"\nmini_batch = 2\ndataset.local_dir = "{images}"',
-        "nft": f"""type = "grpo"
-trainer_type = "diffusion_nft"
-uncentralized_training = true
-mini_batch = 4
-kl_beta = 1e-2
-dataset.local_dir = "{prompt_file(folder)}"
-local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:smooth" }}]
-reward_hacking_guard.enable = false""",
+        "nft": nft_job(folder),
     }
     video = ""
     if family.frames is not None:

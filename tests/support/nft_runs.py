@@ -62,6 +62,18 @@ def prompt_file(folder: Path, prompts: Sequence[str] = PROMPTS, name: str = "pro
     return path
 
 
+def nft_job(folder: Path, reward: str = "smooth") -> str:
+    """Lines of `[train.train_policy]`: prompts and a local reward."""
+    return f"""type = "grpo"
+trainer_type = "diffusion_nft"
+uncentralized_training = true
+mini_batch = 4
+kl_beta = 1e-2
+dataset.local_dir = "{prompt_file(folder)}"
+local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:{reward}" }}]
+reward_hacking_guard.enable = false"""
+
+
 def nft_toml(folder: Path, base: Path, *, lora: bool = True, reward: str = "smooth", extra: str = "") -> Path:
     """A small job: 4 prompts x 4 samples per step, 4 sampling steps of which 2 are trained, 3 training steps."""
     path = folder / f"{'lora' if lora else 'full'}.toml"
@@ -98,14 +110,7 @@ save_freq = 1
 max_keep = -1
 export_safetensors = false
 [train.train_policy]
-type = "grpo"
-trainer_type = "diffusion_nft"
-uncentralized_training = true
-mini_batch = 4
-kl_beta = 1e-2
-dataset.local_dir = "{prompt_file(folder)}"
-local_reward.reward_fns = [{{ function = "tests.support.nft_rewards:{reward}" }}]
-reward_hacking_guard.enable = false
+{nft_job(folder, reward)}
 {extra}
 """)
     return path

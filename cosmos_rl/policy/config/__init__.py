@@ -12,14 +12,14 @@ from cosmos_rl.policy.config.policy import (
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
 from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
-from cosmos_rl.policy.config.rl import DataTermConfig, RewardHackingGuardConfig
-from cosmos_rl.policy.config.rollout import RolloutConfig
-from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, ValidationConfig
+from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, RolloutConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
 from cosmos_rl.policy.config.train_policy import (
     CacheConfig,
     DatasetConfig,
+    DataTermConfig,
     GrpoPolicyConfig,
+    RewardHackingGuardConfig,
     SftPolicyConfig,
     TrainPolicyConfig,
     ValidationDatasetConfig,

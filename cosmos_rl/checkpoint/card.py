@@ -3,6 +3,7 @@
 Written whether or not the export is uploaded: a folder that is copied by hand should say what it is as well.
 """
 
+import functools
 import html
 import importlib.metadata
 import json
@@ -18,10 +19,6 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.storage import atomic
 
 MAX_IMAGES = 4
-_OTHER_TOOLS = (
-    "The adapter's strength is in its weights (alpha is the rank of every layer), so it acts alike in diffusers and in "
-    "tools that look for no alpha, ComfyUI among them: strength 1 is that of the training."
-)
 _LONGEST_PROMPT = 80
 """Characters of a prompt that stands in the code."""
 _PACKAGES = ("cosmos_rl", "torch", "diffusers", "transformers", "peft")
@@ -44,79 +41,44 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         with atomic.staging(export / "media") as stage:
             for file, _ in images:
                 shutil.copyfile(file, stage / file.name)
-    parts = [_front_matter(config), _about(config, step), _snippet(config, repository, images, export)]
-    parts += [_gallery(images), _configuration(config), _versions()]
-    atomic.write_text(export / "README.md", "\n\n".join(part for part in parts if part) + "\n")
+    text = _load_template().render(
+        config=config,
+        diffusers=config.policy.diffusers,
+        lora=config.policy.lora,
+        step=step,
+        here=repository or "path/to/this/folder",
+        first=(export / "model.safetensors").is_file() or not (export / "transformer_2").is_dir(),
+        second=(export / "transformer_2").is_dir(),
+        prompt=_choose_prompt(images),
+        images=images,
+        toml=tomli_w.dumps(_shorten_local_paths(config.model_dump(exclude_none=True, exclude=_PRIVATE))),
+        versions=_list_versions(),
+    )
+    atomic.write_text(export / "README.md", text)
 
 
-def _front_matter(config: Config) -> str:
-    base = config.policy.model_name_or_path
-    task, kind = "text-to-image", "full"
-    if config.policy.diffusers.is_video:
-        task = "text-to-video"
-    if config.policy.lora is not None:
-        kind = "lora"
-    tags = ["cosmos-rl", config.train.train_policy.type, kind]
-    lines = ["---"]
-    if not is_local(base):
-        lines.append(f"base_model: {json.dumps(base)}")
-    lines += ["library_name: diffusers", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---"]
-    return "\n".join(lines)
+@functools.cache
+def _load_template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most processes write no card
+
+    environment = Environment(  # Markdown, not HTML: what could be taken for either is escaped by its filter
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"cell": _escape_cell, "json": json.dumps, "repr": repr}
+    environment.filters["last_name"] = lambda path: Path(path).name
+    environment.tests["local"] = is_local
+    return environment.get_template("card.md.jinja")
 
 
-def _about(config: Config, step: int) -> str:
-    lora, base = config.policy.lora, config.policy.model_name_or_path
-    model, what = f"[{base}](https://huggingface.co/{base})", "All weights of"
-    if is_local(base):
-        model = f"a local pipeline, `{Path(base).name}`"
-    if lora is not None:
-        what = f"A LoRA adapter (rank {lora.r}) for"
-    name = config.logging.experiment_name or config.logging.project_name
-    text = f"# {name}\n\n{what} {model}, trained with cosmos-rl for {step} steps."
-    if config.train.ema_enable:
-        text += " These are the averaged (EMA) weights."
-    return text
-
-
-def _snippet(config: Config, repository: str | None, images: list[tuple[Path, str]], export: Path) -> str:
-    here = source = repository or "path/to/this/folder"
-    lora, pinned = config.policy.lora is not None, ""
-    if lora:
-        source = config.policy.model_name_or_path
-        if is_local(source):
-            source = "path/to/the/base"
-        if config.policy.model_revision:
-            pinned = f', revision="{config.policy.model_revision}"'
-    load = f'pipe = DiffusionPipeline.from_pretrained("{source}"{pinned}, torch_dtype=torch.{config.train.param_dtype})'
-    lines = ["import torch", "from diffusers import DiffusionPipeline", "", load]
-    if lora:
-        options = 'weight_name="model.safetensors", adapter_name="default"'
-        second = (export / "transformer_2").is_dir()
-        if not second or (export / "model.safetensors").is_file():
-            lines.append(f'pipe.load_lora_weights("{here}", {options})')
-        if second:
-            where = f'"{here}", subfolder="transformer_2", load_into_transformer_2=True'
-            lines.append(f"pipe.load_lora_weights({where}, {options})")
-        lines.append('pipe.set_adapters("default")')
-    diffusers = config.policy.diffusers
-    if not diffusers.is_video:
-        fits = (prompt for _, prompt in images if len(prompt) <= _LONGEST_PROMPT and "`" not in prompt)
-        prompt = next(fits, "a prompt like those of the training")
-        sample, (height, width) = diffusers.sample, diffusers.inference_size
-        lines += [
-            "image = pipe(",
-            f"    {prompt!r},",
-            f"    height={height},",
-            f"    width={width},",
-            f"    num_inference_steps={sample.eval_num_steps or sample.num_steps},",
-            f"    guidance_scale={sample.guidance_scale},",
-            f"    max_sequence_length={diffusers.max_prompt_length},  # as in training; another changes images",
-            ").images[0]",
-        ]
-    text = "## Load\n\n```python\n" + "\n".join(lines) + "\n```"
-    if lora:
-        text += f"\n\n{_OTHER_TOOLS}"
-    return text
+def _choose_prompt(images: list[tuple[Path, str]]) -> str:
+    """One that the code can hold."""
+    fits = (prompt for _, prompt in images if len(prompt) <= _LONGEST_PROMPT and "`" not in prompt)
+    return next(fits, "a prompt like those of the training")
 
 
 def _find_newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
@@ -132,20 +94,8 @@ def _find_newest_images(validation: Path, step: int) -> list[tuple[Path, str]]:
     return [(file, prompt) for prompt, file in first_of_prompt.items()][:MAX_IMAGES]
 
 
-def _gallery(images: list[tuple[Path, str]]) -> str:
-    if not images:
-        return ""
-    rows = [f"| ![](media/{file.name}) | {_cell(prompt)} |" for file, prompt in images]
-    return "\n".join(["## Validation images", "", "| image | prompt |", "|---|---|", *rows])
-
-
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return html.escape(" ".join(text.split())).replace("|", "&#124;") or "(empty)"
-
-
-def _configuration(config: Config) -> str:
-    toml = tomli_w.dumps(_shorten_local_paths(config.model_dump(exclude_none=True, exclude=_PRIVATE)))
-    return f"<details><summary>Configuration</summary>\n\n````toml\n{toml}````\n\n</details>"
 
 
 def _shorten_local_paths(value: Any) -> Any:
@@ -164,11 +114,11 @@ def is_local(value: object) -> bool:
     return isinstance(value, str) and value.startswith(("/", "~", "./", "../", "file:"))
 
 
-def _versions() -> str:
+def _list_versions() -> list[str]:
     found = [f"python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "Made with " + ", ".join(found) + "."
+    return found

@@ -1,7 +1,6 @@
 """Saves whole steps, in the background if wanted, and keeps the newest ones."""
 
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -63,23 +62,19 @@ class CheckpointManager:
         self._group: Any = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        self.blocked_s = 0.0
-        """Wall time that ``save`` and ``wait`` took from the training loop, seconds."""
         if is_main:
             for folder in (checkpoints, exports):
                 layout.remove_staged(folder)
 
     def save(self, job: SaveJob, *, block: bool = False) -> None:
         """Write one step; in the background from a private copy unless ``block`` (or the manager) says otherwise."""
-        started = time.perf_counter()
-        self._join()
+        self.wait()
         if self._background and not block:
             if job.state is not None:
                 job = replace(job, state=self._copy_to_cpu(job.state))
             self._pending = self._pool.submit(self._write, job)
         else:
             self._write(job)
-        self.blocked_s += time.perf_counter() - started
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -87,9 +82,9 @@ class CheckpointManager:
         Raises:
             Exception: what the background writer met.
         """
-        started = time.perf_counter()
-        self._join()
-        self.blocked_s += time.perf_counter() - started
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Wait and end the background thread."""
@@ -139,11 +134,6 @@ class CheckpointManager:
                 buffer.copy_(value.detach())
             self._buffers[key] = buffer
         return dict(self._buffers)
-
-    def _join(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
 
     def _write(self, job: SaveJob) -> None:
         if job.export is not None:

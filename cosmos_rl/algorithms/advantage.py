@@ -114,28 +114,20 @@ def zero_std_share(advantage_N: Tensor, group_N: Tensor) -> float:
     return float((groups.equal_P & scored_P).sum() / scored_P.sum().clamp(min=1))
 
 
-def select_rows(
-    advantage_N: Tensor,
-    group_N: Tensor,
-    *,
-    on_missing: Literal["neutral", "drop_group"],
-    drop_equal_groups: bool,
-) -> Tensor:
+def select_rows(advantage_N: Tensor, group_N: Tensor, *, whole_groups: bool, drop_equal_groups: bool) -> Tensor:
     """Which samples are trained on, bool ``[N]``.
 
     Args:
         advantage_N: ``[N]`` as the loss uses them; NaN: missing, never kept.
         group_N: ``[N]`` integer ids.
-        on_missing: leave out only the sample without an advantage (``neutral``), or its whole group.
+        whole_groups: leave out not only a sample without an advantage, but its whole group.
         drop_equal_groups: leave out groups whose advantages are all equal.
     """
     groups = _Groups.from_rewards(advantage_N, group_N)
     kept_N = groups.valid_N
-    if on_missing == "drop_group":
+    if whole_groups:
         whole_P = groups.count_P == torch.bincount(groups.inverse_N, minlength=len(groups.count_P))
         kept_N = kept_N & whole_P[groups.inverse_N]
-    elif on_missing != "neutral":
-        raise ValueError(f'on_missing: found "{on_missing}"; allowed: neutral, drop_group')
     if drop_equal_groups:
         kept_N = kept_N & ~groups.equal_P[groups.inverse_N]
     return kept_N

@@ -235,7 +235,7 @@ def test_rewards_that_are_equal_but_for_rounding_teach_nothing(name: str, mode: 
     assert used[:24].tolist() == [0.0] * 24
     assert optimality(used, -5.0, 5.0)[:24].tolist() == [0.5] * 24
     assert zero_std_share(used, group) == 0.5
-    kept = select_rows(used, group, on_missing="neutral", drop_equal_groups=True)
+    kept = select_rows(used, group, whole_groups=False, drop_equal_groups=True)
     assert kept.tolist() == [False] * 24 + [True] * 2
 
 
@@ -269,22 +269,20 @@ def test_equal_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_missing", "drop_equal_groups", "expected"),
+    ("whole_groups", "drop_equal_groups", "expected"),
     [
-        ("neutral", False, [1, 1, 1, 0, 1, 1, 0]),
-        ("neutral", True, [1, 1, 1, 0, 0, 0, 0]),
-        ("drop_group", False, [1, 1, 0, 0, 1, 1, 0]),
-        ("drop_group", True, [1, 1, 0, 0, 0, 0, 0]),
+        (False, False, [1, 1, 1, 0, 1, 1, 0]),
+        (False, True, [1, 1, 1, 0, 0, 0, 0]),
+        (True, False, [1, 1, 0, 0, 1, 1, 0]),
+        (True, True, [1, 1, 0, 0, 0, 0, 0]),
     ],
 )
-def test_rows_that_are_trained_on(on_missing: Any, drop_equal_groups: bool, expected: list[int]) -> None:
+def test_rows_that_are_trained_on(whole_groups: bool, drop_equal_groups: bool, expected: list[int]) -> None:
     group = groups(0, 0, 1, 1, 2, 2, 3)
     reward = rewards(1, 2, 1, None, 0.3, 0.3, None)
     if drop_equal_groups:  # give the group with a hole a contrast
         group, reward = torch.cat([group, groups(1)]), torch.cat([reward, rewards(2)])
-        expected = [*expected, 1 if on_missing == "neutral" else 0]
+        expected = [*expected, int(not whole_groups)]
     advantage = group_advantages(reward, group, global_std=True)
-    kept = select_rows(advantage, group, on_missing=on_missing, drop_equal_groups=drop_equal_groups)
+    kept = select_rows(advantage, group, whole_groups=whole_groups, drop_equal_groups=drop_equal_groups)
     assert kept.tolist() == [bool(row) for row in expected]
-    with pytest.raises(ValueError, match=r'on_missing: found "raise"; allowed: neutral, drop_group'):
-        select_rows(advantage, group, on_missing="raise", drop_equal_groups=False)

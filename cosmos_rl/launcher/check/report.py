@@ -1,10 +1,10 @@
 """Everything that can be said about a configuration without loading its model. No torch."""
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,6 +26,7 @@ from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import describe_parallelism
 from cosmos_rl.storage.run_folder import list_runs
+from cosmos_rl.tracking.metrics import read_metrics
 
 _RECENT_STEPS = 50
 _SHOWN_TARGETS = 12
@@ -195,20 +196,18 @@ def _free_disk(config: Config) -> int:
 def _time_per_step(output_dir: Path) -> str:
     """The median of the newest run in the same folder that has timed steps."""
     for run in reversed(list_runs(output_dir.expanduser().absolute())):
-        seconds = _seconds(run.metrics)
-        if seconds:
-            recent = seconds[-_RECENT_STEPS:]
+        seconds = [row.get("time/iteration") for row in _read_rows(run.metrics)]
+        recent = [value for value in seconds if isinstance(value, int | float)][-_RECENT_STEPS:]
+        if recent:
             return f"{statistics.median(recent):.3g} s, the median of the last {len(recent)} steps of {run.root}"
     return f"unknown: {output_dir} holds no earlier run to read it from"
 
 
-def _seconds(metrics: Path) -> list[float]:
+def _read_rows(metrics: Path) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        found = [row.get("time/iteration") for row in rows]
-    except (OSError, ValueError, AttributeError):
+        return read_metrics(metrics)
+    except (OSError, ValueError):
         return []
-    return [value for value in found if isinstance(value, int | float)]
 
 
 def _plain(value: object) -> object:

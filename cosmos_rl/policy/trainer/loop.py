@@ -78,10 +78,9 @@ class TrainLoop:
         self._same = same_run.collect_fixed_settings(config, context, task.fingerprint())
         self._settings = same_run.collect_settings(config, task.total_steps)
         self._saved_step: int | None = None
-        self._last_objective: tuple[int, float] | None = (
-            None  # step and objective of the last validation that reported one
-        )
-        self._best: tuple[int, float] | None = None  # of the saved steps, the one with the lowest
+        # (step, objective) of the last validation that reported one, and of the best saved step
+        self._last_objective: tuple[int, float] | None = None
+        self._best: tuple[int, float] | None = None
         self._skipped_in_a_row = 0
         unknown = sorted(set(hooks) - set(HOOKS))
         if unknown:
@@ -188,11 +187,10 @@ class TrainLoop:
         if refusal is Refusal.OVERFLOW:  # it ends by itself: the loss scale is lowered each time, a few times at most
             logger.info(f"Step {done}: a float16 gradient overflowed and is not applied; the loss scale is lowered")
             return
-        self._skipped_in_a_row += 1
         if refusal is None:
             self._skipped_in_a_row = 0
-        if refusal is None:
             return
+        self._skipped_in_a_row += 1
         limit, count = self._config.train.max_nonfinite_steps, self._skipped_in_a_row
         logger.warning(f"Step {done}: {_REFUSED[refusal]} ({count} steps in a row)")
         if count < limit:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -98,27 +97,16 @@ def score_batch(
     reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
     _check_missing(reward_N, own, tables, job)
     group_N = torch.tensor([sample.group for sample in samples])
-    if job.bypass_reward:
-        advantage_N, kept_N = torch.zeros_like(reward_N), torch.ones(len(reward_N), dtype=torch.bool)
-        return ScoredBatch(
-            tuple(samples), own, _first(own, context), reward_N, scores, advantage_N, advantage_N, kept_N
-        )
-    advantage_N = _advantages(reward_N, scores, group_N, rewards, each=job.normalise_rewards == "each", std=global_std)
-    used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
-    on_missing: Literal["neutral", "drop_group"] = "neutral"  # with "raise" nothing is missing here
-    if job.on_missing_reward == "drop_group":
-        on_missing = "drop_group"
-    kept_N = select_rows(
-        used_N,
-        group_N,
-        on_missing=on_missing,
-        drop_equal_groups=job.drop_equal_groups,
-    )
-    return ScoredBatch(tuple(samples), own, _first(own, context), reward_N, scores, advantage_N, used_N, kept_N)
-
-
-def _first(own: Rollouts, context: Context) -> int:
-    return context.dp_rank * len(own.samples)
+    advantage_N = used_N = torch.zeros_like(reward_N)
+    kept_N = torch.ones(len(reward_N), dtype=torch.bool)
+    if not job.bypass_reward:
+        each = job.normalise_rewards == "each"
+        advantage_N = _advantages(reward_N, scores, group_N, rewards, each=each, std=global_std)
+        used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
+        whole_groups = job.on_missing_reward == "drop_group"
+        kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
+    first = context.dp_rank * len(own.samples)
+    return ScoredBatch(tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N)
 
 
 def _advantages(

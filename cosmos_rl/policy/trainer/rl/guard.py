@@ -57,10 +57,8 @@ class RewardHackingGuard:
     def _alarm(self, text: str) -> Alarm:
         action = self._config.action
         if action == "rewind" and self.rewinds >= self._config.max_rewinds:
-            action, text = (
-                "stop",
-                f"{text}. The run went back {self.rewinds} times already (reward_hacking_guard.max_rewinds)",
-            )
+            action = "stop"
+            text += f". The run went back {self.rewinds} times already (reward_hacking_guard.max_rewinds)"
         return Alarm(text, action, self._good_step, self.rewinds + 1)
 
     def on_rewind(self, step: int, rewinds: int) -> None:

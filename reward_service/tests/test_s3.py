@@ -330,7 +330,7 @@ def test_folders_of_processes_that_are_gone_are_removed(store, tmp_path):
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"lock", kept.root.name, third.root.name}
 
 
-def test_a_front_says_that_the_store_is_away_and_goes_on_later(store, tmp_path):
+def test_a_front_says_that_the_store_is_away_and_continues_later(store, tmp_path):
     async def test():
         async with front_in_memory(tmp_path, blob_store=URL).run() as front:
             job = (await front.enqueue(body(image(), "a"))).json()["uuid"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -309,25 +310,23 @@ class Spool:
 
     def open_jobs(self) -> Iterator[Job]:
         """All jobs that still have their body, in no order."""
-        for entry in self._entries("jobs"):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_size > HEADER_BYTES:
-                    job = _read_header(Path(entry.path))
-                    if job is not None:
-                        yield job
+        for path, status in self._scan():
+            if status.st_size > HEADER_BYTES and (job := _read_header(path)) is not None:
+                yield job
 
     def sweep(self, ttl_s: float, keep: int) -> int:
         """Remove finished jobs (and their results) older than ``ttl_s``, or beyond the newest ``keep``; unfinished
         uploads are removed after an hour. Returns how many jobs were removed."""
         self._clock.save()
         self._sweep_incoming()
-        times = array("d", (status.st_mtime for _, status in self._list_finished()))  # 8 bytes each, there may be many
+        # 8 bytes each, there may be many
+        times = array("d", (status.st_mtime for _, status in self._scan() if status.st_size == HEADER_BYTES))
         limit = self._clock.now() - ttl_s
         if keep < len(times):
             limit = max(limit, sorted(times, reverse=True)[keep - 1] if keep else math.inf)
         removed = 0
-        for path, status in self._list_finished():
-            if status.st_mtime < limit:
+        for path, status in self._scan():
+            if status.st_size == HEADER_BYTES and status.st_mtime < limit:
                 self._forget(Path(path))
                 removed += 1
         return removed
@@ -344,23 +343,19 @@ class Spool:
     def _clock(self) -> SteadyClock:
         return SteadyClock(self.root / "clock")
 
-    def _list_finished(self) -> Iterator[tuple[str, os.stat_result]]:
-        for entry in self._entries("jobs"):
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat()
-                if status.st_size == HEADER_BYTES:
-                    yield entry.path, status
+    def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Files of all jobs, and their status."""
+        shards = [entry.path for entry in os.scandir(self.root / "jobs") if entry.is_dir()]
+        for entry in itertools.chain.from_iterable(map(os.scandir, shards)):
+            if entry.name.endswith(".job"):
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.path, entry.stat()
 
     def _forget(self, path: Path) -> None:
         if (job := _read_header(path)) is not None:
             for reward in job.rewards:
                 Path(self._result(job.id, reward)).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-
-    def _entries(self, kind: str) -> Iterator[os.DirEntry[str]]:
-        for shard in os.scandir(self.root / kind):
-            if shard.is_dir():
-                yield from (entry for entry in os.scandir(shard.path) if entry.name.endswith(".job"))
 
     def free_bytes(self) -> int:
         """Free space of the disk."""

@@ -125,6 +125,12 @@ def load_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
     return pairs, problems, text
 
 
+def count_pairs(folder: Path, *, video: bool) -> int:
+    """How many images or videos have a caption; reads no caption file, so that some may turn out to be broken."""
+    files, _ = _find_files(folder, _choose_kind(video))
+    return sum(stem in files.captions or file in files.rows for stem, found in files.media.items() for file in found)
+
+
 def list_media(folder: Path, *, video: bool) -> list[Path]:
     """The images or videos in the layout of Cosmos-Predict: those in ``folder/images`` or ``folder/videos``.
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.pair_files import describe_pairs, load_pairs, scan_pairs
+from cosmos_rl.data.pair_files import count_pairs, describe_pairs, load_pairs, scan_pairs
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from tests.support.videos import write_video
@@ -63,6 +63,7 @@ def test_a_folder_may_mix_all_forms(tmp_path: Path) -> None:
     (tmp_path / "10.caption").write_text("image 10")
     (tmp_path / "metadata.csv").write_text("file_name,text\n11.png,image 11\n")
     assert prompts_of(tmp_path) == {f"{number}.png": f"image {number}" for number in range(12)}
+    assert count_pairs(tmp_path, video=False) == 12
     expected = "12 images; captions: 1 .caption, 8 .json, 2 .txt, 1 metadata.csv"
     assert describe_pairs(LocalPairs(tmp_path, 8, 8).pairs) == expected
 
@@ -134,6 +135,7 @@ def test_the_layout_of_cosmos_predict(tmp_path: Path, kind: str) -> None:
     pairs, problems, _ = load_pairs(tmp_path, video=video)
     assert [(pair.name, pair.prompt) for pair in pairs] == [(f"{kind}/{n}", f"clip {n}") for n in range(3)]
     assert problems == [f"metas/9.txt: has no {kind[:-1]}"]
+    assert count_pairs(tmp_path, video=video) == 3
     data = LocalPairs(tmp_path, 16, 16, frames=5 if video else None)
     assert data[1].prompt == "clip 1"
     assert data[1].visual.shape == ((3, 5, 16, 16) if video else (3, 16, 16))

@@ -1,16 +1,15 @@
 """How long a run is: samples, steps, saves. Counts files, decodes nothing. No torch."""
 
 import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cosmos_rl.data.pair_files import count_pairs
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DatasetConfig
-from cosmos_rl.policy.config.jobs import DataForm, job_kind
+from cosmos_rl.policy.config.jobs import job_kind
 
 
 @dataclass(frozen=True)
@@ -58,20 +57,22 @@ def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
     dataset = config.train.train_policy.dataset
     if own_data:
         return None, "the script brings its own data"
-    return _COUNTS[job_kind(config).data](dataset)
+    if job_kind(config).data == "prompts":
+        return _count_prompts(dataset)
+    return _count_pairs(dataset, video=config.policy.diffusers.is_video)
 
 
-def _pairs(dataset: DatasetConfig) -> tuple[int | None, str]:
-    """How many captions the folder holds."""
+def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, str]:
+    """How many captions with an image or a video the folder holds."""
     if not dataset.local_dir:
         return None, "train.train_policy.dataset.local_dir is not set"
     place = Path(dataset.local_dir).expanduser()
     if not place.is_dir():
         return None, f"{place} is not there"
-    return sum(name.endswith(".json") and not name.startswith(".") for name in os.listdir(place)), ""
+    return count_pairs(place, video=video), ""
 
 
-def _prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
+def _count_prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
     """How many prompts the file holds; a named set is not fetched for that."""
     try:
         file = prompt_file(dataset, "train.train_policy.dataset", split="train")
@@ -80,9 +81,6 @@ def _prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
         return len(read_prompts(file)), ""
     except UserError as error:
         return None, str(error)
-
-
-_COUNTS: dict[DataForm, Callable[[DatasetConfig], tuple[int | None, str]]] = {"pairs": _pairs, "prompts": _prompts}
 
 
 def _held_out(config: Config, samples: int) -> int:

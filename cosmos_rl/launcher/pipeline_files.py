@@ -36,8 +36,25 @@ class PipelineFiles:
 
     @property
     def transformer(self) -> Shapes:
-        """The shapes of the part that is trained."""
+        """The shapes of the denoiser; of the first one where there are several, which are alike."""
         return self.parts["transformer"]
+
+    @property
+    def experts(self) -> list[str]:
+        """Names of all denoisers."""
+        return sorted(name for name in self.parts if name.startswith("transformer"))
+
+    @property
+    def others(self) -> list[str]:
+        """Names of all parts that are never trained."""
+        return [name for name in self.parts if name not in self.experts]
+
+    def denoisers(self, which: str = "all") -> Shapes:
+        """The shapes of all denoisers or of one; their names are in front of the tensors' where there are several."""
+        if len(self.experts) == 1:
+            return self.transformer
+        chosen = [name for name in self.experts if which in ("all", name)]
+        return {f"{name}.{tensor}": shape for name in chosen for tensor, shape in self.parts[name].items()}
 
     def class_of(self, part: str) -> str:
         """The class of a part."""

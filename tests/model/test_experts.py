@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.acceptance.selection import select
+from cosmos_rl.launcher.pipeline_files import read_pipeline
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.quiet import load_adapter
@@ -65,6 +67,14 @@ def test_only_the_named_ones_are_trained_and_exported(tmp_path: Path, trained: s
     params = model.trainable_parameters()
     names = {name.split(".")[0] for name in params if name.startswith("transformer")}
     assert sorted(names or {"transformer"}) == NAMES[trained]
+    # what a check says before anything is loaded
+    options = [f'--policy.diffusers.trained_denoiser="{trained}"']
+    config = load_config(family_toml(tmp_path, WAN, job="nft", lora=lora), options)
+    selection = select(config, read_pipeline(config.policy))
+    assert selection.trained == sum(param.numel() for param in params.values())
+    denoisers = [model.pipeline.transformer, model.pipeline.transformer_2]
+    numbers = [p.numel() for part in denoisers for name, p in part.named_parameters() if ".lora_" not in name]
+    assert selection.frozen + (0 if lora else selection.trained) == sum(numbers)
     with torch.no_grad():
         for name, param in params.items():
             param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name))))

@@ -37,15 +37,15 @@ def parameters(shapes: Shapes) -> int:
 
 def select(config: Config, pipeline: PipelineFiles) -> Selection:
     """What of the transformer is trained, by the rules of the trainer."""
-    shapes = pipeline.transformer
+    shapes, whole = pipeline.denoisers(config.policy.diffusers.trained_denoiser), elements(pipeline.denoisers())
     if config.policy.lora is not None:
-        return _select_adapters(config.policy.lora, shapes)
+        return _select_adapters(config.policy.lora, shapes, whole)
     chosen = {name: shape for name, shape in shapes.items() if config.policy.is_trained(name)}
     trained = parameters(chosen)
-    return Selection(trained, elements(shapes) - trained, 0, {}, eight_bit=_in_eight_bits(chosen.values()))
+    return Selection(trained, whole - trained, 0, {}, eight_bit=_in_eight_bits(chosen.values()))
 
 
-def _select_adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
+def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
     layers = _adaptable_layers(shapes)
     found = _find_targets(lora, layers)
     adapted = {name for names in found.values() for name in names}
@@ -56,7 +56,7 @@ def _select_adapters(lora: LoraConfig, shapes: Shapes) -> Selection:
         problems += target_problems(lora.target_modules, layers)
     return Selection(
         trained=size,
-        frozen=elements(shapes),
+        frozen=whole,
         spare_adapters=(len(lora.lora_names) - 1) * size,
         targets={target: len(names) for target, names in found.items()},
         problems=problems,

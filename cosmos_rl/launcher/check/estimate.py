@@ -89,7 +89,7 @@ def disk(config: Config, files: ModelFiles) -> Disk:
         per_weight = 8
     shared = 0
     if config.policy.lora is None:
-        others = [pipeline.folder / name for name in pipeline.parts if name != "transformer"]
+        others = [pipeline.folder / name for name in pipeline.others]
         shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
     rl = _estimate_work(config, pipeline, chosen).rl or NO_RL
     state = per_weight * chosen.trained + _moments(config, chosen) + rl.saved
@@ -232,7 +232,7 @@ def _moments(config: Config, chosen: Selection) -> int:
 
 def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:
     """Bytes of the encoders (and whatever else is not the transformer) and of the VAE, whole on every rank."""
-    others = [name for name in pipeline.parts if name not in ("transformer", "vae")]
+    others = [name for name in pipeline.others if name != "vae"]
     encoders = BYTES[config.policy.diffusers.dtype] * sum(pipeline.count(name) for name in others)
     return encoders, 4 * pipeline.count("vae") if "vae" in pipeline.parts else 0
 
@@ -252,7 +252,7 @@ def _gathered(shapes: Shapes, compute: int, reshard: str) -> int:
 def _exported(config: Config, files: ModelFiles) -> int:
     numbers = files.selection.trained
     if config.policy.lora is None:
-        numbers = files.pipeline.count("transformer")
+        numbers = elements(files.pipeline.denoisers())
     return BYTES[config.train.param_dtype] * numbers
 
 

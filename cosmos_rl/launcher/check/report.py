@@ -116,10 +116,9 @@ class Report:
     def _counts(self, model: ModelFiles) -> Iterator[str]:
         """Weights, and the layers that adapters find."""
         pipeline, selection = model.pipeline, model.selection
-        whole, trained = parameters(pipeline.transformer), selection.trained
-        yield f"{pipeline.class_name}, transformer of {whole:,} weights"
-        others = [name for name in pipeline.parts if name != "transformer"]
-        yield ", ".join(f"{name} {pipeline.count(name):,}" for name in others) + " weights"
+        whole, trained = parameters(pipeline.denoisers()), selection.trained
+        yield f"{pipeline.class_name}, {' and '.join(pipeline.experts)} of {whole:,} weights"
+        yield ", ".join(f"{name} {pipeline.count(name):,}" for name in pipeline.others) + " weights"
         yield from self._sample(pipeline)
         yield f"{trained:,} trained weights, {100 * trained / max(whole, 1):.3g} % of that"
         if selection.spare_adapters and self.kind.online:

@@ -20,6 +20,8 @@ from cosmos_rl.storage.disk import OF_A_RUN, report_full_disk
 if TYPE_CHECKING:  # the report reads galleries without torch
     from torch import Tensor
 
+    from cosmos_rl.distributed.context import Context
+
 MAX_CAPTION_CHARS = 100
 USUAL_FPS = 16.0
 TOTAL = "total"
@@ -30,8 +32,8 @@ TOTAL = "total"
 class Shown:
     """One image or video of a gallery."""
 
-    pixels: "Tensor"
-    """uint8 on the CPU: ``[H, W, 3]``, or ``[T, H, W, 3]`` for a video."""
+    pixels: "Tensor | None"
+    """uint8 on the CPU: ``[H, W, 3]``, or ``[T, H, W, 3]`` for a video. None: another rank has and writes them."""
     prompt: str
     sample_id: int
     """Global id: with the step and the run's seed it reproduces the image."""
@@ -41,6 +43,8 @@ class Shown:
     """Reward name -> score, and "total"; None: missing."""
     finite: bool = True
     """Whether all pixels were numbers before they became uint8."""
+    blank: bool = False
+    """Whether it shows nothing, see `is_blank`."""
     fps: float | None = None
     """Frames per second of a video."""
 
@@ -58,24 +62,57 @@ def build_caption(shown: Shown) -> str:
     return f"{prompt} | avg: {total:.4g}"
 
 
-def save_gallery(folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN) -> list[Path]:
+def save_gallery(
+    folder: Path, shown: Sequence[Shown], *, remedy: str = OF_A_RUN, context: "Context | None" = None
+) -> list[Path]:
     """Write the images and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
 
     A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``, of a video ``clip`` too; a
-    missing score is null. ``remedy``: what to do when the disk is full.
+    missing score is null.
+
+    Args:
+        remedy: what to do when the disk is full.
+        context: of all ranks, which call this together; each writes what it has. None: there is one rank.
     """
     names = [f"{i:03d}_{slugify(one.prompt)}.png" for i, one in enumerate(shown)]
-    with report_full_disk(folder, remedy), atomic.staging(folder) as stage:
-        for name, one in zip(names, shown, strict=True):
-            _save(one, stage / name)
-        rows = [_build_row(name, one) for name, one in zip(names, shown, strict=True)]
-        (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    with report_full_disk(folder, remedy):
+        if context is None or context.world_size == 1:
+            with atomic.staging(folder) as stage:
+                _save_own(stage, names, shown)
+                _save_index(stage, names, shown)
+        else:
+            _save_over_ranks(folder, names, shown, context)
     return [folder / name for name in names]
 
 
-def find_blank_images(shown: Sequence[Shown]) -> list[Shown]:
-    """The images that show nothing: black ones, as weights or latents that are not finite make them, and the like."""
-    return [one for one in shown if bool((one.pixels == one.pixels.flatten(0, -2)[0]).all())]
+def _save_over_ranks(folder: Path, names: Sequence[str], shown: Sequence[Shown], context: "Context") -> None:
+    """Where a rank fails, the launcher ends the others, and the next gallery removes what is left aside."""
+    if context.is_main:
+        atomic.begin(folder)
+    context.barrier()
+    stage = atomic.staging_path(folder)
+    if context.rank % context.cp_size == 0:  # context-parallel peers have the same media
+        _save_own(stage, names, shown)
+    context.barrier()
+    if context.is_main:
+        _save_index(stage, names, shown)
+        atomic.commit(folder)
+
+
+def _save_own(stage: Path, names: Sequence[str], shown: Sequence[Shown]) -> None:
+    for name, one in zip(names, shown, strict=True):
+        if one.pixels is not None:
+            _save(one, one.pixels, stage / name)
+
+
+def _save_index(stage: Path, names: Sequence[str], shown: Sequence[Shown]) -> None:
+    rows = [_build_row(stage / name, one) for name, one in zip(names, shown, strict=True)]
+    (stage / "index.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def is_blank(pixels: "Tensor") -> bool:
+    """Whether it has one colour only, as weights or latents that are not finite make it, and the like."""
+    return bool((pixels == pixels.flatten(0, -2)[0]).all())
 
 
 def pick_best_and_worst(
@@ -110,8 +147,8 @@ def _one_per_group(ordered: Sequence[int], groups: Sequence[Hashable]) -> list[i
     return [row for _, _, row in sorted(turns)]
 
 
-def _save(one: Shown, file: Path) -> None:
-    pixels = one.pixels.numpy()
+def _save(one: Shown, tensor: "Tensor", file: Path) -> None:
+    pixels = tensor.numpy()
     if pixels.ndim == 4:
         from cosmos_rl.tracking.clips import encode_clip  # most runs have no videos
 
@@ -120,11 +157,12 @@ def _save(one: Shown, file: Path) -> None:
     Image.fromarray(pixels).save(file)
 
 
-def _build_row(name: str, one: Shown) -> dict[str, object]:
+def _build_row(file: Path, one: Shown) -> dict[str, object]:
     scores = {reward: _finite(score) for reward, score in one.scores.items()}
-    row = {"file": name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
-    if one.pixels.ndim == 4:
-        row["clip"] = str(Path(name).with_suffix(".mp4"))
+    row = {"file": file.name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
+    clip = file.with_suffix(".mp4")
+    if clip.exists():
+        row["clip"] = clip.name
     return row
 
 

@@ -10,11 +10,18 @@ from tests.support.paths import ROOT
 from tests.support.patience import exit_code
 
 
-def train_on_ranks(count: int, config: Path, folder: Path, *overrides: str, resume_step: int = 0) -> Path:
+def train_on_ranks(
+    count: int,
+    config: Path,
+    folder: Path,
+    *overrides: str,
+    resume_step: int = 0,
+    module: str = "tests.support.rank_job",
+) -> Path:
     """Train with ``count`` ranks into ``folder``; the folder. Fails with the first failing rank's output."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    command = [sys.executable, "-m", "tests.support.rank_job", str(config), str(folder), str(resume_step), *overrides]
+    command = [sys.executable, "-m", module, str(config), str(folder), str(resume_step), *overrides]
     processes = []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in range(count):

@@ -23,7 +23,7 @@ from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, 
 from cosmos_rl.storage.run_folder import RunFolder, begin_run
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
-from cosmos_rl.tracking.media import Shown, build_caption, find_blank_images, save_gallery
+from cosmos_rl.tracking.media import Shown, build_caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
 from cosmos_rl.utils.logging import logger
@@ -118,7 +118,7 @@ class TrainLoop:
             if self._validation_due(done):
                 metrics |= self._validate(done)
             self._log(done, metrics)
-            self._show(done, report.gallery)
+            self._show(done, "rollout", "rollout_images", report.gallery)
             if self._line_due(done, start):
                 console.log(done, metrics)
             if report.alarm is not None and report.alarm.action != "warn":
@@ -363,11 +363,7 @@ class TrainLoop:
         about = {"current_epoch": self._task.epoch(done)}
         self._notify("pre_validation_hook", {**about, "is_last_step": done == self._task.total_steps})
         report = self._task.validate(done, lambda name, data: self._notify(name, {**about, **data}))
-        if report.images and self._context.is_main:
-            folder = self._run.media / "validation" / f"step_{done}"
-            files = save_gallery(folder, report.images)
-            for tracker in self._trackers:
-                tracker.log_images(done, "val/images", files, list(map(build_caption, report.images)))
+        self._show(done, "validation", "val/images", report.images)
         metrics = {**report.metrics, **self._report_broken_images(done, report.images)}
         if report.objective is not None:
             self._last_objective = (done, report.objective)
@@ -379,20 +375,20 @@ class TrainLoop:
         if not images:
             return {}
         broken = [one for one in images if not one.finite]
-        empty = [one for one in find_blank_images(images) if one.finite]
+        empty = [one for one in images if one.blank and one.finite]
         for wrong, what in ((broken, "have pixels that are not finite"), (empty, "have one colour only")):
             if wrong and self._context.is_main:
                 first = ", ".join(repr(one.prompt[:40]) for one in wrong[:3])
                 logger.warning(f"Step {done}: {len(wrong)} of {len(images)} validation images {what}, as for {first}")
         return {"val/empty_images": float(len(empty)), "val/nonfinite_images": float(len(broken))}
 
-    def _show(self, done: int, gallery: Sequence[Shown]) -> None:
-        """Write a gallery of training samples."""
-        if not gallery or not self._context.is_main:
+    def _show(self, done: int, kind: str, name: str, gallery: Sequence[Shown]) -> None:
+        """Write a gallery, each rank what it made, and give it to the trackers."""
+        if not gallery:
             return
-        files = save_gallery(self._run.media / "rollout" / f"step_{done}", gallery)
-        for tracker in self._trackers:
-            tracker.log_images(done, "rollout_images", files, list(map(build_caption, gallery)))
+        files = save_gallery(self._run.media / kind / f"step_{done}", gallery, context=self._context)
+        for tracker in self._trackers:  # on the main rank alone
+            tracker.log_images(done, name, files, list(map(build_caption, gallery)))
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         if self._metrics is not None:

@@ -34,7 +34,7 @@ class StepReport:
     """Why an optimiser step was not applied; None: all were. Other optimiser steps of the same training step may have
     been."""
     gallery: Sequence[Shown] = ()
-    """Samples to be shown; the same on all ranks."""
+    """Samples to be shown; the same on all ranks, but for the pixels, which the rank has that made them."""
     alarm: Alarm | None = None
     """The same on all ranks."""
 
@@ -50,7 +50,7 @@ class ValidationReport:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     images: Sequence[Shown] = ()
-    """From the same prompts and noise at every validation; the same on all ranks."""
+    """From the same prompts and noise at every validation; on all ranks as ``StepReport.gallery``."""
     objective: float | None = None
     """What the best checkpoint has the lowest of."""
 

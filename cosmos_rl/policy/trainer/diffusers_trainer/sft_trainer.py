@@ -20,6 +20,7 @@ from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.rollout.sampler import build_validation_samples
 from cosmos_rl.tracking.media import Shown
@@ -199,13 +200,14 @@ class SFTTrainer(TaskBase):
             prompts, negative = [samples[i].prompt for i in indices], [samples[i].negative for i in indices]
             guidance = config.sample.guidance_scale
             found = self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)
-            return self.model.to_media(found), are_finite(found)
+            return own_media.keep(indices, self.model.to_media(found)), are_finite(found)
 
-        images, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
-        rows = zip(images, samples, finite.tolist(), strict=True)
+        own_media = OwnMedia(self._context)
+        blank, finite = gather_over_ranks(len(samples), self._validation_size, self._context, make)
+        rows = zip(samples, finite.tolist(), blank.tolist(), strict=True)
         return [
-            Shown(image, one.prompt, one.sample_id, "fixed", finite=whole, fps=self.model.fps)
-            for image, one, whole in rows
+            Shown(own_media[i], one.prompt, one.sample_id, "fixed", finite=whole, blank=empty, fps=self.model.fps)
+            for i, (one, whole, empty) in enumerate(rows)
         ]
 
     def _describe(self) -> None:

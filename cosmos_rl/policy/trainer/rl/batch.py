@@ -218,27 +218,18 @@ def is_gallery_due(done: int, total_steps: int, interval: int | None) -> bool:
     return done == 1 or done % (interval or GALLERY_INTERVAL) == 0 or done == total_steps
 
 
-def build_gallery(step: ScoredBatch, context: Context) -> list[Shown]:
-    """The best and the worst samples of all ranks; the same list on every rank. Empty for what is no image."""
+def build_gallery(step: ScoredBatch) -> list[Shown]:
+    """The best and the worst samples of all ranks, with the pixels of this rank's own. Empty for what is no image."""
     if step.own.media.dtype != torch.uint8:
         return []
     best, worst = pick_best_and_worst(step.reward_N, step.group_N, GALLERY)
-    names, own = list(step.scores), len(step.own.samples)
+    names, own = list(step.scores), range(step.first, step.first + len(step.own.samples))
     table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
-    chosen = [*((row, "best") for row in best), *((row, "worst") for row in worst)]
-    images = torch.zeros(max(len(chosen), 1), *step.own.media.shape[1:], dtype=torch.uint8)
-    for index, (row, _) in enumerate(chosen):
-        if step.first <= row < step.first + own:
-            images[index] = step.own.media[row - step.first]
-    found = context.gather_rows(images)  # rank after rank; the rank that has a sample fills its place
-    return [
-        Shown(
-            found[(row // own) * len(images) + index],
-            step.samples[row].prompt,
-            step.samples[row].sample_id,
-            group,
-            to_score_dict(table_NF[row], names),
-            fps=step.own.fps,
-        )
-        for index, (row, group) in enumerate(chosen)
-    ]
+    gallery = []
+    for row, group in [*((row, "best") for row in best), *((row, "worst") for row in worst)]:
+        pixels, sample = None, step.samples[row]
+        if row in own:
+            pixels = step.own.media[row - step.first]
+        scores = to_score_dict(table_NF[row], names)
+        gallery.append(Shown(pixels, sample.prompt, sample.sample_id, group, scores, fps=step.own.fps))
+    return gallery

@@ -24,6 +24,7 @@ from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
+from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
@@ -134,7 +135,7 @@ class OnlineTask(TaskBase):
         guarded, alarm = self.guard.check(done, conditions)
         metrics |= {**guarded, "train/nfe": self._total_nfe()}
         due = batches.is_gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
-        gallery = batches.build_gallery(batch, self._context) if due else ()
+        gallery = batches.build_gallery(batch) if due else ()
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
 
     @memory_phase("sampling")
@@ -284,7 +285,7 @@ class OnlineTask(TaskBase):
         config, names, context = self._config, self._val_rewards.names, self._context
         samples = build_validation_samples(self._val_prompts, config.validation.n_generation)
         conditions = self._new_conditions()
-        mine = samples[context.dp_rank :: context.dp_size]
+        mine, own_media = samples[context.dp_rank :: context.dp_size], OwnMedia(context)
         conditions.encode_all([sample.prompt for sample in mine], [sample.negative for sample in mine])
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
@@ -294,20 +295,20 @@ class OnlineTask(TaskBase):
             table = self._wait_for_scores(self._val_rewards.submit(batches.build_scoring_request(rollouts)))
             about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
             notify("post_per_step_validation_hook", about)
-            return rollouts.media, rollouts.finite, batches.stack_columns(table, names)
+            return own_media.keep(indices, rollouts.media), rollouts.finite, batches.stack_columns(table, names)
 
         size = validation_chunk(config, len(self._val_prompts))
         with self.use_averaged_weights(), self.policies.using("default"), self.model.eval_mode():
-            media, finite, reward_NF = gather_over_ranks(len(samples), size, context, make)
+            blank, finite, reward_NF = gather_over_ranks(len(samples), size, context, make)
         self._total_nfe()  # here, so that a checkpoint of this step holds them
         metrics = batches.compute_validation_metrics(reward_NF, names)
         self._note_untrained(step, reward_NF)
         scores = [batches.to_score_dict(row, names) for row in reward_NF]
-        shown = [
-            Shown(media[i], sample.prompt, sample.sample_id, "fixed", scores[i], bool(finite[i]), self.model.fps)
-            for i, sample in enumerate(samples)
+        images = [
+            Shown(own_media[i], one.prompt, one.sample_id, "fixed", scores[i], whole, empty, self.model.fps)
+            for i, (one, whole, empty) in enumerate(zip(samples, finite.tolist(), blank.tolist(), strict=True))
+            if own_media.are_images
         ]
-        images = shown if media.dtype == torch.uint8 else ()
         return ValidationReport(metrics, images, objective=-metrics["val/reward/mean"])
 
     def _note_untrained(self, step: int, reward_NF: Tensor) -> None:

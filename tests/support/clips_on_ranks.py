@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def main(_: str, folder: str, step: str, *ranks: str) -> int:
     """Make five videos in chunks of two over all ranks and write them as a gallery; each rank says what it held."""
     gather, sent = dist.all_gather, []
 
-    def noted(parts: list[torch.Tensor], own: torch.Tensor, **kwargs: object) -> object:
+    def noted(parts: list[torch.Tensor], own: torch.Tensor, **kwargs: Any) -> Any:
         sent.append(own.nbytes)
         return gather(parts, own, **kwargs)
 

@@ -25,7 +25,7 @@ class OwnMedia:
         for index, row in zip(indices, rows, strict=True):
             if index % self._context.dp_size == self._context.dp_rank:  # else it only fills up a chunk
                 self._rows[index] = row
-        return torch.tensor([is_blank(row) for row in rows])
+        return torch.tensor([self.are_images and is_blank(row) for row in rows])
 
     def __getitem__(self, index: int) -> Tensor | None:
         """Those of a sample; None: another rank has them."""

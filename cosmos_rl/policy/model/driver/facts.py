@@ -119,8 +119,10 @@ def cache_key(pipeline: Any, call: dict[str, Any], size: Size) -> str:
     for name, part in pipeline.components.items():
         config: Any = getattr(part, "config", None) or {}
         held = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        held.pop("_name_or_path", None)  # a folder that may be a temporary one
         parts[name] = [type(part).__name__, str(getattr(part, "dtype", "")), str(getattr(part, "device", "")), held]
-    all_of_it = [diffusers.__version__, torch.__version__, dict(pipeline.config), parts, call, list(size)]
+    index = {name: value for name, value in pipeline.config.items() if name != "_name_or_path"}
+    all_of_it = [diffusers.__version__, torch.__version__, index, parts, call, list(size)]
     named = [f"{type(pipeline).__module__}.{type(pipeline).__qualname__}", all_of_it]
     return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -174,10 +174,10 @@ class PipelineCalls:
             prepared = self._keep(self._prepared, key, (values, first.spec))
         run.prepare, run.state, run.leaf = prepared, state, self.facts.leaf
 
-    def _keep(self, kept: OrderedDict, key: Any, value: Any) -> Any:
+    def _keep(self, kept: OrderedDict, key: Any, value: Any, most: int = _KEPT) -> Any:
         with self._lock:
             kept[key] = value
-            while len(kept) > _KEPT:
+            while len(kept) > most:
                 kept.popitem(last=False)
         return value
 

@@ -21,6 +21,9 @@ from cosmos_rl.policy.model.driver.seams import Run
 FINE_STEPS = 1000
 """Of the grid that training levels are read from where t does not follow from sigma."""
 
+_KEPT_LEVELS = 256
+"""Levels whose inputs of the denoiser are kept: the policies of a step are all asked at the same ones."""
+
 
 class Group(NamedTuple):
     """Rows of a batch that one call of the pipeline gives the velocity of."""
@@ -54,6 +57,7 @@ class Driver(PipelineCalls):
         self._maps: OrderedDict[Size, media_maps.DecodeMap] = OrderedDict()
         self._grids: OrderedDict[Size, list[Level]] = OrderedDict()
         self._own_levels: dict[str, ScalarLevel] = {}
+        self._by_level: OrderedDict[Any, Inputs] = OrderedDict()
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class Driver(PipelineCalls):
         for row, level in enumerate(levels):
             if (keys or self.any_over_ranks is not None) and level not in inputs:
                 at = torch.tensor([row])
-                inputs[level] = self.first_inputs(state[at].detach(), level, cond.rows(at), guidance, size)
+                inputs[level] = self._level_inputs(state[at].detach(), level, cond.rows(at), guidance, size, keys)
             members.setdefault(inputs[level].denoiser if keys else level, []).append(row)
         groups = []
         for rows in members.values():
@@ -224,6 +228,24 @@ class Driver(PipelineCalls):
             name = inputs[level].denoiser if level in inputs else ""
             groups.append(Group(name, torch.tensor(rows), level, table, kept=len(rows)))
         return groups
+
+    def _level_inputs(
+        self,
+        state: Tensor,
+        level: ScalarLevel,
+        cond: DrivenCond,
+        guidance: float | None,
+        size: Size,
+        keys: Sequence[str],
+    ) -> Inputs:
+        """Which denoiser a level needs, and its inputs ``keys``, which follow the level alone: found out once."""
+        key = level, guidance, size, state.dtype
+        found = self._by_level.get(key)
+        if found is None:
+            inputs = self.first_inputs(state, level, cond, guidance, size)
+            kept = {name: inputs.leaves[name].clone() for name in keys}  # clones keep no bigger tensor alive
+            found = self._keep(self._by_level, key, Inputs(inputs.denoiser, kept), _KEPT_LEVELS)
+        return found
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 

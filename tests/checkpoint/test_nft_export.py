@@ -8,6 +8,7 @@ from tests.support.exports import noise_for, policy_image, snippet
 from tests.support.nft_runs import nft_toml, nft_train_task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_the_documented_snippet_gives_the_policys_image(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     options = ("--policy.diffusers.max_prompt_length=256", "--train.ema_enable=true", "--train.ema_decay=0.5")

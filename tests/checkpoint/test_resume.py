@@ -23,6 +23,7 @@ FULL = ("--train.ema_enable=true",)
 JOBS = {"lora": (True, LORA_EMA), "full": (False, FULL)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("step", [1, 4, 5])
 def test_resume_equals_the_undisturbed_run(write_toml: Callable[..., Path], job: str, step: int) -> None:
@@ -58,6 +59,7 @@ def test_a_stop_request_saves_off_the_cadence_and_says_how_it_ended(write_toml: 
     assert_same_state(saved_state(run, 6), saved_state(undisturbed, 6))
 
 
+@pytest.mark.slow
 def test_async_saves_hold_the_weights_of_their_step(write_toml: Callable[..., Path]) -> None:
     states = []
     for mode in ("async", "sync"):

@@ -84,6 +84,7 @@ def test_the_second_example_continues_from_a_tuned_pipeline(folder: Path, tiny_s
     assert run.metrics[-1]["reward/bright_mean"] > 0
 
 
+@pytest.mark.slow
 def test_the_third_example_resumes(folder: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[2], found)

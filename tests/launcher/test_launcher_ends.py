@@ -99,6 +99,7 @@ def test_signal_handlers_are_as_before_after_a_launch(place: Place) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_continues_its_own_run(place: Place) -> None:
     folder, script = place
     script(

@@ -132,6 +132,7 @@ def test_only_the_trained_policy_has_a_gradient_and_the_old_one_follows(tmp_path
     assert any(".default." in name for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "nft"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffusers(

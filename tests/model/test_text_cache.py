@@ -80,6 +80,7 @@ def data(family: TrainedFamily) -> dict[str, Any]:
     return {} if family.frames is None else {"dataset": Clips(family.frames[1])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [p for p in PARAMS if p.id != "flux"] + [pytest.param(ORDINARY[1], marks=pytest.mark.zoo, id="flux")]
 )

@@ -48,6 +48,7 @@ def losses(run: Path) -> np.ndarray:
     return np.array([line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl")])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_training_stays_near_the_float32_optimiser(write_toml: Callable[..., Path], name: str) -> None:
@@ -67,6 +68,7 @@ def test_training_stays_near_the_float32_optimiser(write_toml: Callable[..., Pat
     assert 0 < distance < 0.2 * path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_resume_is_exact(write_toml: Callable[..., Path], lora: bool) -> None:

@@ -101,6 +101,7 @@ def infinite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_an_infinite_loss_leaves_its_step_out(
     tmp_path: Path, tiny_sd3: Path, infinite: Callable[..., None], lora: bool

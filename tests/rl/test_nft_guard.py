@@ -171,6 +171,7 @@ def test_a_start_that_a_checkpoint_does_not_know_is_measured_at_the_resume(
         assert last["guard/diversity_ratio"] == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_validation_that_changed_is_compared_with_itself(
     tmp_path: Path, tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_validation_that_changed_is_compared_with_itself(
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(tmp_path: Path, tiny_sd3: Path) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
     options = (
@@ -222,6 +224,7 @@ def test_an_alarm_before_any_good_checkpoint_stops(tmp_path: Path, tiny_sd3: Pat
         nft_train_task(config, *ON, FEW, acting("rewind"), prepare=scripted(9.0))
 
 
+@pytest.mark.slow
 def test_a_fall_of_an_untrained_reward_leads_back_to_where_it_was_last_right(tmp_path: Path, tiny_sd3: Path) -> None:
     logged: list[int] = []
 

@@ -93,6 +93,7 @@ def test_the_guard_stops_an_unbounded_reward(tmp_path: Path) -> None:
     assert list_whole_steps(run.checkpoints)[-1] == rows[-1]["step"] <= 30  # what there is, is saved
 
 
+@pytest.mark.slow
 def test_without_the_guard_non_finite_steps_end_the_run(tmp_path: Path) -> None:
     stopped_run({"train.optm_lr": 3e-2}, tmp_path, FloatingPointError, "5 steps in a row .* the weights are finite")
 

@@ -56,6 +56,7 @@ def test_the_distance_is_exactly_zero_at_the_start(tmp_path: Path, tiny_sd3: Pat
     assert names == set(trainer.params)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_reference_whatever_became_of_the_file(
     tmp_path: Path, tiny_sd3: Path, adapter: Path
 ) -> None:

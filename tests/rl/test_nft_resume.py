@@ -51,6 +51,7 @@ def options_of(folder: Path) -> tuple[str, ...]:
     return (*GUARDED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3: Path, name: str) -> None:
     lora, given = JOBS[name]

@@ -153,6 +153,7 @@ def test_more_passes_and_smaller_steps_use_every_sample_as_often(tmp_path: Path,
 # ---- the policies --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     val = prompt_file(tmp_path, ("a hat", "a shoe"), "val.txt")
@@ -264,6 +265,7 @@ def test_dropout_of_the_network_itself_makes_the_old_policy_run(tmp_path: Path, 
 # ---- validation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_validation_leaves_training_as_it_was(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)

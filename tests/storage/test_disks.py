@@ -61,6 +61,7 @@ def bare_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse("flock"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bare_disk")
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_run_on_a_bare_disk_trains_saves_and_resumes(write_toml: Toml, lora: bool) -> None:

@@ -96,7 +96,8 @@ ZOO = [
     TrainedFamily("ltx", frames=("num_frames", 9)),
     TrainedFamily("mochi", frames=("num_frames", 7)),
 ]
-PARAMS = [pytest.param(one, id=one.name) for one in (SD3, *ORDINARY)]
+PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY[:1]]
+PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.slow) for one in (SD3, *ORDINARY[1:])]
 PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
 
 

@@ -91,6 +91,7 @@ def test_a_wandb_server_that_does_not_answer_is_not_waited_for(
     assert "wandb: server is away; recording offline" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_numbers_and_images_and_hides_what_an_interrupted_attempt_logged(
     write_toml: Callable[..., Path], image_folder: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_test_size_holds_out_the_first_samples(write_toml: Callable[..., Path]) 
             train(config, "--train.train_policy.dataset.test_size=4", val_dataset=given)
 
 
+@pytest.mark.slow
 def test_an_unreadable_validation_image_is_left_out_named_and_counted(
     write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

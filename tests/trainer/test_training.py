@@ -31,6 +31,7 @@ def losses(run: Path) -> list[float]:
     return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
 
 
+@pytest.mark.slow
 def test_training_lowers_the_held_out_loss(write_toml: Callable[..., Path], image_folder: Path) -> None:
     config = write_toml(VALIDATION.format(image_folder), lora=False)
     run = train(config, "--train.max_num_steps=20", "--validation.freq=10", "--train.optm_lr=3e-3")
@@ -48,6 +49,7 @@ def test_the_first_loss_is_the_mean_over_the_batch_whatever_the_micro_batch(writ
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # float32 summation order
 
 
+@pytest.mark.slow
 def test_validation_changes_no_weight_and_no_later_step(write_toml: Callable[..., Path], image_folder: Path) -> None:
     with_it = train(write_toml(VALIDATION.format(image_folder)), "--train.ema_enable=true")
     without = train(write_toml(), "--train.ema_enable=true")

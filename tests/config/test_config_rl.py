@@ -1,10 +1,13 @@
 """The configuration of reinforcement learning: rules between keys, and how they are reported."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from cosmos_rl.diffusion.kernels import build_kernel
 from cosmos_rl.policy.config import ConfigError, load_config, notes, unsupported_settings
+from cosmos_rl.policy.config.policy import Solver
 
 NFT = """
 mode = "colocated"
@@ -47,6 +50,26 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [line.partition(" (from --")[0] for line in caught.value.problems]
+
+
+@pytest.mark.parametrize("noise_level", [0.5, 1.5])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("solver", get_args(Solver))
+def test_the_configuration_takes_the_solvers_that_can_be_built(
+    path: Path, solver: str, deterministic: bool, noise_level: float
+) -> None:
+    sample = f"policy.diffusers.sample.deterministic_sampling={str(deterministic).lower()}"
+    overrides = [
+        sample,
+        f"policy.diffusers.sample.solver={solver}",
+        f"policy.diffusers.sample.noise_level={noise_level}",
+    ]
+    try:
+        build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
+    except ValueError:
+        assert any("policy.diffusers.sample" in problem for problem in problems_of(path, *overrides))
+    else:
+        load_config(path, overrides)
 
 
 def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path: Path) -> None:

@@ -48,6 +48,8 @@ def find_text_problem(text: str) -> str | None:
 
 def printable(text: str) -> str:
     """``text`` as every output takes it: halves of characters, also from file names that are not UTF-8, are escaped."""
+    if text.isascii():
+        return text
     return text.encode("utf-8", "backslashreplace").decode()
 
 

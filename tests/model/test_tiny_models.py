@@ -103,6 +103,41 @@ def test_every_family_has_a_maker() -> None:
     assert set(tiny.FAMILIES) == {"sd3", *MAKERS}
 
 
+def test_the_trained_video_autoencoder_keeps_motion_and_colour(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    from cosmos_rl.policy.model.tiny.shapes import ALL_SHAPES, draw_clip
+    from examples.moving_shapes.shapes_reward import has_the_colour, moves_as_asked
+
+    folder = tiny.build("wan", tmp_path / "wan", "shapes", 0)
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae")
+    random = np.random.default_rng(7)
+    clips = np.stack([draw_clip(shape, random) for shape in ALL_SHAPES])
+    pixels = torch.from_numpy(clips).movedim(-1, 1).float() / 127.5 - 1
+    with torch.no_grad():
+        decoded = vae.decode(vae.encode(pixels).latent_dist.mean, return_dict=False)[0]  # pyright: ignore
+    again = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).movedim(1, -1).numpy()
+    captions = [shape.caption for shape in ALL_SHAPES]
+    assert np.mean([moves_as_asked(*pair) for pair in zip(again, captions, strict=True)]) > 0.85
+    assert np.mean([has_the_colour(*pair) for pair in zip(again, captions, strict=True)]) > 0.7
+
+
+def test_clips_of_shapes_show_what_their_captions_say() -> None:
+    from cosmos_rl.policy.model.tiny.shapes import ALL_SHAPES, Shape, draw_clip
+    from examples.moving_shapes.shapes_reward import has_the_colour, moves_as_asked
+
+    random = np.random.default_rng(8)
+    for shape in ALL_SHAPES:
+        clip = draw_clip(shape, random)
+        assert 0.7 < moves_as_asked(clip, shape.caption) <= 1
+        assert has_the_colour(clip, shape.caption) == 1
+    clip = draw_clip(Shape("red", "circle", "left"), random)
+    assert moves_as_asked(clip, "a red circle moving right") < -0.7
+    assert moves_as_asked(clip, "a red circle moving up") < -0.7
+    assert has_the_colour(clip, "a blue circle moving left") == 0
+    assert moves_as_asked(np.full_like(clip, 20), "a red circle moving left") == -1
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="sd3"):
         tiny.build("sd4", tmp_path / "a", "unit", 0)

@@ -19,7 +19,10 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
         "unit": "2 layers of width 64, a forward in milliseconds, for tests",
     },
     "sana": {"unit": "images, DPM-Solver, deep-compression autoencoder"},
-    "wan": {"unit": "videos, UniPC (Wan 2.1)"},
+    "wan": {
+        "unit": "videos, UniPC (Wan 2.1)",
+        "shapes": "9 frames of 32 x 32 with a trained autoencoder, sized to learn moving shapes",
+    },
     "flux": {"unit": "images, packed states, embedded guidance (FLUX.1 dev)"},
     "flux2-klein": {"unit": "images, packed states, normalised latents (FLUX.2 klein)"},
     "qwen-image": {"unit": "images, packed states, a video autoencoder (Qwen-Image)"},
@@ -67,9 +70,9 @@ def _build(family: str, folder: Path, preset: str, seed: int) -> None:
 
         build_sd3(folder, size=preset, seed=seed)
     else:
-        from cosmos_rl.policy.model.tiny.zoo import build_unit
+        from cosmos_rl.policy.model.tiny.zoo import build_family
 
-        build_unit(folder, family=family, seed=seed)
+        build_family(folder, family=family, preset=preset, seed=seed)
 
 
 def _check_known(family: str, preset: str) -> None:

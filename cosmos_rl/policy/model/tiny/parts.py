@@ -13,6 +13,7 @@ from torch import nn
 Module = TypeVar("Module", bound=nn.Module)
 
 VAE_FOLDER = Path(__file__).parent / "vae"
+WAN_VAE_FOLDER = Path(__file__).parent / "wan_vae"
 
 
 def randomise_zeros(module: Module) -> Module:
@@ -30,6 +31,11 @@ def randomise_zeros(module: Module) -> Module:
 def load_trained_kl() -> AutoencoderKL:
     """The trained autoencoder of the tiny SD3: 3 x 32 x 32 pixels -> 4 x 8 x 8."""
     return AutoencoderKL.from_pretrained(VAE_FOLDER).eval()
+
+
+def load_trained_wan_vae() -> AutoencoderKLWan:
+    """The trained video autoencoder: 3 x (4 k + 1) x 32 x 32 pixels -> 8 x (k + 1) x 4 x 4."""
+    return AutoencoderKLWan.from_pretrained(WAN_VAE_FOLDER).eval()
 
 
 def build_random_kl() -> AutoencoderKL:

@@ -8,7 +8,7 @@ import torch
 
 from cosmos_rl.policy.model.tiny import more_text as text
 from cosmos_rl.policy.model.tiny.images import CLIP_WIDTH, clip_encoder
-from cosmos_rl.policy.model.tiny.parts import randomise_zeros, wan_vae
+from cosmos_rl.policy.model.tiny.parts import load_trained_wan_vae, randomise_zeros, wan_vae
 from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
 
 
@@ -38,6 +38,26 @@ def wan() -> d.WanPipeline:
     """Wan 2.1."""
     tokenizer = t5_tokenizer()
     return d.WanPipeline(tokenizer, text.umt5_encoder(tokenizer), wan_vae(), _unipc(3.0), _wan_transformer())
+
+
+def wan_shapes() -> d.WanPipeline:
+    """Wan 2.1 that can learn moving shapes: a trained autoencoder, and gates at zero as before a real training."""
+    tokenizer, vae = t5_tokenizer(), load_trained_wan_vae()
+    transformer = d.WanTransformer3DModel(
+        patch_size=(1, 1, 1),
+        num_attention_heads=4,
+        attention_head_dim=24,
+        in_channels=vae.config["z_dim"],
+        out_channels=vae.config["z_dim"],
+        text_dim=text.WIDTH,
+        freq_dim=256,
+        ffn_dim=384,
+        num_layers=4,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    return d.WanPipeline(tokenizer, text.umt5_encoder(tokenizer), vae, _unipc(1.0), transformer)
 
 
 def wan22() -> d.WanPipeline:

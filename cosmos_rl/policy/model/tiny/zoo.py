@@ -1,4 +1,4 @@
-"""Builds the families that have one preset, ``unit``, and one function that makes the pipeline."""
+"""Builds the families that have one function for each preset."""
 
 import importlib
 import json
@@ -29,11 +29,13 @@ MAKERS = {
     "ltx": "videos:ltx",
     "mochi": "videos:mochi",
 }
+"""Of the preset ``unit``."""
+LARGER = {("wan", "shapes"): "videos:wan_shapes"}
 
 
-def build_unit(out: Path, *, family: str, seed: int) -> None:
+def build_family(out: Path, *, family: str, preset: str, seed: int) -> None:
     """Writes the whole pipeline folder of a family into ``out``. The same seed gives the same bytes."""
-    module, _, function = MAKERS[family].partition(":")
+    module, _, function = LARGER.get((family, preset), MAKERS[family]).partition(":")
     make = getattr(importlib.import_module(f"cosmos_rl.policy.model.tiny.{module}"), function)
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(seed)

@@ -22,7 +22,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
         "test whether a pipeline trains without code",
     ),
     "create-prompts": (
-        "cosmos_rl.launcher.create_prompts:create_prompts",
+        "cosmos_rl.launcher.commands:create_prompts",
         "write a caption file for every video of a folder",
     ),
     "doctor": (

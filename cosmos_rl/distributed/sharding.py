@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cosmos_rl.distributed.precision import list_float32_units
 from cosmos_rl.errors import UserError
 
 
@@ -61,6 +62,9 @@ def shard_module(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [child for child in module.modules() if child is not module and type(child).__name__ in names]
+    for part in list_float32_units(module):
+        exact = replace(policy, param_dtype=torch.float32)
+        fully_shard(part, **{**options, "mp_policy": exact}, reshard_after_forward=reshard != "never")
     for block in blocks:
         fully_shard(block, **options, reshard_after_forward=reshard != "never")
     fully_shard(module, **options, reshard_after_forward=reshard == "always")

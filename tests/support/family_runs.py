@@ -174,9 +174,9 @@ class Clips:
         return {"visual": self._pixels[index], "prompt": TEXTS[index % len(TEXTS)]}
 
 
-def stock_pipeline(folder: Path | str) -> Any:
+def stock_pipeline(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """The pipeline as diffusers loads it, but for a safety checker whose package is not there."""
-    pipeline = load_pipeline(str(folder))
+    pipeline = load_pipeline(str(folder), dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

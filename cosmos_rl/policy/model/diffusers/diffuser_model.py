@@ -8,7 +8,6 @@ flow matching in the SD3 manner, ``set_scheduler_timestep``, ``add_noise`` and `
 import abc
 import contextlib
 import inspect
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from cosmos_rl.algorithms.flow_matching import flow_matching_loss
 from cosmos_rl.data.text_lengths import Named, TextEncoder, describe_truncation, find_refusal
 from cosmos_rl.data.texts import printable
 from cosmos_rl.diffusion.schedule import loss_weight, mix
+from cosmos_rl.distributed.precision import compute_in_float32
 from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
@@ -28,7 +28,7 @@ from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
-from cosmos_rl.policy.model.driver.loading import read_pipeline
+from cosmos_rl.policy.model.driver.loading import build_empty, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries, quiet_warnings
 from cosmos_rl.utils.logging import logger
@@ -354,7 +354,7 @@ class DiffuserModel(VelocityModel):
         dtypes = {"default": DTYPES[self.config.dtype], "vae": torch.float32}
         dtypes |= {part.name: self.param_dtype for part in local.glob("transformer*")}  # of frozen experts
         dtypes |= dict.fromkeys(self._trained, self._master_dtype)
-        given = {} if whole else {name: self._build_empty_denoiser(name) for name in self._trained}
+        given = {} if whole else {name: build_empty(local / name, self._master_dtype) for name in self._trained}
         try:
             with quiet_libraries():
                 pipeline = read_pipeline(local, dtypes, **given)
@@ -371,25 +371,12 @@ class DiffuserModel(VelocityModel):
             return parts["transformer"]
         return torch.nn.ModuleDict(parts)
 
-    def _build_empty_denoiser(self, name: str) -> Any:
-        import diffusers
-        from accelerate import init_empty_weights
-
-        folder = self.base_folder / name
-        model_class = getattr(
-            diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"]
-        )
-        with init_empty_weights(include_buffers=False):  # some are computed here and are in no file
-            shell = model_class.from_config(model_class.load_config(folder))
-        if self._master_dtype != torch.float32:
-            shell = shell.to(self._master_dtype)
-        return shell
-
     def _prepare_denoisers(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
         if self.lora_config is None:
             apply_patterns(self.transformer, policy)
         for name, module in self.denoisers.items():
+            compute_in_float32(module, self.device.type)
             if self.lora_config is not None:
                 lora.add_adapters(module, self.lora_config)
             if sharding is not None:

@@ -10,6 +10,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
+from cosmos_rl.distributed.precision import list_float32_units
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.policy.model.quiet import quiet_libraries
@@ -74,3 +75,21 @@ def read_pipeline(folder: Path, dtype: Any, **parts: Any) -> Any:
         (Path(aside) / "model_index.json").write_text(json.dumps(changed), encoding="utf-8")
         parts |= {part: NothingChecked() for part in absent}
         return DiffusionPipeline.from_pretrained(aside, dtype=dtype, **parts)
+
+
+def build_empty(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a folder with parameters that take no memory; buffers that are in no file are computed.
+
+    What inference keeps in float32 stays so, as far as shards can hold it.
+    """
+    import diffusers
+    from accelerate import init_empty_weights
+
+    model_class = getattr(diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"])
+    with init_empty_weights(include_buffers=False):
+        shell = model_class.from_config(model_class.load_config(folder))
+    if dtype != torch.float32:
+        shell = shell.to(dtype)
+        for part in list_float32_units(shell):
+            part.float()
+    return shell

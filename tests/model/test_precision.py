@@ -1,0 +1,70 @@
+"""Half precision computes what inference computes: parts that diffusers keeps in float32 stay there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.precision import list_float32_modules, list_float32_units
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
+from tests.support.family_runs import ORDINARY, family_toml, folder_of, stock_pipeline
+
+WAN = next(family for family in ORDINARY if family.name == "wan")
+
+
+class Blocks(nn.Module):
+    _keep_in_fp32_modules = ("embedder", "norm1")
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(2), nn.Linear(2, 2)
+
+
+def test_kept_modules_are_the_outermost_and_those_of_blocks_share_the_blocks_unit() -> None:
+    model = Blocks()
+    assert list_float32_modules(model) == [model.embedder, model.blocks[0].norm1, model.blocks[1].norm1]
+    assert list_float32_units(model) == [model.embedder]
+    assert list_float32_modules(nn.Linear(2, 2)) == []
+
+
+def embedding_of_time(transformer: Any, run: Callable[[], object]) -> Tensor:
+    """What Wan's embedding of the timestep gives while ``run`` runs."""
+    seen: list[Tensor] = []
+    hook = transformer.condition_embedder.time_embedder.register_forward_hook(lambda *call: seen.append(call[2]))
+    run()
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_the_time_is_embedded_in_float32_as_by_the_stock_pipeline_in_bfloat16(tmp_path: Path, lora: bool) -> None:
+    toml = family_toml(tmp_path, WAN, job="nft", lora=lora)
+    model = build_model(
+        load_config(toml, ["train.param_dtype=bfloat16"]), Context(torch.device("cpu")), rest_on_cpu=False
+    )
+    stock = stock_pipeline(folder_of("wan"), torch.bfloat16)
+    assert stock.transformer.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
+    assert stock.transformer.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+    level = model.sampling_levels(4).rows(slice(0, 1))
+    with torch.no_grad(), model.eval_mode():
+        cond = model.encode_prompts(["a red square"])
+        state = torch.randn(1, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+        ours = embedding_of_time(model.transformer, lambda: model.velocity(state, level, cond))
+        arguments = WAN.call(["a red square"], 1.0) | {"output_type": "latent"}
+        theirs = embedding_of_time(stock.transformer, lambda: stock(**arguments))
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert torch.equal(ours, theirs)

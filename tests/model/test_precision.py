@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.distributed.precision import list_float32_modules, list_float32_units
+from cosmos_rl.distributed.precision import compute_in_float32, list_float32_modules, list_float32_units
+from cosmos_rl.distributed.sharding import load_shards, materialise, shard_module
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.driver.loading import build_empty
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
 from tests.support.family_runs import ORDINARY, family_toml, folder_of, stock_pipeline
 
@@ -68,3 +72,33 @@ def test_the_time_is_embedded_in_float32_as_by_the_stock_pipeline_in_bfloat16(tm
         theirs = embedding_of_time(stock.transformer, lambda: stock(**arguments))
     assert ours.dtype == theirs.dtype == torch.float32
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_sharded_denoiser_embeds_the_time_in_float32_too() -> None:
+    stock = stock_pipeline(folder_of("wan"), torch.bfloat16).transformer
+    shell = build_empty(folder_of("wan") / "transformer", torch.bfloat16)
+    assert shell.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
+    assert shell.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        compute_in_float32(shell, "cpu")
+        shard_module(shell, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        materialise(shell, torch.device("cpu"))
+        load_shards(folder_of("wan") / "transformer", shell.state_dict())
+        state = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+        text = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        inputs = {"timestep": torch.tensor([893]), "encoder_hidden_states": text}
+
+        def run_sharded() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                shell(hidden_states=state, **inputs)
+
+        with torch.no_grad():
+            ours = embedding_of_time(shell, run_sharded)
+            theirs = embedding_of_time(stock, lambda: stock(hidden_states=state.bfloat16(), **inputs))
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs)
+    finally:
+        dist.destroy_process_group()

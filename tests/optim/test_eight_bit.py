@@ -50,7 +50,7 @@ def losses(run: Path) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("Adam", marks=pytest.mark.zoo)])
 def test_training_stays_near_the_float32_optimiser(write_toml: Callable[..., Path], name: str) -> None:
     options = [*OPTIONS, "--train.max_num_steps=12"]
     ours, theirs = (
@@ -90,6 +90,7 @@ def test_optimiser_state_of_the_other_kind_is_refused(write_toml: Callable[..., 
         train(config, f'--train.optm_name="{now}"', resume=(run, 1))
 
 
+@pytest.mark.zoo
 @pytest.mark.process
 @pytest.mark.usefixtures("eager")
 def test_two_ranks_then_one_end_like_one(

@@ -80,6 +80,7 @@ def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
         assert_same_results(runs[count], runs[1], f"{count} ranks")
 
 
+@pytest.mark.zoo
 @pytest.mark.process
 def test_replicas_of_shards_give_the_result_of_one_rank(
     write_toml: Callable[..., Path], image_folder: Path, tmp_path: Path

@@ -1,6 +1,8 @@
 """Where captions may stand, and what is wrong with those that cannot be used."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,16 @@ def test_a_caption_is_written_for_every_video(tmp_path: Path, capsys: pytest.Cap
     ]
     assert main(command) == 0
     assert "0 captions written, 3 kept" in capsys.readouterr().out
+
+
+def test_the_command_has_its_documented_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_video(tmp_path / "videos" / "a.mp4", 5)
+    name = "scripts.create_prompts_for_nemo_assets"
+    monkeypatch.setattr(sys, "argv", [name, "--dataset_path", str(tmp_path), "--prompt", "A video of sks teal robot."])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(name, run_name="__main__")
+    assert end.value.code == 0
+    assert (tmp_path / "metas" / "a.txt").read_text() == "A video of sks teal robot.\n"
 
 
 @pytest.mark.parametrize(

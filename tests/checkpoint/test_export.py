@@ -49,6 +49,7 @@ def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor
     return result.images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
 @pytest.mark.parametrize("name", LORAS)
 def test_the_lora_snippet_gives_the_trainers_image(
@@ -72,6 +73,7 @@ def test_the_lora_snippet_gives_the_trainers_image(
     assert (ours - others).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [False, True], ids=["live", "ema"])
 def test_the_full_pipeline_snippet_gives_the_trainers_image(
     write_toml: Callable[..., Path], tiny_sd3: Path, ema: bool
@@ -142,6 +144,7 @@ def test_export_safetensors_false_writes_the_last_step_only(write_toml: Callable
     assert all(part is not None for name, part in pipe.components.items() if not name.startswith(("image", "feature")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LORAS)
 def test_a_warm_start_from_an_export_keeps_its_strength(
     write_toml: Callable[..., Path], tmp_path: Path, name: str

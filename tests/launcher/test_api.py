@@ -159,6 +159,7 @@ def test_what_the_command_refuses_before_training_python_refuses(folder: Path) -
     assert not list(folder.glob("outputs/*/2*"))
 
 
+@pytest.mark.slow
 def test_a_guard_that_stops_the_run_says_so(folder: Path) -> None:
     overrides = {
         "train.train_policy.reward_hacking_guard.max_loss_ratio": 1.001,

@@ -39,6 +39,7 @@ def test_the_batch_arithmetic_of_the_recipe(
     assert "not supported yet" not in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "old", "reference"),
     [

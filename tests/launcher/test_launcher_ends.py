@@ -141,6 +141,7 @@ def test_the_restarts_are_counted_and_the_last_failure_is_printed(
     assert "ended with exit code 4" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_error_is_printed_once_whichever_ranks_raise_it(
     place: Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

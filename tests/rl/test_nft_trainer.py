@@ -204,6 +204,7 @@ def test_only_the_trained_policy_learns_and_the_old_one_follows(tmp_path: Path, 
         assert {n for n, p in model.transformer.named_parameters() if p.grad is not None} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_what_equals_something_else_is_not_run(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)

@@ -15,6 +15,7 @@ from typing import Any
 
 import tomli_w
 
+from cosmos_rl.checkpoint.export import read_sampling
 from cosmos_rl.policy.config import Config
 from cosmos_rl.storage import atomic
 
@@ -49,6 +50,7 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         here=repository or "path/to/this/folder",
         first=(export / "model.safetensors").is_file() or not (export / "transformer_2").is_dir(),
         second=(export / "transformer_2").is_dir(),
+        sampling=", ".join(f"{name}={value!r}" for name, value in read_sampling(export).items()),
         prompt=_choose_prompt(images),
         images=images,
         toml=tomli_w.dumps(_shorten_local_paths(config.model_dump(exclude_none=True, exclude=_PRIVATE))),

@@ -1,5 +1,6 @@
 """Exports that stock diffusers and PEFT load: a LoRA folder, or a whole pipeline folder."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,8 +59,8 @@ class LoraExport:
     adapters: Mapping[str, Adapter]
     """By the denoiser's name in the pipeline."""
     base_model: str
-    text_length: int
-    """Tokens that prompts had in training; text encoders that pad to it give others at another length."""
+    sampling: Mapping[str, Any]
+    """Arguments with which the pipeline's call samples as it was trained, such as the length that prompts had."""
 
     def write(self, step_dir: Path) -> None:
         """Write ``<step_dir>/lora``, and in it a folder for each denoiser but ``transformer``; whole or not at all."""
@@ -67,7 +68,7 @@ class LoraExport:
             folder = stage / "lora"
             for denoiser, adapter in self.adapters.items():
                 adapter.write(folder if denoiser == "transformer" else folder / denoiser, self.base_model)
-            _write_sampling(folder, self.text_length)
+            _write_sampling(folder, self.sampling)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 
 
@@ -94,8 +95,8 @@ class PipelineExport:
     """State dicts of the trained denoisers by their names in the pipeline."""
     base_folder: Path
     """Local folder of the base pipeline."""
-    text_length: int
-    """Tokens that prompts had in training."""
+    sampling: Mapping[str, Any]
+    """Arguments with which the pipeline's call samples as it was trained."""
 
     def write(self, step_dir: Path) -> None:
         """Write the pipeline folder ``step_dir``, whole or not at all.
@@ -111,7 +112,7 @@ class PipelineExport:
                 part = self.base_folder / name
                 if name not in self.weights and isinstance(value, list) and part.is_dir():
                     _copy_part(part, stage / name, earlier and earlier / name)
-            _write_sampling(stage, self.text_length)
+            _write_sampling(stage, self.sampling)
             for name, weights in self.weights.items():
                 (stage / name).mkdir()
                 shutil.copyfile(self.base_folder / name / "config.json", stage / name / "config.json")
@@ -122,23 +123,25 @@ class PipelineExport:
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
 
 
-def read_text_length(folder: Path) -> int | None:
-    """The ``max_sequence_length`` of the training that made an export; None: it does not say.
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """Arguments with which the pipeline's call samples as it was trained; empty where the export does not say.
 
     Raises:
         UserError: the file that says it is not as it was written.
     """
     file = folder / SAMPLING_FILE
     if not file.is_file():
-        return None
-    try:
-        return int(json.loads(file.read_bytes())["max_sequence_length"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{file}: expected like {{"max_sequence_length": 256}} ({error})') from error
+        return {}
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = json.loads(file.read_bytes())
+    if not isinstance(found, dict) or not isinstance(found.get("max_sequence_length", 1), int):
+        raise UserError(f'{file}: expected like {{"max_sequence_length": 256}}')
+    return found
 
 
-def _write_sampling(folder: Path, text_length: int) -> None:
-    text = json.dumps({"max_sequence_length": text_length}, indent=2)
+def _write_sampling(folder: Path, sampling: Mapping[str, Any]) -> None:
+    text = json.dumps(sampling, indent=2)
     (folder / SAMPLING_FILE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.storage.run_folder import find_run
@@ -98,6 +99,13 @@ def sample(argv: Sequence[str]) -> int:
     parser.add_argument("--guidance", type=float, default=4.5, help="classifier-free guidance (4.5)")
     parser.add_argument("--size", type=_count, nargs=2, metavar=("H", "W"), help="pixels; default: the pipeline's own")
     parser.add_argument("--max-prompt-length", type=_count, help="tokens; default: as in training, else 256")
+    both = argparse.BooleanOptionalAction
+    parser.add_argument(
+        "--prompt-instruction", action=both, help="SANA: the text in front of prompts; default: as in training, else on"
+    )
+    parser.add_argument(
+        "--resolution-binning", action=both, help="SANA, PRX: sizes of a list; default: as in training, else off"
+    )
     parser.add_argument("--frames", type=_count, help="of a video; default: the pipeline's own")
     parser.add_argument("--seed", type=int, default=0, help="image k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
@@ -106,15 +114,18 @@ def sample(argv: Sequence[str]) -> int:
     base, adapter = _base_and_adapter(given.source)
     import torch  # seconds, so only once the command line is known to be right
 
-    from cosmos_rl.checkpoint.export import read_text_length
+    from cosmos_rl.checkpoint.export import read_sampling
     from cosmos_rl.policy.model.driver.rows import find_row
     from cosmos_rl.tracking.media import Shown, save_gallery
 
-    length = given.max_prompt_length or read_text_length(adapter or Path(base).expanduser()) or 256
+    trained = read_sampling(adapter or Path(base).expanduser())
+    length = given.max_prompt_length or trained.get("max_sequence_length", 256)
     pipe = _open(base, adapter)
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
-    media = _draw(pipe, prompts, generators, _call_settings(pipe, given, length), length)
+    media = _draw(
+        pipe, prompts, generators, _call_settings(pipe, given, {**trained, "max_sequence_length": length}), length
+    )
     fps = find_row(type(pipe).__name__).fps
     shown = [
         Shown(pixels, prompt, generator.initial_seed(), fps=fps)
@@ -125,16 +136,18 @@ def sample(argv: Sequence[str]) -> int:
     return 0
 
 
-def _call_settings(pipe: Any, given: argparse.Namespace, length: int) -> dict[str, Any]:
+def _call_settings(pipe: Any, given: argparse.Namespace, trained: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the pipeline's call by the names that its class has for them."""
     from cosmos_rl.policy.model.driver.rows import find_row
 
     accepted, row = inspect.signature(type(pipe).__call__).parameters, find_row(type(pipe).__name__)
-    settings: dict[str, Any] = {"num_inference_steps": given.steps, "max_sequence_length": length, **row.call}
-    if given.size:
+    settings: dict[str, Any] = {"num_inference_steps": given.steps, **row.call, **trained}
+    _apply_switches(settings, given, type(pipe), accepted)
+    if given.size and not settings.get(BINNING):
         step = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", 8)
         if any(side % step for side in given.size):
             raise UserError(f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {step}")
+    if given.size:
         settings |= {"height": given.size[0], "width": given.size[1]}
     guidance = [name for name in (row.guidance, "true_cfg_scale", "guidance_scale") if name and name in accepted]
     frames = [name for name in (row.frames, "num_frames", "frames") if name and name in accepted]
@@ -147,6 +160,26 @@ def _call_settings(pipe: Any, given: argparse.Namespace, length: int) -> dict[st
     if given.frames:
         settings[frames[0]] = given.frames
     return {name: value for name, value in settings.items() if name in accepted}
+
+
+def _apply_switches(settings: dict[str, Any], given: argparse.Namespace, kind: type, accepted: Container[str]) -> None:
+    """Let the flags of the command line replace what the training had.
+
+    Raises:
+        UserError: the pipeline has no such argument.
+    """
+    flags = {INSTRUCTION: given.prompt_instruction, BINNING: given.resolution_binning}
+    foreign = [name for name, value in flags.items() if value is not None and name not in accepted]
+    if foreign:
+        raise UserError(f"{kind.__name__} has no argument {foreign[0]}: leave out its flag")
+    if given.prompt_instruction is not None:
+        settings.pop(INSTRUCTION, None)
+    if given.prompt_instruction is False:
+        settings[INSTRUCTION] = None
+    if given.resolution_binning is not None:
+        settings[BINNING] = given.resolution_binning
+    if given.size and settings.get(BINNING) and BINNING in accepted:
+        print(f"note: {kind.__name__} samples at the nearest size of its own list and resizes", file=sys.stderr)
 
 
 def _draw(

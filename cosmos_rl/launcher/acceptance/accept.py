@@ -12,8 +12,10 @@ from cosmos_rl.launcher.acceptance.media_size import media_problems
 from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
+from cosmos_rl.launcher.pipeline_source import call_defaults
 from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
+from cosmos_rl.policy.config.model_rules import switch_problems
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def find_problems(
     if model is not None:
         yield from model.selection.problems
         yield from media_problems(config, model.pipeline)
+        yield from _switch_problems(config, model.pipeline.class_name)
     if data is not None:
         yield from _data_problems(config, data)
     if job_kind(config).online and not own_script and not _has_rewards(config):
@@ -88,6 +91,13 @@ def find_problems(
             f" out, make no whole step of {length.batch} samples; lower the batch or set "
             "train.train_policy.dataloader_drop_last = false"
         )
+
+
+def _switch_problems(config: Config, pipeline_class: str) -> list[str]:
+    arguments = call_defaults(pipeline_class)
+    if not arguments:
+        return []  # a class of the user's own
+    return switch_problems(config.policy.diffusers, pipeline_class, arguments)
 
 
 def _data_problems(config: Config, data: DataForm) -> Iterator[str]:

@@ -54,6 +54,8 @@ def with_values(table: T, change: Callable[[str, object], object], prefix: str =
             changed[name] = tuple(with_values(item, change, f"{key}.{i}.") for i, item in enumerate(value))
         else:
             changed[name] = change(key, value)
+    # a value that stays is not set by this: some keys mean something else when they are left out
+    changed = {name: value for name, value in changed.items() if value is not getattr(table, name)}
     return table.model_copy(update=changed)
 
 

@@ -93,8 +93,11 @@ def read_toml(path: str | Path) -> dict[str, object]:
 
 
 def dump_toml(config: Config) -> str:
-    """The whole configuration as TOML; keys without a value are left out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The whole configuration as TOML; keys without a value are left out, and those that mean something else then."""
+    tables = config.model_dump(exclude_none=True)
+    if "max_prompt_length" not in config.policy.diffusers.model_fields_set:
+        del tables["policy"]["diffusers"]["max_prompt_length"]
+    return tomli_w.dumps(tables)
 
 
 def _mentions(line: str, keys: Sequence[str]) -> bool:

@@ -1,7 +1,12 @@
 """Rules between a configuration and its model, the same for a check that knows files alone and for the model itself."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+
+from cosmos_rl.policy.config.policy import DiffusersConfig
+
+INSTRUCTION, BINNING = "complex_human_instruction", "use_resolution_binning"
+"""Arguments of a pipeline's call: texts in front of every prompt, and whether sizes are replaced by those of a list."""
 
 
 def target_problems(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
@@ -55,3 +60,21 @@ def frames_problem(key: str, frames: int, model: str, factor: int) -> str | None
         return None
     near = f"{frames - over} or {frames - over + factor}"
     return f"{key} = {frames}: {model} makes a multiple of {factor}, plus 1, as {near}"
+
+
+def call_switches(*, prompt_instruction: bool, resolution_binning: bool) -> dict[str, bool | None]:
+    """Arguments that the switches give to every call of a pipeline that has them; without one its own default holds."""
+    call: dict[str, bool | None] = {BINNING: resolution_binning}
+    if not prompt_instruction:
+        call[INSTRUCTION] = None
+    return call
+
+
+def switch_problems(diffusers: DiffusersConfig, pipeline_class: str, accepted: Container[str]) -> list[str]:
+    """A line for each switch that is set and that the pipeline's call, with the arguments `accepted`, does not have."""
+    lines = []
+    if not diffusers.prompt_instruction and INSTRUCTION not in accepted:
+        lines.append(f"policy.diffusers.prompt_instruction = false: {pipeline_class} has no instruction to leave out")
+    if diffusers.resolution_binning and BINNING not in accepted:
+        lines.append(f"policy.diffusers.resolution_binning = true: {pipeline_class} has no list of sizes")
+    return lines

@@ -114,6 +114,10 @@ class DiffusersConfig(Table):
     """Train on videos in place of images."""
     max_prompt_length: PositiveInt = 300
     """Longest prompt in tokens, for T5 and its like; CLIP always takes 77. Exports hold it: use it at inference too."""
+    prompt_instruction: StrictBool = True
+    """SANA: the pipeline's own instruction stands in front of every prompt, as in its stock call; false: none does."""
+    resolution_binning: StrictBool = False
+    """SANA, PRX: sizes are those of the pipeline's own list, as by default in its stock call; false: any size."""
     weighting_scheme: Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"] = "logit_normal"
     """Density of the training timesteps; "none" is uniform."""
     logit_mean: StrictFloat = 0.0

@@ -24,6 +24,7 @@ from cosmos_rl.distributed.precision import compute_in_float32
 from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
+from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
@@ -121,6 +122,11 @@ class DiffuserModel(VelocityModel):
         self.tokenizers = []
         self._encoders_counted: list[TextEncoder] | None = None
         self.warns_of_cuts = True
+
+    def _require_switches(self, kind: type) -> None:
+        problems = switch_problems(self.config, kind.__name__, inspect.signature(kind.__call__).parameters)
+        if problems:
+            raise UserError("\n".join(problems))
 
     # ---- what a family gives -----------------------------------------------------------------------------------
 
@@ -232,6 +238,10 @@ class DiffuserModel(VelocityModel):
             images = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
         images = images.masked_fill_(images.isinf(), torch.nan)  # else its pixel would be a plain white or black
         return self.output_process.postprocess(images, output_type="pt").float()
+
+    def sampling_call(self) -> dict[str, Any]:
+        """Arguments with which the pipeline's call samples as it was trained."""
+        return {"max_sequence_length": self.config.max_prompt_length}
 
     def build_token_counters(self) -> list[TextEncoder]:
         """What counts the tokens of prompts, for each tokenizer that the family names."""
@@ -362,6 +372,7 @@ class DiffuserModel(VelocityModel):
             raise UserError(
                 f"policy.model_name_or_path: the pipeline in {local} cannot be loaded: {str(error).splitlines()[0]}"
             ) from error
+        self._require_switches(type(pipeline))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

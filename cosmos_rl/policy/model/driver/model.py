@@ -14,11 +14,12 @@ from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.config.model_rules import frames_problem
+from cosmos_rl.policy.config.model_rules import BINNING, call_switches, frames_problem
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
+from cosmos_rl.policy.model.driver.binning import require_listed_size
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
@@ -49,16 +50,21 @@ class DrivenModel(DiffuserModel):
             UserError: a check failed, or the pipeline does not fit the configuration.
         """
         super().__init__(config, sharding=sharding, **kwargs)
-        call = {}
+        call: dict[str, Any] = call_switches(
+            prompt_instruction=config.prompt_instruction, resolution_binning=config.resolution_binning
+        )
         if "max_prompt_length" in config.model_fields_set:
             call["max_sequence_length"] = config.max_prompt_length
         self.size = Size(*config.inference_size, self._count_frames())
-        probed = Driver(self.pipeline, call=call, device=self.device)  # at the smallest size
+        # at the smallest size, which may be in no list of sizes
+        probed = Driver(self.pipeline, call={**call, BINNING: False}, device=self.device)
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
         # ranks that read the cache would not meet those that run the checks
         cache = facts_folder() if sharding is None else None
         with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
+            if config.resolution_binning:
+                require_listed_size(self.driver, probed)
         if sharding is not None:
             self._keep_ranks_in_step(sharding)
         self._path = PATHS[self.driver.path]
@@ -67,6 +73,14 @@ class DrivenModel(DiffuserModel):
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
         )
         self.set_scheduler_timestep(self.train_sampling_steps)
+
+    def sampling_call(self) -> dict[str, Any]:
+        """Arguments with which the pipeline's call samples as it was trained."""
+        length = inspect.signature(type(self.pipeline).__call__).parameters.get("max_sequence_length")
+        call = dict(self.driver.call)
+        if length is not None and isinstance(length.default, int):
+            call.setdefault("max_sequence_length", length.default)
+        return call
 
     def _keep_ranks_in_step(self, sharding: Sharding) -> None:
         """Sharded weights are gathered call by call, so all ranks must call the same denoisers equally often."""

@@ -83,12 +83,12 @@ def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path
         for denoiser, module in model.denoisers.items():
             weights = _copy_weights(fold_weights(module, name), model.param_dtype, keep=keep)
             adapters[denoiser] = Adapter(weights, fold_config(module.peft_config[name]))
-        return LoraExport(adapters, model.model_str, model.config.max_prompt_length).write
+        return LoraExport(adapters, model.model_str, model.sampling_call()).write
     weights = {
         denoiser: _copy_weights(module.state_dict().items(), model.param_dtype, keep=keep)
         for denoiser, module in model.denoisers.items()
     }
-    return PipelineExport(weights, model.base_folder, model.config.max_prompt_length).write
+    return PipelineExport(weights, model.base_folder, model.sampling_call()).write
 
 
 def _copy_weights(

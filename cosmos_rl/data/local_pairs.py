@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cosmos_rl.data.images import load_image
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.pair_files import describe_pairs, digest_pairs, load_pairs
+from cosmos_rl.data.pair_files import describe_pairs, digest_pairs, list_embedding_folders, load_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
@@ -44,6 +44,8 @@ class LocalPairs(Sequence[Item]):
         logger.info(f"{self.folder}: {describe_pairs(self.pairs, video=video)}")
         if left_out:
             logger.warning(left_out)
+        for name in list_embedding_folders(self.folder):
+            logger.info(f"{self.folder / name} is not needed: captions are encoded by the model's own text encoder")
 
     @classmethod
     def of_config(cls, folder: str | Path, config: Config) -> "LocalPairs":

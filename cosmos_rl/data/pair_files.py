@@ -22,6 +22,8 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 """Endings of videos that are read, in lower case."""
 METAS = "metas"
 """Folder of captions in the layout of Cosmos-Predict."""
+EMBEDDINGS = ("text_embedding", "t5_xxl")
+"""Folders of pickled text features in that layout, which nobody here reads."""
 _SHOWN = 20
 _SHOWN_WHEN_NONE_IS_LEFT = 5
 _MAX_SKIPPED_SHARE = 0.5
@@ -105,6 +107,11 @@ def scan_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
             + _list_problems(problems, _SHOWN_WHEN_NONE_IS_LEFT)
         )
     return pairs, problems
+
+
+def list_embedding_folders(folder: Path) -> list[str]:
+    """The folders of text features that lie next to the captions."""
+    return [name for name in EMBEDDINGS if (folder / name).is_dir()]
 
 
 def load_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[str], str]:

@@ -143,6 +143,26 @@ def test_the_layout_of_cosmos_predict(tmp_path: Path, kind: str) -> None:
     assert data[1].visual.shape == ((3, 5, 16, 16) if video else (3, 16, 16))
 
 
+@pytest.mark.parametrize("name", ["text_embedding", "t5_xxl"])
+def test_text_features_of_cosmos_predict_are_accepted_and_never_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    write_video(tmp_path / "videos" / "a.mp4", 5)
+    for folder in ("metas", name):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "metas" / "a.txt").write_text("a clip")
+    run = tmp_path / "ran"
+    # a pickle that would write a file when it is loaded
+    (tmp_path / name / "a.pickle").write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % bytes(run))
+    with caplog.at_level("INFO", logger="cosmos"):
+        data = LocalPairs(tmp_path, 16, 16, frames=5)
+    assert data[0].prompt == "a clip"
+    assert data.problems == []
+    said = f"{tmp_path / name} is not needed: captions are encoded by the model's own text encoder"
+    assert caplog.messages.count(said) == 1
+    assert not run.exists()
+
+
 def test_a_caption_is_written_for_every_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         write_video(tmp_path / "videos" / f"{number}.mp4", 5)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _QUALITY = {"crf": "18", "preset": "veryfast"}
+_INDEX_FIRST = {"movflags": "+faststart"}  # so that a page that is still loading plays it
 _SMALL_QUALITY = {"crf": "28", "preset": "veryfast"}
 
 
@@ -17,7 +18,12 @@ def encode_clip(frames_THW3: NDArray[np.uint8], fps: float, options: dict[str, s
     """Frames uint8 ``[T, H, W, 3]`` -> the bytes of an MP4; an odd side loses its last row or column of pixels."""
     height, width = (side - side % 2 for side in frames_THW3.shape[1:3])
     target = io.BytesIO()
-    with av.open(target, "w", format="mp4") as container:
+
+    def read_again(*_: object) -> io.BytesIO:
+        """To put the index first, the muxer reads what it has written."""
+        return io.BytesIO(target.getvalue())
+
+    with av.open(target, "w", format="mp4", options=_INDEX_FIRST, io_open=read_again) as container:
         stream = container.add_stream("libx264", Fraction(fps).limit_denominator(1001), options or _QUALITY)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for frame in frames_THW3[:, :height, :width]:

@@ -1,9 +1,16 @@
 """Videos of a run: MP4 files, galleries, and the page that plays them."""
 
+import base64
+import io
+import re
+import struct
 from pathlib import Path
 
+import av
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 from cosmos_rl.tracking.clips import encode_clip, read_frames, shrink_clip
 from cosmos_rl.tracking.media import Shown, is_blank, save_gallery
@@ -40,6 +47,35 @@ def test_a_small_version_has_all_frames(tmp_path: Path) -> None:
     assert (len(found), found[0].width, fps) == (9, 32, 16.0)
 
 
+def boxes_of(data: bytes) -> dict[str, int]:
+    """The boxes of an MP4 file with their sizes, in their order."""
+    found, at = {}, 0
+    while at < len(data):
+        size, name = struct.unpack(">I4s", data[at : at + 8])
+        found[name.decode()] = size
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_clip_is_what_every_browser_plays(tmp_path: Path, small: bool) -> None:
+    """H.264 with colours at half the resolution, and the index before the frames."""
+    data = encode_clip(moving_square(), 16.0)
+    if small:
+        (tmp_path / "a.mp4").write_bytes(data)
+        data = shrink_clip(tmp_path / "a.mp4", 32)
+    boxes = boxes_of(data)
+    assert sum(boxes.values()) == len(data)
+    assert [name for name in boxes if name != "free"] == ["ftyp", "moov", "mdat"]
+    with av.open(io.BytesIO(data)) as container:
+        (stream,) = container.streams
+        assert isinstance(stream, av.VideoStream)
+        assert (stream.codec_context.name, stream.pix_fmt, stream.frames) == ("h264", "yuv420p", 9)
+        assert stream.duration is not None
+        assert stream.time_base is not None
+        assert float(stream.duration * stream.time_base) == pytest.approx(9 / 16, abs=1e-3)
+
+
 def test_a_gallery_of_videos_is_played_by_the_report(tmp_path: Path) -> None:
     clip = torch.from_numpy(moving_square())
     for step in (0, 2):
@@ -48,9 +84,25 @@ def test_a_gallery_of_videos_is_played_by_the_report(tmp_path: Path) -> None:
         assert [file.suffix for file in files] == [".png"]  # what trackers show: the first frame
         assert files[0].with_suffix(".mp4").is_file()
     page = write_report(tmp_path).read_text()
-    assert page.count("<video ") == 2
+    videos = re.findall(r"<video ([^>]*)></video>", page)
+    assert len(videos) == 2
     assert "media-src data:" in page
-    assert page.count("data:video/mp4;base64,") == 2
+    for attributes in videos:
+        assert {"autoplay", "muted", "playsinline", "loop", "controls"} <= set(attributes.split())
+        poster, source = (
+            base64_of(attributes, name, kind) for name, kind in (("poster", "image"), ("src", "video/mp4"))
+        )
+        assert Image.open(io.BytesIO(poster)).size == (64, 64)
+        assert list(boxes_of(source))[:2] == ["ftyp", "moov"]
+        with av.open(io.BytesIO(source), "r") as container:
+            assert len(list(container.decode(video=0))) == 9
+
+
+def base64_of(attributes: str, name: str, kind: str) -> bytes:
+    """What stands in an attribute of a tag as a data URI."""
+    found = re.search(rf'\b{name}="data:{kind}[^;]*;base64,([^"]*)"', attributes)
+    assert found, (name, attributes[:200])
+    return base64.b64decode(found[1])
 
 
 def test_a_clip_of_one_colour_is_blank_and_one_that_moves_is_not() -> None:

@@ -32,9 +32,15 @@ class Sharding:
     reshard: str = "default"
     """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (not in the root)."""
 
-    def apply(self, module: nn.Module, param_dtype: torch.dtype) -> None:
-        """Shard ``module`` in place; its gathered weights have ``param_dtype``."""
-        shard_module(module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=self.reshard)
+    def apply(self, module: nn.Module, param_dtype: torch.dtype, *, keep_root: bool = True) -> None:
+        """Shard ``module`` in place; its gathered weights have ``param_dtype``.
+
+        ``keep_root``: what is not in a block stays gathered after a forward pass, where ``reshard`` leaves it open.
+        """
+        reshard = self.reshard
+        if reshard == "default" and not keep_root:
+            reshard = "always"
+        shard_module(module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=reshard)
 
     def any_over_ranks(self, flags: Sequence[bool]) -> list[bool]:
         """Each flag: whether any rank has it set. All ranks must call it."""

@@ -61,17 +61,19 @@ def make_rewards(
     functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)
     remote = _remote_table(config, job, validation)
     scorers: list[Scorer] = []
+    sends_latents = False
     try:
         if functions:
             scorers.append(LocalScorer(functions, table))
         if remote is not None and remote.scale and any(entry.weight for entry in remote.reward_fns):
             scorers.append(RemoteScorer(remote))
+            sends_latents = remote.payload == "latents"
         _check(scorers, validation)
     except BaseException:
         for scorer in scorers:
             scorer.close()
         raise
-    return _AllRewards(scorers, each=job.normalise_rewards == "each")
+    return _AllRewards(scorers, each=job.normalise_rewards == "each", sends_latents=sends_latents)
 
 
 def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:
@@ -121,9 +123,10 @@ def _check(scorers: Sequence[Scorer], validation: bool) -> None:
 class _AllRewards:
     """Asks all scorers at once and adds their scores up."""
 
-    def __init__(self, scorers: Sequence[Scorer], *, each: bool) -> None:
+    def __init__(self, scorers: Sequence[Scorer], *, each: bool, sends_latents: bool) -> None:
         """``each``: every reward is normalised by itself, so the bounds of its table's sum cut it alone."""
         self._scorers = scorers
+        self.sends_latents = sends_latents
         self._sums = [scorer.sum for scorer in scorers]
         rewards = [reward for one in self._sums for reward in one.rewards]
         self._names = tuple(reward.name for reward in rewards)
@@ -185,6 +188,7 @@ class _NoRewards:
     weights: Mapping[str, float] = MappingProxyType({})
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     origins: Mapping[str, str] = MappingProxyType({})
+    sends_latents = False
 
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
         table: Future[RewardTable] = Future()

@@ -116,6 +116,10 @@ class RemoteScorer:
     def _body(self, request: ScoringRequest, rows: range) -> bytearray:
         part = slice(rows.start, rows.stop)
         media = request.media[part].numpy()
+        if self._table.payload == "latents":
+            if request.latents is None:
+                raise RuntimeError("latents are to be sent, and the request has none")
+            media = request.latents[part].numpy()
         return request_body(media, request.prompts[part], request.metadata[part], self._reward_fn, request.fps)
 
     async def _answers(self, body: bytearray) -> Answers:

@@ -25,6 +25,9 @@ class ScoringRequest:
     """Global ids, for messages."""
     fps: float | None = None
     """Frames per second of videos."""
+    latents: Tensor | None = None
+    """What the reward service decodes to the media, float16 ``[N, C, T', h, w]`` on the CPU; sent in their place where
+    the configuration says so."""
 
     def __post_init__(self) -> None:
         """Raises `ValueError`: the parts do not fit each other, so scores would go to the wrong samples."""
@@ -37,6 +40,8 @@ class ScoringRequest:
             raise ValueError(
                 f"{shape[0]} samples with {count} prompts, {len(self.metadata)} metadata and {len(self.sample_ids)} ids"
             )
+        if self.latents is not None and len(self.latents) != count:
+            raise ValueError(f"{count} samples with latents of {len(self.latents)}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ class Rewards(Protocol):
     @property
     def origins(self) -> Mapping[str, str]:
         """What gives each; another text is another reward."""
+        ...
+
+    @property
+    def sends_latents(self) -> bool:
+        """Whether requests need `ScoringRequest.latents`."""
         ...
 
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":

@@ -1,5 +1,6 @@
 """A pipeline with two denoisers, one for high and one for low noise: which is trained, and what an export holds."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.quiet import load_adapter
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
+from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.family_runs import TEXTS, TrainedFamily, family_toml, folder_of, stock_pipeline
+from tests.support.nft_runs import Job, nft_train, run_forked
+from tests.support.ranks import train_on_ranks
 
 pytestmark = pytest.mark.zoo
 WAN = TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2"))
@@ -98,6 +102,60 @@ def test_only_the_named_ones_are_trained_and_exported(tmp_path: Path, trained: s
         again = stock_pipeline(base)
         load_adapter(again, export / "lora")
         assert torch.equal(_media(again), theirs)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_frozen_expert_is_sharded_too(tmp_path: Path, lora: bool) -> None:
+    config, option = family_toml(tmp_path, WAN, job="nft", lora=lora), "--policy.diffusers.trained_denoiser=transformer"
+    held, found = {}, {}
+    for ranks in (1, 2):
+        folder = train_on_ranks(ranks, config, tmp_path / f"{ranks}", option, module="tests.support.expert_on_ranks")
+        held[ranks] = [
+            dict(re.findall(r"(transformer\w*) holds (\d+ bytes trained \w+)", (folder / f"rank_{k}.log").read_text()))
+            for k in range(ranks)
+        ]
+        parts = [load_file(folder / f"rank_{k}.safetensors") for k in range(ranks)]
+        norms = [float(part.pop("norm")) for part in parts]
+        found[ranks] = ({name: value for part in parts for name, value in part.items()}, norms)
+    (whole,), shards = held[1], held[2]
+    for name, trained in (("transformer", "True"), ("transformer_2", "False")):
+        total = int(whole[name].split()[0])
+        sizes = [int(part[name].split()[0]) for part in shards]
+        assert {part[name].split()[-1] for part in (whole, *shards)} == {trained}
+        assert sum(sizes) == total
+        assert max(sizes) < 0.6 * total, name
+    (one, (norm,)), (two, norms) = found[1], found[2]
+    assert one.keys() == two.keys()
+    assert len(one) == 8
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+    # the gradient is averaged over the ranks
+    assert 4 * sum(norms) == pytest.approx(norm, rel=1e-3)
+    assert norm > 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("trained", ["all", "transformer"])
+def test_two_ranks_train_as_one_does_where_each_forward_pass_needs_one_expert(tmp_path: Path, trained: str) -> None:
+    config = family_toml(tmp_path, WAN, job="nft", lora=True)
+    options = (f"--policy.diffusers.trained_denoiser={trained}", "--policy.diffusers.timesteps_fraction=1.0")
+    options += ("--train.train_policy.mini_batch=1",)
+    for ranks in (1, 2):
+        run_forked([Job(config, tmp_path / f"{ranks}", options)], ranks, tmp_path)
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("1", "2"))
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two, strict=True):
+        for key in ("train/loss_mean", "optim/grad_norm", "reward/mean"):
+            assert a[key] == pytest.approx(b[key], rel=2e-3), key
+
+
+def test_a_run_of_one_expert_is_not_resumed_as_one_of_both(tmp_path: Path) -> None:
+    config, short = family_toml(tmp_path, WAN, job="nft"), ("--train.max_num_steps=1",)
+    run = nft_train(config, '--policy.diffusers.trained_denoiser="transformer"', *short)
+    expected = r"trained_denoiser\) = \['transformer'\], this run has \['transformer', 'transformer_2'\]"
+    with pytest.raises(UserError, match=expected):
+        nft_train(config, resume=(run, 1))
 
 
 def test_an_adapter_of_both_is_continued_from(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, SanaPipeline
+from safetensors.torch import load_file
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
@@ -18,10 +19,14 @@ from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
 from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
+from tests.support.family_runs import TrainedFamily, family_toml
+from tests.support.nft_runs import nft_train, nft_train_task
 from tests.support.paths import ROOT
 
 MODEL_FILE = ROOT / "tests" / "support" / "my_sana_model.py"
 VIDEO_MODEL_FILE = ROOT / "tests" / "support" / "my_wan_model.py"
+RL_MODEL_FILE = ROOT / "tests" / "support" / "my_rl_model.py"
+LOGGED = ("train/loss_mean", "train/policy_loss_mean", "train/kl_loss_mean", "reward/mean", "optim/grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,49 @@ def test_the_documented_class_trains_on_two_ranks_as_on_one(
         assert any(not torch.equal(stock[key], base[key]) for key in base)
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_documented_class_learns_by_nft_as_the_driven_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = family_toml(tmp_path, TrainedFamily("sana"), job="nft")
+    driven = nft_train(config, "--train.max_num_steps=2")
+    monkeypatch.setattr(ModelRegistry, "_models", {})  # the class is registered when its file is imported
+    own_class = runpy.run_path(str(RL_MODEL_FILE))["MyRlModel"]
+    run, task = nft_train_task(config, "--train.max_num_steps=2")
+    assert type(task.model) is own_class
+    ours, theirs = (read_metrics(one / "metrics.jsonl") for one in (run, driven))
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == [1, 2]
+    for a, b in zip(ours, theirs, strict=True):
+        for key in LOGGED:
+            assert a[key] == pytest.approx(b[key], rel=1e-3), key
+    assert ours[1]["train/kl_loss_mean"] > 0
+    weights = [load_file(one / "safetensors/step_2/lora/model.safetensors") for one in (run, driven)]
+    assert weights[0].keys() == weights[1].keys()
+    moved = [value for name, value in weights[0].items() if "lora_B" in name]
+    assert all(value.abs().max() > 1e-3 for value in moved)  # they start at 0
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-2, atol=2e-4)
+
+
+@pytest.mark.process
+@pytest.mark.zoo
+def test_the_documented_class_learns_by_nft_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    config, script = family_toml(tmp_path, TrainedFamily("sana"), job="nft"), tmp_path / "my_training.py"
+    script.write_text(RL_MODEL_FILE.read_text() + (ROOT / "cosmos_rl/tools/dataset/diffusion_nft.py").read_text())
+    lines = []
+    for ranks in ("1", "2"):
+        out = tmp_path / f"out_{ranks}"
+        done = run_cli(config, str(script), tmp_path, "--nproc-per-node", ranks, f"--train.output_dir={out}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "has no class of its own" not in done.stdout
+        run = next(p for p in out.iterdir() if p.name.isdigit())
+        lines.append(read_metrics(run / "metrics.jsonl"))
+    assert len(lines[0]) == 3
+    for a, b in zip(*lines, strict=True):
+        for key in LOGGED:
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-6), key
 
 
 @pytest.mark.parametrize(("family", "file"), [("sana", MODEL_FILE), ("wan", VIDEO_MODEL_FILE)])

@@ -14,8 +14,8 @@ from cosmos_rl.launcher.acceptance.selection import Selection, select
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
 from cosmos_rl.launcher.pipeline_source import call_defaults
 from cosmos_rl.policy.config import Config, unsupported_settings
-from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
-from cosmos_rl.policy.config.model_rules import switch_problems
+from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
+from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def find_problems(
         yield from model.selection.problems
         yield from media_problems(config, model.pipeline)
         yield from _switch_problems(config, model.pipeline.class_name)
+        yield from _payload_problems(config, model.pipeline)
     if data is not None:
         yield from _data_problems(config, data)
     if job_kind(config).online and not own_script and not _has_rewards(config):
@@ -108,6 +109,18 @@ def _data_problems(config: Config, data: DataForm) -> Iterator[str]:
         yield f"{key}: missing; give the folder of training images"
     elif not dataset.name:
         yield f"{key}: missing; give a file of prompts, or a prompt set as train.train_policy.dataset.name"
+
+
+def _payload_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    """Whether the reward service can decode what it is to get."""
+    if not job_kind(config).online:
+        return
+    model, is_video = config.policy.model_name_or_path, config.policy.diffusers.is_video
+    channels = pipeline.configs.get("vae", {}).get("z_dim")
+    for key in latents_keys(config):
+        problem = latents_problem(key, model, pipeline.class_of("vae"), channels, is_video=is_video)
+        if problem is not None:
+            yield problem
 
 
 def _has_rewards(config: Config) -> bool:

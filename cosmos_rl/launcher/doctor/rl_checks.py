@@ -60,7 +60,7 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
         return
     yield _agreement(config, model, spec, samples)
     yield _old_policy(model, made, conditions)
-    yield from _rewards(config, made)
+    yield from _rewards(config, model, made)
     yield from _learning(config, job, model, Sampled(made, conditions))
 
 
@@ -133,7 +133,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
 # ---- rewards -----------------------------------------------------------------------------------------------------
 
 
-def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
+def _rewards(config: Config, model: DiffuserModel, made: Rollouts) -> Iterator[Finding]:
     """Every reward gives numbers, and different ones for different images."""
     job = online_table(config)
     if job.bypass_reward:
@@ -151,9 +151,12 @@ def _rewards(config: Config, made: Rollouts) -> Iterator[Finding]:
         prompts, metadata = [s.prompt for s in made.samples], [s.metadata for s in made.samples]
         count, probes = len(made.samples), _probes(made.media)
         ids = [sample.sample_id for sample in made.samples]
-        table = _score(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps), job)
+        latents = model.reward_latents(made.latents) if rewards.sends_latents else None
+        table = _score(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps, latents), job)
         images = len(probes)
-        request = ScoringRequest(probes, prompts[:1] * images, metadata[:1] * images, list(range(images)), made.fps)
+        latents = _encode_probes(model, probes) if rewards.sends_latents else None
+        about = (prompts[:1] * images, metadata[:1] * images, list(range(images)))
+        request = ScoringRequest(probes, *about, made.fps, latents)
         probed = _score(rewards, request, job)
     except (UserError, TimeoutError) as error:
         yield Finding(FAIL, "rewards", str(error))
@@ -207,6 +210,13 @@ def _probes(media: Tensor) -> Tensor:
     half[..., : shape[-2] // 2, :] = 255
     noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return torch.stack([torch.zeros_like(half), torch.full_like(half, 255), half, noise])
+
+
+def _encode_probes(model: DiffuserModel, videos: Tensor) -> Tensor:
+    """Probes ``[N, T, H, W, 3]`` as what the reward service decodes."""
+    visuals = videos.movedim(-1, 1).float() / 127.5 - 1
+    states = model.encode_visuals(list(visuals), *videos.shape[-3:-1], at_once=1)
+    return model.reward_latents(states)
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------

@@ -95,6 +95,18 @@ def online_table(config: Config) -> GrpoPolicyConfig:
     return job
 
 
+def latents_keys(config: Config) -> list[str]:
+    """The settings by which samples of an online job go to the reward service as latents; empty: all go as pixels."""
+    job, validation, tables = online_table(config), config.validation, {}
+    if job.use_remote_reward:
+        tables["train.train_policy.remote_reward.payload"] = job.remote_reward
+    if validation.enable and validation.remote_reward is not None:
+        tables["validation.remote_reward.payload"] = validation.remote_reward
+    if job.bypass_reward:
+        return []
+    return [key for key, table in tables.items() if table.payload == "latents"]
+
+
 def load_part(part: Part) -> Any:
     """The object that a row names."""
     module, _, names = part.partition(":")

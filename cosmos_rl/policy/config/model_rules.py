@@ -8,6 +8,9 @@ from cosmos_rl.policy.config.policy import DiffusersConfig
 INSTRUCTION, BINNING = "complex_human_instruction", "use_resolution_binning"
 """Arguments of a pipeline's call: texts in front of every prompt, and whether sizes are replaced by those of a list."""
 
+_SERVICE_VAES = {"AutoencoderKLWan": (16, 48)}
+"""VAEs that the reward service can decode with: class of diffusers -> channels of the latents."""
+
 
 def target_problems(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
     """A line for each target that is neither the name nor the end of the name of one of the layers."""
@@ -78,3 +81,23 @@ def switch_problems(diffusers: DiffusersConfig, pipeline_class: str, accepted: C
     if diffusers.resolution_binning and BINNING not in accepted:
         lines.append(f"policy.diffusers.resolution_binning = true: {pipeline_class} has no list of sizes")
     return lines
+
+
+def latents_problem(key: str, model: str, vae: str, channels: object, *, is_video: bool) -> str | None:
+    """Why the samples of a model cannot be sent to the reward service as latents; None: they can.
+
+    Args:
+        key: the setting that asks for it.
+        model: its name, for the message.
+        vae: class of its VAE.
+        channels: of the latents, as the VAE's configuration has them.
+        is_video: whether its samples are videos.
+    """
+    if not is_video:
+        return f'{key} = "latents": the reward service takes latents of videos only; set it to "pixels"'
+    if channels in _SERVICE_VAES.get(vae, ()):
+        return None
+    return (
+        f'{key} = "latents": the reward service decodes latents with Wan\'s VAE ({" and ".join(_SERVICE_VAES)} with 16 '
+        f'or 48 channels), and {model} has another one ({vae}); set it to "pixels"'
+    )

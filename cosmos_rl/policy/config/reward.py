@@ -1,6 +1,6 @@
 """The reward tables: what scores generated samples, and how several scores become one number."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StrictFloat
 
@@ -60,6 +60,9 @@ class RemoteRewardConfig(Table):
     """Seconds that a request may take from sending to the last score; what is missing then is missing."""
     max_in_flight: PositiveInt = 6
     """Requests of a rank that may wait for scores at a time; older services lose requests when their queue is long."""
+    payload: Literal["pixels", "latents"] = "pixels"
+    """What is sent of a sample. "latents": of videos those of Wan's VAE, about a 24th of the bytes; the service decodes
+    them with the VAE of its decode_args, which must be the model's."""
     reward_fns: Annotated[tuple[RewardFnConfig, ...], Field(min_length=1)] = (
         RewardFnConfig(name="dance_grpo", score_key="overall_reward"),
     )

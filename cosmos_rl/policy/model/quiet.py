@@ -1,6 +1,7 @@
 """Silences the progress bars and needless warnings of the libraries while they load or save a pipeline."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,15 @@ def quiet_warnings() -> Iterator[None]:
     finally:
         for module, verbosity in zip(modules, before, strict=True):
             module.set_verbosity(verbosity)
+
+
+def mute_unused_guidance(pipeline: Any) -> None:
+    """Have a pipeline not say at every call that its negative prompt or its guidance is not used: training means it."""
+    logging.getLogger(type(pipeline).__module__).addFilter(_says_something_else)
+
+
+def _says_something_else(record: logging.LogRecord) -> bool:
+    return "classifier-free guidance is not enabled" not in record.getMessage()
 
 
 def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:

@@ -29,7 +29,7 @@ from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative, negatives
 from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
-from cosmos_rl.policy.model.driver.loading import build_empty, read_pipeline
+from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries, quiet_warnings
 from cosmos_rl.utils.logging import logger
@@ -351,7 +351,7 @@ class DiffuserModel(VelocityModel):
                 logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
 
     def _load_pipeline(self, *, whole: bool) -> Any:
-        """The pipeline from its files; with ``whole`` false what is trained is a shell without memory."""
+        """The pipeline from its files; with ``whole`` false its denoisers are shells without memory."""
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         local = Path(self.model_str).expanduser()
@@ -361,10 +361,10 @@ class DiffuserModel(VelocityModel):
         if not (local / "transformer").is_dir():
             raise UserError(f"{self.model_str}: the pipeline has no part named transformer to train")
         self._trained = self.find_trained()
-        dtypes = {"default": DTYPES[self.config.dtype], "vae": torch.float32}
-        dtypes |= {part.name: self.param_dtype for part in local.glob("transformer*")}  # of frozen experts
-        dtypes |= dict.fromkeys(self._trained, self._master_dtype)
-        given = {} if whole else {name: build_empty(local / name, self._master_dtype) for name in self._trained}
+        denoisers = dict.fromkeys(list_denoisers(local), self.param_dtype)
+        denoisers |= dict.fromkeys(self._trained, self._master_dtype)
+        dtypes = {"default": DTYPES[self.config.dtype], "vae": torch.float32, **denoisers}
+        given = {} if whole else {name: build_empty(local / name, dtype) for name, dtype in denoisers.items()}
         try:
             with quiet_libraries():
                 pipeline = read_pipeline(local, dtypes, **given)
@@ -386,12 +386,14 @@ class DiffuserModel(VelocityModel):
         """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
         if self.lora_config is None:
             apply_patterns(self.transformer, policy)
-        for name, module in self.denoisers.items():
+        for name in list_denoisers(self.base_folder):  # frozen experts among them
+            module = getattr(self.pipeline, name)
             compute_in_float32(module, self.device.type)
-            if self.lora_config is not None:
+            if self.lora_config is not None and name in self._trained:
                 lora.add_adapters(module, self.lora_config)
             if sharding is not None:
-                sharding.apply(module, self.param_dtype)
+                keep_root = name in self._trained  # its backward pass needs it again
+                sharding.apply(module, self.param_dtype, keep_root=keep_root)
                 materialise(module, self.device)
                 load_shards(self.base_folder / name, lora.base_state(module))
         if self.lora_config is not None:

@@ -26,6 +26,7 @@ from cosmos_rl.diffusion.kernels import (
     stock_step,
 )
 from cosmos_rl.diffusion.sampling import Sampled, run_sampling
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.driver.contract import Level
@@ -129,6 +130,21 @@ class VelocityModel(abc.ABC):
     def to_media(self, visuals: Tensor) -> Tensor:
         """Media in [0, 1] as ``decode`` gives them -> what rewards get: uint8 ``[N, (T,) H, W, 3]``, CPU."""
         return to_uint8(visuals)
+
+    def check_reward_latents(self, key: str) -> None:
+        """Whether `reward_latents` can be asked for, as the setting ``key`` does.
+
+        Raises:
+            UserError: the reward service has no VAE for them.
+        """
+        raise UserError(
+            f'{key} = "latents": {type(self).__name__} does not say how its latents become those of the reward '
+            'service\'s VAE; set it to "pixels"'
+        )
+
+    def reward_latents(self, latents: Tensor) -> Tensor:
+        """Clean latents as the reward service decodes them: ``[N, C, T', h, w]`` float16 on the CPU."""
+        raise NotImplementedError(f"{type(self).__name__} sends pixels to the reward service")
 
     # ---- velocity ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_sea
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves
 from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
+from cosmos_rl.policy.model.quiet import mute_unused_guidance
 
 FEW_STEPS = 4
 """Of calls that end before or after a single step; the grid they make is replaced."""
@@ -62,6 +63,7 @@ class PipelineCalls:
         self.row = row or find_row(type(pipeline).__name__)
         self.facts = Facts(pipeline=type(pipeline).__name__)
         require_seams(pipeline)
+        mute_unused_guidance(pipeline)
         self._accepted = inspect.signature(type(pipeline).__call__).parameters
         self.call = {name: value for name, value in {**self.row.call, **(call or {})}.items() if name in self._accepted}
         self.guidance_name = self._find_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")

@@ -17,7 +17,7 @@ from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Rollout
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import Facts
-from cosmos_rl.policy.model.driver.gradients import compute_gradients, sample_weights
+from cosmos_rl.policy.model.driver.gradients import can_get_gradients, compute_gradients, sample_weights
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel
 from cosmos_rl.policy.model.driver.seams import Run
 from cosmos_rl.policy.model.driver.stock import stock_run
@@ -312,7 +312,7 @@ def check_gradients(probing: Probing) -> str:
     The pipeline's call cuts the graph.
     """
     driver, loop, cond = probing.driver, probing.loops["off"], probing.conds["off"]
-    groups = {name: sample_weights(module) for name, module in driver.denoisers.items()}
+    groups = {name: sample_weights(part) for name, part in driver.denoisers.items() if can_get_gradients(part)}
     weights = [weight for group in groups.values() for weight in group]
     wanted = [weight.requires_grad for weight in weights]
     reached: set[int] = set()

@@ -12,6 +12,12 @@ def sample_weights(module: torch.nn.Module, wanted: int = 8) -> list[torch.nn.Pa
     return floating[:: max(1, len(floating) // wanted) | 1]  # odd: of adapters, downs and ups in turn
 
 
+def can_get_gradients(module: torch.nn.Module) -> bool:
+    """Whether any weight of a module can have one: of shards only those that were not frozen when they were made."""
+    weights = list(module.parameters())
+    return any(weight.requires_grad or not isinstance(weight, DTensor) for weight in weights)
+
+
 def compute_gradients(loss: Tensor, weights: list[torch.nn.Parameter]) -> list[Tensor | None]:
     """Gradients of some weights; shards get theirs by nothing but a whole backward pass."""
     if not any(isinstance(weight, DTensor) for weight in weights):

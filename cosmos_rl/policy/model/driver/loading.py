@@ -77,6 +77,12 @@ def read_pipeline(folder: Path, dtype: Any, **parts: Any) -> Any:
         return DiffusionPipeline.from_pretrained(aside, dtype=dtype, **parts)
 
 
+def list_denoisers(folder: Path) -> list[str]:
+    """Names of a pipeline's denoisers, sorted: ``transformer``, and a second expert where there is one."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    return sorted(name for name, value in index.items() if name.startswith("transformer") and value[0])
+
+
 def build_empty(folder: Path, dtype: torch.dtype) -> Any:
     """The model of a folder with parameters that take no memory; buffers that are in no file are computed.
 

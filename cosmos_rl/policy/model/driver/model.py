@@ -14,7 +14,7 @@ from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.config.model_rules import BINNING, call_switches, frames_problem
+from cosmos_rl.policy.config.model_rules import BINNING, call_switches, frames_problem, latents_problem
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
@@ -23,6 +23,7 @@ from cosmos_rl.policy.model.driver.binning import require_listed_size
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.loading import list_denoisers
 from cosmos_rl.policy.model.driver.path import PATHS
 from cosmos_rl.policy.model.driver.probe import prove
 from cosmos_rl.policy.model.driver.rows import find_row
@@ -126,9 +127,7 @@ class DrivenModel(DiffuserModel):
 
     def find_trained(self) -> list[str]:
         """The denoisers that ``policy.diffusers.trained_denoiser`` names."""
-        index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
-        found = sorted(name for name, value in index.items() if name.startswith("transformer") and value[0])
-        wanted = self.config.trained_denoiser
+        found, wanted = list_denoisers(self.base_folder), self.config.trained_denoiser
         if wanted == "all":
             return found
         if wanted not in found:
@@ -207,7 +206,14 @@ class DrivenModel(DiffuserModel):
         state, stock_level = self._path.to_stock_state(latents, level.sigma), self._path.to_stock_level(level.to("cpu"))
         with self._autocast():
             found = self.driver.velocity(state, stock_level, cond, guidance if guided else None, self.size)
-        return self._path.from_stock_velocity(found, state, level.sigma).to(latents.dtype)
+        velocity = self._path.from_stock_velocity(found, state, level.sigma).to(latents.dtype)
+        if torch.is_grad_enabled() and not velocity.requires_grad:
+            velocity.requires_grad_()  # only a frozen expert was called: a loss can go back, and finds nothing to train
+        return velocity
+
+    def set_gradient_sync(self, wanted: bool) -> None:
+        """See ``VelocityModel``. Of several experts the last micro-batch may call one only, so each reduces its own."""
+        super().set_gradient_sync(wanted or len(self.driver.denoisers) > 1)
 
     @property
     def _doubles(self) -> bool:
@@ -267,6 +273,22 @@ class DrivenModel(DiffuserModel):
         parts = latents.split(max(DECODED_PIXELS // pixels, 1))
         with torch.no_grad(), self.on_device(self.vae):
             return torch.cat([self.driver.decode(part, self.size).float() for part in parts])
+
+    def check_reward_latents(self, key: str) -> None:
+        """See ``VelocityModel``: the reward service has the VAE of Wan."""
+        kind, channels = type(self.vae).__name__, getattr(self.vae.config, "z_dim", None)
+        problem = latents_problem(key, self.model_str, kind, channels, is_video=self.config.is_video)
+        if problem is not None:
+            raise UserError(problem)
+
+    def reward_latents(self, latents: Tensor) -> Tensor:
+        """What the pipeline would give its VAE, normalised by the VAE's own statistics, see ``VelocityModel``."""
+        decoded = self.driver.before_decoder(latents.to(self.device), self.size).float()
+        mean, std = (
+            torch.tensor(self.vae.config[name], device=decoded.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return ((decoded - mean) / std).to("cpu", torch.float16)
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 

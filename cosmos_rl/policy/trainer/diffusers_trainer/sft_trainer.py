@@ -181,6 +181,7 @@ class SFTTrainer(TaskBase):
             "dataloader_seed": sft.dataloader_seed,
             "dataloader_shuffle": sft.dataloader_shuffle,
             "dataloader_drop_last": sft.dataloader_drop_last,
+            "trained denoisers (policy.diffusers.trained_denoiser)": sorted(self.model.denoisers),
         }
 
     # ---- inside ------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class ScoredBatch:
         return torch.tensor([sample.group for sample in self.samples])
 
 
-def build_scoring_request(rollouts: Rollouts) -> ScoringRequest:
-    """Finished samples as the rewards get them."""
+def build_scoring_request(rollouts: Rollouts, latents: Tensor | None = None) -> ScoringRequest:
+    """Finished samples as the rewards get them; ``latents``: in the reward service's form, where that is sent."""
     samples = rollouts.samples
     return ScoringRequest(
         rollouts.media,
@@ -64,6 +64,7 @@ def build_scoring_request(rollouts: Rollouts) -> ScoringRequest:
         [s.metadata for s in samples],
         [s.sample_id for s in samples],
         fps=rollouts.fps,
+        latents=latents,
     )
 
 

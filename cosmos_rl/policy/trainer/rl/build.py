@@ -13,7 +13,7 @@ from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
-from cosmos_rl.policy.config.jobs import job_kind, load_part, online_table
+from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
@@ -64,6 +64,8 @@ def build_online(
     if val_prompts:
         val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True)
     model = build_model(config, context, rest_on_cpu=job.cached_text)
+    for key in latents_keys(config):
+        model.check_reward_latents(key)
     model.warns_of_cuts = context.is_main
     if context.is_main:
         model.warn_about_truncation(_name_prompts(prompts), "prompts")

@@ -28,7 +28,7 @@ from cosmos_rl.policy.config.plan import GUARD_SIGMAS
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
 from cosmos_rl.policy.trainer.rl.guard_rules import Measurement
-from cosmos_rl.rollout.sampler import Conditions, Rollouts, RolloutSampler, Sample, group_samples, measure_diversity
+from cosmos_rl.rollout.sampler import Conditions, RolloutSampler, Sample, group_samples, measure_diversity
 from cosmos_rl.utils.logging import logger
 
 GROUP = 4
@@ -134,21 +134,13 @@ class GuardProbe:
         if self._start.get("held_out") == saved.digest:
             return saved
         samples = [Sample(i, i, prompt, {}) for i, prompt in enumerate(self._own_prompts)]
-        latents = self._rollouts(self._evaluator, samples, conditions, "watch/sample").latents
-        return HeldOut(latents, self._own_prompts, saved.source)
 
-    def _rollouts(
-        self, sampler: RolloutSampler, samples: Sequence[Sample], conditions: Conditions, purpose: str
-    ) -> Rollouts:
-        """Of all ranks; the same on all of them."""
-
-        def make(indices: Sequence[int], _: int) -> tuple[Tensor, ...]:
-            found = sampler.sample([samples[i] for i in indices], conditions, purpose, 0)
-            return found.latents, found.media, found.finite
+        def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
+            return (self._evaluator.sample([samples[i] for i in indices], conditions, "watch/sample", 0).latents,)
 
         with self._model.eval_mode():
-            latents, media, finite = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
-        return Rollouts(tuple(samples), latents, media, finite)
+            (latents,) = gather_over_ranks(len(samples), self._rollout_chunk, self._context, make)
+        return HeldOut(latents, self._own_prompts, saved.source)
 
     def _samples_digest(self) -> str:
         prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]
@@ -176,9 +168,28 @@ class GuardProbe:
         return float(found[..., 0].double().mean()), found[..., 1].double().sqrt()
 
     def measure_diversity(self, conditions: Conditions) -> float:
-        """How much the samples of one prompt differ; same prompts, same noise always."""
-        media = self._rollouts(self._sampler, self._samples, conditions, "watch/spread").media
-        return measure_diversity(media, [sample.group for sample in self._samples])
+        """How much the samples of one prompt differ; same prompts, same noise always.
+
+        All samples of a prompt are made on one rank, so that only numbers travel: videos of all ranks would not fit.
+        """
+        groups: dict[int, list[Sample]] = {}
+        for sample in self._samples:
+            groups.setdefault(sample.group, []).append(sample)
+        numbered = list(groups.values())
+        at_once = max(self._rollout_chunk // len(numbered[0]), 1)
+
+        def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
+            media = self._make_media([sample for i in indices for sample in numbered[i]], conditions)
+            found = [measure_diversity(part, [0] * len(part)) for part in media.chunk(len(indices))]
+            return (torch.tensor(found, dtype=torch.float64),)
+
+        with self._model.eval_mode():
+            (found,) = gather_over_ranks(len(numbered), at_once, self._context, make)
+        return float(found.mean())
+
+    def _make_media(self, samples: Sequence[Sample], conditions: Conditions) -> Tensor:
+        chunks = [samples[first : first + self._rollout_chunk] for first in range(0, len(samples), self._rollout_chunk)]
+        return torch.cat([self._sampler.sample(chunk, conditions, "watch/spread", 0).media for chunk in chunks])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""

@@ -149,7 +149,7 @@ class OnlineTask(TaskBase):
             for first in range(0, len(samples), self.plan.chunk):
                 chunk = samples[first : first + self.plan.chunk]
                 parts.append(self._sampler.sample(chunk, conditions, purpose, step))
-                futures.append(self._rewards.submit(batches.build_scoring_request(parts[-1])))
+                futures.append(self._submit(self._rewards, parts[-1]))
         return concat_rollouts(parts), futures
 
     def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
@@ -292,7 +292,7 @@ class OnlineTask(TaskBase):
             notify("pre_per_step_validation_hook", {"batch_index": number})
             chunk = [samples[i] for i in indices]
             rollouts = self._evaluator.sample(chunk, conditions, "validation/rollout", 0)
-            table = self._wait_for_scores(self._val_rewards.submit(batches.build_scoring_request(rollouts)))
+            table = self._wait_for_scores(self._submit(self._val_rewards, rollouts))
             about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
             notify("post_per_step_validation_hook", about)
             return own_media.keep(indices, rollouts.media), rollouts.finite, batches.stack_columns(table, names)
@@ -341,6 +341,7 @@ class OnlineTask(TaskBase):
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
+            "trained denoisers (policy.diffusers.trained_denoiser)": sorted(self.model.denoisers),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,6 +406,12 @@ class OnlineTask(TaskBase):
     def _seed_dropout(self, draws: Draws, number: int) -> None:
         seed, purpose, step = draws.key("dropout")
         torch.manual_seed(randomness.torch_seed(seed, purpose, step, number, self._context.dp_rank))
+
+    def _submit(self, rewards: Rewards, rollouts: Rollouts) -> "Future[RewardTable]":
+        latents = None
+        if rewards.sends_latents:
+            latents = self.model.reward_latents(rollouts.latents)
+        return rewards.submit(batches.build_scoring_request(rollouts, latents))
 
     def _wait_for_scores(self, future: "Future[RewardTable]") -> RewardTable:
         """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not."""

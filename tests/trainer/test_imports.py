@@ -39,6 +39,13 @@ def test_what_is_left_out_of_the_libraries_is_imported_when_it_is_used() -> None
     assert found["median"] == 0.0
 
 
+@pytest.mark.process
+def test_a_script_may_import_diffusers_first() -> None:
+    code = "import diffusers, cosmos_rl.policy.model.diffusers as ours; print(ours.DiffuserModel.__name__)"
+    done = patience.run([sys.executable, "-c", code])
+    assert (done.stdout, done.returncode) == ("DiffuserModel\n", 0), done.stderr
+
+
 def test_objects_are_looked_for_again_after_the_imports() -> None:
     assert gc.isenabled()
     with pytest.raises(ImportError), disable_gc():

@@ -37,9 +37,11 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
 def hide_extras() -> Iterator[None]:
     """Libraries that are imported within the block find none of `_NEVER_USED`, and get `_RARELY_USED` when they use it.
 
-    After it others may import both.
+    After it others may import both. Where a script has imported diffusers before, nothing of `_NEVER_USED` is hidden.
     """
-    hidden: dict[str, Any] = dict.fromkeys(name for name in _NEVER_USED if name not in sys.modules)  # None: not there
+    hidden: dict[str, Any] = {}
+    if "diffusers" not in sys.modules:  # else it has found them already, and fails where they are gone
+        hidden = dict.fromkeys(name for name in _NEVER_USED if name not in sys.modules)  # None: not there
     if "scipy" not in sys.modules:
         hidden |= _build_late_modules()
     sys.modules.update(hidden)

@@ -3,18 +3,18 @@
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as tree
 
-from cosmos_rl.policy.model.driver.conditions import DrivenCond
-from cosmos_rl.policy.model.driver.contract import Size
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond
+from cosmos_rl.policy.model.driver.contract import Medium, Size
 from cosmos_rl.policy.model.driver.facts import Facts
-from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size
+from cosmos_rl.policy.model.driver.first_look import find_denoisers, require_seams, smallest_size, temporal_factor
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, collect_leaves
+from cosmos_rl.policy.model.driver.positions import Positions, measure_positions
 from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.driver.seams import OnStep, Run, call_pipeline, view_class
 from cosmos_rl.policy.model.quiet import mute_unused_guidance
@@ -23,6 +23,17 @@ FEW_STEPS = 4
 """Of calls that end before or after a single step; the grid they make is replaced."""
 _KEPT = 8
 """Sizes whose measured maps and prepared inputs are kept."""
+
+
+class Prepared(NamedTuple):
+    """What a pipeline prepares before its loop."""
+
+    values: list[Any]
+    """Flat results of `prepare_latents`."""
+    spec: Any
+    """How they are nested."""
+    encoded_media: Mapping[str, Sequence[Any]]
+    """Results of the methods that encode media."""
 
 
 class PipelineCalls:
@@ -70,10 +81,13 @@ class PipelineCalls:
         self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
         self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
         self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
-        self.size = size or smallest_size(pipeline, video=self.frames_name is not None)
+        self.size = size or smallest_size(
+            pipeline, video=self.frames_name is not None, given=self.row.clean_frames[1]
+        )
         self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
         self._view = view_class(type(pipeline))
-        self._prepared: OrderedDict[Any, tuple[list[Any], tree.TreeSpec]] = OrderedDict()
+        self._prepared: OrderedDict[Any, Prepared] = OrderedDict()
+        self._positions: OrderedDict[Size, Positions] = OrderedDict()
         self._lock = threading.Lock()
 
     # ---- facts -------------------------------------------------------------------------------------------------
@@ -96,10 +110,14 @@ class PipelineCalls:
             return state
         return state.to(self.state_dtype)
 
+    def count_given(self, kind: int) -> int:
+        """Frames of a medium that makes ``kind`` latent ones."""
+        return 1 + (kind - 1) * temporal_factor(self.pipeline)
+
     def _find_accepted(self, *names: str | None) -> str | None:
         return next((name for name in names if name in self._accepted), None)
 
-    def _convert_sigma(self, sigma: Any) -> Any:
+    def to_scheduler_sigma(self, sigma: Any) -> Any:
         """Between the scheduler's sigma and ours, where the scheduler counts from noise = 0 to data = 1."""
         if self.facts.inverted:
             return 1 - sigma
@@ -114,9 +132,9 @@ class PipelineCalls:
         self, state: Tensor, level: ScalarLevel, cond: DrivenCond, guidance: float | None, size: Size
     ) -> Inputs:
         """What the first call of a denoiser would get; it is not made."""
-        run = self._run_at(state, level, cond, guidance, size)
+        run = self.run_at(state, level, cond, guidance, size)
         run.on_denoiser = lambda run, name, args, kwargs: run.stop(Inputs(name, collect_leaves((args, kwargs))))
-        return self._step(run, len(state), guidance, size)
+        return self.step(run, len(state), guidance, size)
 
     @torch.no_grad()
     def all_inputs(
@@ -129,14 +147,14 @@ class PipelineCalls:
             seen.append(Inputs(name, collect_leaves((args, kwargs))))
             return args, kwargs
 
-        run = self._run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
+        run = self.run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
         run.on_denoiser = note
-        self._step(run, len(state), guidance, size)
+        self.step(run, len(state), guidance, size)
         return seen
 
     # ---- the one way in ----------------------------------------------------------------------------------------
 
-    def _run_at(
+    def run_at(
         self,
         state: Tensor,
         level: ScalarLevel,
@@ -151,12 +169,12 @@ class PipelineCalls:
         self._check_guided(cond, guidance)
         run = Run(self.device, text=cond.values, on_step=on_step)
         t = torch.tensor([level[0]], dtype=torch.int64 if self.facts.integer_time else torch.float32)
-        run.grid = t, self._convert_sigma(torch.tensor([level[1], 0.0]))
-        self._put_in(run, state, guidance, size)
+        run.grid = t, self.to_scheduler_sigma(torch.tensor([level[1], 0.0]))
+        self._put_in(run, state, guidance, size, cond.media)
         return run
 
-    def _step(self, run: Run, n: int, guidance: float | None, size: Size) -> Any:
-        """A run of `_run_at`: what the pipeline prepares is given, so its frames may not matter."""
+    def step(self, run: Run, n: int, guidance: float | None, size: Size) -> Any:
+        """A run of `run_at`: what the pipeline prepares is given, so its frames may not matter."""
         return self.go(run, n, guidance, size._replace(frames=1) if self.row.one_frame else size)
 
     def _check_guided(self, cond: DrivenCond, guidance: float | None) -> None:
@@ -165,16 +183,48 @@ class PipelineCalls:
                 f"guidance {guidance} and conditions made without guidance: encode(..., guidance={guidance})"
             )
 
-    def _put_in(self, run: Run, state: Tensor, guidance: float | None, size: Size) -> None:
-        """Have a run start from a state. What else `prepare_latents` makes depends on shapes only and is kept."""
+    def _put_in(
+        self, run: Run, state: Tensor, guidance: float | None, size: Size, media: MediaCond | None = None
+    ) -> None:
+        """Have a run start from a state, with what its media were made into.
+
+        Without media, what else `prepare_latents` makes depends on shapes only and is kept.
+        """
         key = len(state), size, guidance
         prepared = self._prepared.get(key)
         if prepared is None:
             first = Run(self.device, text=run.text, on_denoiser=stop)
             self.go(first, len(state), guidance, size)
-            values = [None if index == self.facts.leaf else value for index, value in enumerate(first.prepared)]
-            prepared = self._keep(self._prepared, key, (values, first.spec))
-        run.prepare, run.state, run.leaf = prepared, state, self.facts.leaf
+            values = list(first.prepared)
+            if not self.facts.partial:
+                values[self.facts.leaf] = None
+            blank = Prepared(values, first.spec, first.recorded_media)
+            prepared = self._keep(self._prepared, key, blank)
+        run.prepare = prepared.values, prepared.spec
+        if self.row.media is not None:
+            run.encoded_media = prepared.encoded_media
+        if media is not None:
+            run.encoded_media = media.encoded
+            run.prepare = list(media.prepared), prepared.spec
+        run.state, run.leaf, run.positions = state, self.facts.leaf, self.positions(size)
+
+    def positions(self, size: Size) -> Tensor | None:
+        """Where the state's elements are in one row of the tensor that `prepare_latents` gives, flat, int64.
+
+        None: the state is the whole of it.
+        """
+        if not self.facts.partial:
+            return None
+        found = self._positions.get(size)
+        if found is None:
+            found = self._keep(self._positions, size, measure_positions(self, size))
+        return found.index
+
+    def state_shape(self, size: Size) -> tuple[int, ...] | None:
+        """Shape of one row's state where it is a part of what `prepare_latents` gives."""
+        self.positions(size)
+        found = self._positions.get(size)
+        return found and found.shape
 
     def _keep(self, kept: OrderedDict, key: Any, value: Any, most: int = _KEPT) -> Any:
         with self._lock:
@@ -193,11 +243,12 @@ class PipelineCalls:
         prompts: list[str] | None = None,
         negatives: list[str] | None = None,
         steps: int = FEW_STEPS,
+        medium: Medium | None = None,
         **more: Any,
     ) -> Any:
         """One call of the stock pipeline. Noise that nobody sees comes from a generator of its own."""
         generator = torch.Generator().manual_seed(0)
-        arguments = self.arguments(n, guidance, size, prompts, negatives, steps)
+        arguments = self.arguments(n, guidance, size, prompts, negatives, steps, medium)
         arguments.update({"output_type": "latent", "generator": generator, **more})
         return call_pipeline(self.pipeline, self._view, list(self.denoisers), self.scheduler, run, arguments)
 
@@ -209,11 +260,20 @@ class PipelineCalls:
         prompts: list[str] | None = None,
         negatives: list[str] | None = None,
         steps: int = FEW_STEPS,
+        medium: Medium | None = None,
     ) -> dict[str, Any]:
-        """Keyword arguments of the stock call for n rows, but for the generator and the kind of output."""
+        """Keyword arguments of the stock call for n rows, but for the generator and the kind of output.
+
+        ``medium``: of a single row. A pipeline that always needs one gets a black image where there is none.
+        """
         # a list of its own: Z-Image writes into the one it gets
         made = {**self.call, "prompt": list(prompts or [""] * n), "num_inference_steps": steps, "return_dict": False}
         made.update(height=size.height, width=size.width)
+        if medium is not None:
+            assert self.row.media is not None
+            made.update(self.row.media(medium))
+        elif self.row.needs_media:  # as a tensor of the final size it costs no resizing
+            made["image"] = torch.zeros(n if self.row.blank_each else 1, 3, size.height, size.width)
         if self.frames_name is not None:
             made[self.frames_name] = size.frames
         if self.guidance_name is not None and guidance is not None:

@@ -10,6 +10,55 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 
+@dataclass(frozen=True)
+class MediaCond:
+    """What pipelines make of the media that samples are conditioned on; the rows lie along the first axis.
+
+    Attributes:
+        prepared: the flat results of `prepare_latents`; the state's own elements in them mean nothing.
+        shared: which of them all rows have in common.
+        encoded: results of the methods that encode media, of the first row: what follows of those of the others is in
+            ``inputs``.
+        inputs: tensors of the denoiser's call that follow ``encoded``, by their path, ``[rows, ...]``, with guidance
+            "off" and "on".
+        kinds: of each row, how many of its latent frames are given: rows of one kind have one element mask.
+    """
+
+    prepared: tuple[Any, ...]
+    shared: tuple[bool, ...]
+    encoded: Mapping[str, Sequence[Any]]
+    inputs: Mapping[str, Mapping[str, Tensor]]
+    kinds: tuple[int, ...]
+
+    def rows(self, index: Tensor) -> "MediaCond":
+        """Some of the rows."""
+        picked = [
+            value if shared or not isinstance(value, Tensor) else value.index_select(0, index.to(value.device))
+            for value, shared in zip(self.prepared, self.shared, strict=True)
+        ]
+        inputs = {
+            mode: {key: value.index_select(0, index.to(value.device)) for key, value in table.items()}
+            for mode, table in self.inputs.items()
+        }
+        kinds = tuple(self.kinds[row] for row in index.tolist())
+        return replace(self, prepared=tuple(picked), inputs=inputs, kinds=kinds)
+
+    def concat(self, other: "MediaCond") -> "MediaCond":
+        """The rows of both."""
+        triples = zip(self.prepared, other.prepared, self.shared, strict=True)
+        prepared = [a if shared or not isinstance(a, Tensor) else torch.cat([a, b]) for a, b, shared in triples]
+        inputs = {
+            mode: {key: torch.cat([value, other.inputs[mode][key]]) for key, value in table.items()}
+            for mode, table in self.inputs.items()
+        }
+        return replace(self, prepared=tuple(prepared), inputs=inputs, kinds=self.kinds + other.kinds)
+
+    def to(self, device: torch.device | str) -> "MediaCond":
+        """The same on another device."""
+        moved = [_move_nested(part, device) for part in (self.prepared, dict(self.encoded), dict(self.inputs))]
+        return replace(self, prepared=moved[0], encoded=moved[1], inputs=moved[2])
+
+
 RAGGED = "list"
 """Where the prompts are in a plain list with one entry each."""
 _FORM = "form"
@@ -30,8 +79,10 @@ class DrivenCond:
     axes: list[Any]
     size: int
     guided: bool
+    media: MediaCond | None = None
+    """What the rows are conditioned on besides their texts."""
     element_mask: Tensor | None = None
-    """``[size, ...]``, broadcastable to the states: which elements count in means. None: all."""
+    """``[size, ...]`` like the states: which elements count in means. None: all."""
 
     @property
     def batch_size(self) -> int:
@@ -43,23 +94,42 @@ class DrivenCond:
         if isinstance(index, slice):
             index = torch.arange(self.size)[index]
         picked = [_pick(value, axis, index, self.size) for value, axis in zip(self.values, self.axes, strict=True)]
-        return replace(self, values=picked, size=len(index))
+        media, mask = self.media, self.element_mask
+        if media is not None:
+            media = media.rows(index)
+        if mask is not None:
+            mask = mask[index.to(mask.device)]
+        return replace(self, values=picked, size=len(index), media=media, element_mask=mask)
 
     def concat(self, other: "DrivenCond") -> "DrivenCond | None":
         """The rows of both; None where they were made with other lengths."""
         values = [_concat_nested(a, b, axis) for a, b, axis in zip(self.values, other.values, self.axes, strict=True)]
         if any(value is _UNEQUAL for value in values):
             return None
-        return replace(self, values=values, size=self.size + other.size, guided=self.guided and other.guided)
+        if (self.media is None) != (other.media is None):
+            raise ValueError("rows with and without media: give all of them a medium, or none")
+        media, mask = self.media, self.element_mask
+        if media is not None and other.media is not None:
+            media = media.concat(other.media)
+        if mask is not None and other.element_mask is not None:
+            mask = torch.cat([mask, other.element_mask])
+        size, guided = self.size + other.size, self.guided and other.guided
+        return replace(self, values=values, size=size, guided=guided, media=media, element_mask=mask)
 
     def to(self, device: torch.device | str) -> "DrivenCond":
         """The same on another device."""
-        return replace(self, values=[_move_nested(value, device) for value in self.values])
+        media, mask = self.media, self.element_mask
+        if media is not None:
+            media = media.to(device)
+        if mask is not None:
+            mask = mask.to(device)
+        values = [_move_nested(value, device) for value in self.values]
+        return replace(self, values=values, media=media, element_mask=mask)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Plain tensors for a file: those of the values by number, and how they are nested as the bytes of JSON."""
-        if self.element_mask is not None:
-            raise ValueError("conditions with an element mask are of one sample, not of a prompt")
+        if self.media is not None:
+            raise ValueError("conditions with media are of one sample, not of a prompt")
         tensors: dict[str, Tensor] = {}
         nested = [_flatten(value, axis, tensors) for value, axis in zip(self.values, self.axes, strict=True)]
         form = json.dumps({"values": nested, "size": self.size, "guided": self.guided})
@@ -167,6 +237,8 @@ def _move_nested(value: Any, device: torch.device | str) -> Any:
         return value.to(device)
     if isinstance(value, (list, tuple)):
         return type(value)(_move_nested(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _move_nested(item, device) for key, item in value.items()}
     return value
 
 

@@ -45,6 +45,15 @@ class Size(NamedTuple):
     frames: int = 1
 
 
+class Medium(NamedTuple):
+    """What a sample is conditioned on besides its text: an image, or the first frames of a video."""
+
+    frames: Tensor
+    """uint8 ``[k, H, W, 3]`` on the CPU, of the size that is sampled."""
+    clean: int
+    """How many latent frames they make: those that are given and not generated."""
+
+
 class Cond(Protocol):
     """Conditions of ``size`` rows: opaque, made by ``FlowModel.encode``."""
 

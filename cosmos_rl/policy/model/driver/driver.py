@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.driver import conditioning
 from cosmos_rl.policy.model.driver import media as media_maps
 from cosmos_rl.policy.model.driver.calls import PipelineCalls, stop, stop_with_velocity
-from cosmos_rl.policy.model.driver.conditions import DrivenCond, count_rows, describe_nesting, locate
-from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Rollout, Size, Transition
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, count_rows, describe_nesting, locate
+from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Medium, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, scalar_levels, swap
 from cosmos_rl.policy.model.driver.seams import Run
 
@@ -58,6 +59,7 @@ class Driver(PipelineCalls):
         self._grids: OrderedDict[Size, list[Level]] = OrderedDict()
         self._own_levels: dict[str, ScalarLevel] = {}
         self._by_level: OrderedDict[Any, Inputs] = OrderedDict()
+        self._masks: OrderedDict[tuple[int, Size], Tensor | None] = OrderedDict()
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
@@ -86,7 +88,33 @@ class Driver(PipelineCalls):
         self.go(run, len(prompts), guidance, self.size, prompts=prompts, negatives=negatives)
         return run.recorded
 
-    def _blank_cond(self, n: int) -> DrivenCond:
+    @torch.no_grad()
+    def condition(
+        self,
+        cond: DrivenCond,
+        media: Sequence[Medium | None],
+        size: Size | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> DrivenCond:
+        """The same rows, each conditioned on its medium too.
+
+        Each row's media are encoded alone, as the stock call would: which others are in the batch does not matter.
+
+        Args:
+            media: one per row; None: on its text only, where the pipeline allows that.
+            generators: where the pipeline draws a sample of what its VAE encodes; default: the same one for each row.
+        """
+        return conditioning.condition(self, cond, media, size or self.size, generators)
+
+    def element_mask(self, kind: int, size: Size | None = None) -> Tensor | None:
+        """Which elements ``[1, ...]`` of a state are generated where ``kind`` latent frames are given; None: all."""
+        size = size or self.size
+        key = kind, size
+        if key not in self._masks:
+            self._keep(self._masks, key, conditioning.measure_mask(self, kind, size))
+        return self._masks[key]
+
+    def blank_cond(self, n: int) -> DrivenCond:
         """Conditions for what does not depend on them."""
         if self._blank is None:
             self.encode([""])
@@ -104,7 +132,7 @@ class Driver(PipelineCalls):
             run.stop(self._read_levels(run.scheduler))
 
         levels = self.go(
-            Run(self.device, text=self._blank_cond(1).values, on_denoiser=read), 1, self.guidance_off, size, steps=steps
+            Run(self.device, text=self.blank_cond(1).values, on_denoiser=read), 1, self.guidance_off, size, steps=steps
         )
         if len(levels) != steps + 1:
             raise UserError(f"{steps} steps give {len(levels) - 1} levels: not one each")
@@ -112,7 +140,7 @@ class Driver(PipelineCalls):
 
     def _read_levels(self, scheduler: Any) -> list[Level]:
         """The grid that a scheduler has been set to, on the CPU, where reading a level waits for nothing."""
-        timesteps, sigmas = scheduler.timesteps.cpu().clone(), self._convert_sigma(scheduler.sigmas.cpu().float())
+        timesteps, sigmas = scheduler.timesteps.cpu().clone(), self.to_scheduler_sigma(scheduler.sigmas.cpu().float())
         levels = [Level(t, sigma) for t, sigma in zip(timesteps, sigmas, strict=False)]
         return [*levels, Level(torch.zeros_like(timesteps[-1]), sigmas[-1].clone())]
 
@@ -120,7 +148,7 @@ class Driver(PipelineCalls):
         """The level at any sigma on the CPU, rounded where the scheduler rounds."""
         if self.facts.time_rule == "grid":
             return Level(self._interpolate_time(sigma, size or self.size), sigma.float())
-        t = self._convert_sigma(sigma.double()) * self.scheduler.config.num_train_timesteps
+        t = self.to_scheduler_sigma(sigma.double()) * self.scheduler.config.num_train_timesteps
         return Level(t.long() if self.facts.integer_time else t.float(), sigma.float())
 
     def _interpolate_time(self, sigma: Tensor, size: Size) -> Tensor:
@@ -181,7 +209,7 @@ class Driver(PipelineCalls):
     def _levels_of_denoisers(self) -> dict[str, ScalarLevel]:
         """A level at which each of them is called."""
         if not self._own_levels:
-            state, cond = self.pack(torch.zeros(1, *self.noise_shape(self.size)), self.size), self._blank_cond(1)
+            state, cond = self.pack(torch.zeros(1, *self.noise_shape(self.size)), self.size), self.blank_cond(1)
             for sigma in (0.999, 0.001):
                 (level,) = scalar_levels(self.training_level(torch.tensor(sigma)), 1)
                 inputs = self.first_inputs(state, level, cond, self.guidance_off, self.size)
@@ -201,33 +229,40 @@ class Driver(PipelineCalls):
         table: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Rows of one level, or of several whose inputs are in the table."""
-        run = self._run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
-        run.on_denoiser = None if table is None else swap(table)
-        return self.convert_sign(self._step(run, len(state), guidance, size))
+        run = self.run_at(state, level, cond, guidance, size, on_step=stop_with_velocity)
+        table = {**conditioning.rows_of_inputs(cond, self._mode(guidance)), **(table or {})}
+        run.on_denoiser = swap(table) if table else None
+        return self.convert_sign(self.step(run, len(state), guidance, size))
 
     def _groups(
         self, state: Tensor, levels: list[ScalarLevel], cond: DrivenCond, guidance: float | None, size: Size
     ) -> list[Group]:
         """The calls that rows of several levels need."""
         members: dict[Any, list[int]] = {}
-        inputs: dict[ScalarLevel, Inputs] = {}
-        keys = self.facts.time_inputs.get("off" if guidance == self.guidance_off else "on", [])
+        kinds = (0,) * len(levels) if cond.media is None else cond.media.kinds
+        inputs: dict[tuple[ScalarLevel, int], Inputs] = {}
+        keys = self.facts.time_inputs.get(self._mode(guidance), [])
         for row, level in enumerate(levels):
-            if (keys or self.any_over_ranks is not None) and level not in inputs:
+            key = level, kinds[row]
+            if (keys or self.any_over_ranks is not None) and key not in inputs:
                 at = torch.tensor([row])
-                inputs[level] = self._level_inputs(state[at].detach(), level, cond.rows(at), guidance, size, keys)
-            members.setdefault(inputs[level].denoiser if keys else level, []).append(row)
+                inputs[key] = self._level_inputs(state[at].detach(), level, cond.rows(at), guidance, size, keys)
+            members.setdefault(inputs[key].denoiser if keys else level, []).append(row)
         groups = []
         for rows in members.values():
             table = None
             if keys:
                 # a pipeline that computes both sides of guidance in one call has all rows of one side before the other
-                each = [inputs[levels[row]].leaves for row in rows]
+                each = [inputs[levels[row], kinds[row]].leaves for row in rows]
                 table = {key: torch.stack([leaves[key] for leaves in each], 1).flatten(0, 1) for key in keys}
             level = levels[rows[0]]
-            name = inputs[level].denoiser if level in inputs else ""
+            first = inputs.get((level, kinds[rows[0]]))
+            name = first.denoiser if first is not None else ""
             groups.append(Group(name, torch.tensor(rows), level, table, kept=len(rows)))
         return groups
+
+    def _mode(self, guidance: float | None) -> str:
+        return "off" if guidance == self.guidance_off else "on"
 
     def _level_inputs(
         self,
@@ -238,8 +273,8 @@ class Driver(PipelineCalls):
         size: Size,
         keys: Sequence[str],
     ) -> Inputs:
-        """Which denoiser a level needs, and its inputs ``keys``, which follow the level alone: found out once."""
-        key = level, guidance, size, state.dtype
+        """Which denoiser a level needs, and its inputs ``keys``, which follow it and the kind: found out once."""
+        key = level, guidance, size, state.dtype, cond.media and cond.media.kinds
         found = self._by_level.get(key)
         if found is None:
             inputs = self.first_inputs(state, level, cond, guidance, size)
@@ -291,7 +326,9 @@ class Driver(PipelineCalls):
         if start is None:
             output["generator"] = list(generators)
         else:
-            self._put_in(run, start, guidance, size or self.size)
+            self._put_in(run, start, guidance, size or self.size, cond.media)
+            table = conditioning.rows_of_inputs(cond, self._mode(guidance))
+            run.on_denoiser = swap(table) if table else None
         media_or_latents = self.go(run, cond.size, guidance, size or self.size, steps=steps, **output)
         return Rollout(media_or_latents[0] if decode else None, states, levels, velocities if keep_velocities else None)
 
@@ -304,9 +341,12 @@ class Driver(PipelineCalls):
         return media_maps.pack_state(self, media_maps.encode_latents(self, media), self.decode_map(size), size)
 
     @torch.no_grad()
-    def decode(self, state: Tensor, size: Size | None = None) -> Tensor:
-        """Clean states -> media ``[N, (T,) 3, H, W]`` in [0, 1], by the end of the stock call."""
-        return self._tail(state, size or self.size, Run(self.device))[0]
+    def decode(self, state: Tensor, size: Size | None = None, cond: DrivenCond | None = None) -> Tensor:
+        """Clean states -> media ``[N, (T,) 3, H, W]`` in [0, 1], by the end of the stock call.
+
+        ``cond``: their conditions, whose media some pipelines show in the frames that they gave.
+        """
+        return self._tail(state, size or self.size, Run(self.device), cond and cond.media)[0]
 
     @torch.no_grad()
     def before_decoder(self, state: Tensor, size: Size) -> Tensor:
@@ -323,9 +363,13 @@ class Driver(PipelineCalls):
                 return given.pop()
             return torch.zeros(shape)
 
-        run = Run(self.device, text=self._blank_cond(len(noise)).values, noise=draw, on_denoiser=stop)
+        run = Run(self.device, text=self.blank_cond(len(noise)).values, noise=draw, on_denoiser=stop)
         self.go(run, len(noise), self.guidance_off, size)
-        return run.prepared[self.facts.leaf] / self.facts.scale
+        made = run.prepared[self.facts.leaf]
+        positions, shape = self.positions(size), self.state_shape(size)
+        if positions is not None and shape is not None:
+            made = made.flatten(1)[:, positions].reshape(len(noise), *shape)
+        return made / self.facts.scale
 
     @torch.no_grad()
     def noise_shape(self, size: Size) -> tuple[int, ...]:
@@ -337,7 +381,7 @@ class Driver(PipelineCalls):
             return torch.zeros(shape)
 
         self.go(
-            Run(self.device, text=self._blank_cond(1).values, noise=draw, on_denoiser=stop), 1, self.guidance_off, size
+            Run(self.device, text=self.blank_cond(1).values, noise=draw, on_denoiser=stop), 1, self.guidance_off, size
         )
         if not seen:
             raise UserError("prepare_latents does not draw its noise by randn_tensor")
@@ -348,11 +392,11 @@ class Driver(PipelineCalls):
         found = self._maps.get(size)
         return found or self._keep(self._maps, size, media_maps.measure_map(self, size))
 
-    def _tail(self, state: Tensor, size: Size, run: Run) -> Any:
+    def _tail(self, state: Tensor, size: Size, run: Run, media: MediaCond | None = None) -> Any:
         n = len(state)
         state = self._to_loop_dtype(state)
-        run.text = self._blank_cond(n).values
-        self._put_in(run, state, self.guidance_off, size)
+        run.text = self.blank_cond(n).values
+        self._put_in(run, state, self.guidance_off, size, media)
         if self.facts.tail == "no step":
             run.grid = torch.empty(0), torch.zeros(1)
         else:

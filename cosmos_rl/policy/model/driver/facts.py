@@ -27,6 +27,7 @@ class Facts:
         pipeline, diffusers: class name and version that the facts hold for.
         size: of the media that were used.
         leaf: index of the state in the flat results of `prepare_latents`.
+        partial: the state is a part of that tensor: what the loop steps, without the frames that a medium gives.
         path, scale: see `FlowModel.path`; the factor between noise and the first state.
         guidance_name, guidance_off, guidance_style: the argument, the value that switches it off, how it is computed.
         denoisers: their names in the pipeline.
@@ -48,6 +49,7 @@ class Facts:
     diffusers: str = ""
     size: Size = field(default_factory=lambda: Size(0, 0))
     leaf: int = 0
+    partial: bool = False
     path: Literal["flow", "edm"] = "flow"
     scale: float = 1.0
     guidance_name: str | None = None

@@ -32,15 +32,23 @@ def require_seams(pipeline: Any) -> None:
         )
 
 
-def smallest_size(pipeline: Any, *, video: bool) -> Size:
-    """Media of a few latent pixels: 4 x 4, and two latent frames of a video."""
-    factors = {name: value for name, value in vars(pipeline).items() if name.startswith("vae_") and type(value) is int}
-    space = max([value for name, value in factors.items() if "temporal" not in name], default=8)
-    time = max([value for name, value in factors.items() if "temporal" in name], default=4)
+def smallest_size(pipeline: Any, *, video: bool, given: int = 0) -> Size:
+    """Media of a few latent pixels: 4 x 4, and of a video two latent frames, one more than ``given`` at least."""
+    factors = {name: value for name, value in _factors(pipeline).items() if "temporal" not in name}
+    space = max(factors.values(), default=8)
     edge = max(32, 4 * space)
     if not video:
         return Size(edge, edge, 1)
-    return Size(edge, edge, time + 1)
+    return Size(edge, edge, temporal_factor(pipeline) * max(given, 1) + 1)
+
+
+def temporal_factor(pipeline: Any) -> int:
+    """Frames of a video per latent frame after the first."""
+    return max([value for name, value in _factors(pipeline).items() if "temporal" in name], default=4)
+
+
+def _factors(pipeline: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(pipeline).items() if name.startswith("vae_") and type(value) is int}
 
 
 def find_denoisers(pipeline: Any) -> dict[str, nn.Module]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class DecodeMap(NamedTuple):
-    """Decoder input ``z[k] = factor[k] * noise[index[k]] + offset[k]``, all of one row, flat."""
+    """Decoder input ``z[k] = factor[k] * noise[index[k]] + offset[k]``, all of one row, flat.
+
+    The factor is 0 where a medium gives the element.
+    """
 
     factor: Tensor
     offset: Tensor
@@ -45,6 +48,8 @@ def measure_map(driver: "Driver", size: Size) -> DecodeMap:
     first = plain.double()
     offset = first.flatten()
     factor = through(torch.ones(count)).flatten() - offset
+    if driver.row.media is not None:
+        factor = torch.where(factor.abs() > 1e-9, factor, 0.0)
     position = torch.arange(count)
     # positions are sent digit by digit, small enough for the dtypes on the way
     base, tolerance = 16, 0.05
@@ -56,19 +61,20 @@ def measure_map(driver: "Driver", size: Size) -> DecodeMap:
         index += digit.nan_to_num(nan=-1e9, posinf=-1e9, neginf=-1e9).long().cpu() * unit
         unit *= base
     found = DecodeMap(factor, offset, index.to(factor.device), noise_shape, tuple(first.shape))
-    _verify(found, through, tolerance)
+    _verify(found, through, tolerance, has_media=driver.row.media is not None)
     return found
 
 
-def _verify(found: DecodeMap, through, tolerance: float) -> None:
-    count = len(found.index)
-    wanted = torch.arange(count, device=found.index.device)
-    if torch.Size(found.noise_shape).numel() != count or not torch.equal(found.index.sort().values, wanted):
+def _verify(found: DecodeMap, through, tolerance: float, *, has_media: bool) -> None:
+    count, live = torch.Size(found.noise_shape).numel(), found.factor != 0
+    shown = found.index[live]
+    one_each = len(shown) == len(shown.unique()) and int(shown.min()) >= 0 and int(shown.max()) < count
+    if len(found.index) != count or not one_each or not (bool(live.all()) or has_media):
         raise UserError(
             f"what the decoder gets {found.latent_shape} is not a rearrangement of the noise {found.noise_shape}"
         )
     noise = torch.randn(count, generator=torch.Generator().manual_seed(0))
-    expected = found.factor * noise.to(found.factor)[found.index] + found.offset
+    expected = found.factor * noise.to(found.factor)[torch.where(live, found.index, 0)] + found.offset
     error = float((through(noise).flatten() - expected).abs().max() / found.factor.abs().max().clamp(min=1.0))
     if error > tolerance:
         raise UserError(f"between noise and decoder is more than a factor and an offset per element: error {error:.1e}")
@@ -100,6 +106,7 @@ def pack_state(driver: "Driver", latents: Tensor, found: DecodeMap, size: Size) 
             f"the VAE makes {tuple(latents.shape[1:])} of these media, the pipeline decodes {found.latent_shape} for "
             f"{size}: give media of that size"
         )
-    noise = torch.empty(len(latents), len(found.index), dtype=torch.float64, device=latents.device)
-    noise[:, found.index] = (latents.double().flatten(1) - found.offset) / found.factor
+    live = found.factor != 0
+    noise = torch.zeros(len(latents), len(found.index), dtype=torch.float64, device=latents.device)
+    noise[:, found.index[live]] = ((latents.double().flatten(1) - found.offset) / found.factor)[:, live]
     return driver.pack(noise.float().reshape(-1, *found.noise_shape), size)

@@ -15,6 +15,7 @@ from cosmos_rl.policy.model.driver import facts as facts_file
 from cosmos_rl.policy.model.driver.checks import CHECKS, Failed, Probing, find_guidance
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import Check, Facts
+from cosmos_rl.policy.model.driver.media_checks import MEDIA_CHECKS
 from cosmos_rl.policy.model.driver.untouched import collect_random_states, eval_mode, not_degenerate
 from cosmos_rl.policy.model.quiet import quiet_warnings
 
@@ -62,6 +63,9 @@ def prove(
             if check is find_guidance:  # the checks before it do not look at what the denoiser computes
                 undo.enter_context(not_degenerate(probing))
             _run_check(check, probing, report)
+        if driver.row.media is not None:
+            for check in MEDIA_CHECKS:
+                _run_check(check, probing, report)
     _run_check(_leaves_random_states(before), probing, report)
     if cache is not None:
         facts_file.save(cache, key, driver.facts)

@@ -1,8 +1,10 @@
 """The one table of what a pipeline itself does not show. Most families need no row; docs/models.md says more."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from cosmos_rl.policy.model.driver.contract import Medium
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class Row:
         one_frame: a single step may be asked for with one frame, since the number only serves to prepare latents.
         absent: components that are left out when the pipeline is loaded.
         fps: frames per second of its videos, as its documentation saves them.
+        media: one sample's medium -> the arguments of the stock call that condition on it; None: it takes texts only.
+        clean_frames: least and most latent frames that media give; above 0 at least: the pipeline always needs a medium.
+        blank_each: with several prompts the stock call needs a medium for each of them.
     """
 
     guidance: str | None = None
@@ -26,6 +31,29 @@ class Row:
     one_frame: bool = False
     absent: tuple[str, ...] = ()
     fps: float = 16.0
+    media: Callable[[Medium], Mapping[str, Any]] | None = None
+    clean_frames: tuple[int, int] = (0, 0)
+    blank_each: bool = False
+
+    @property
+    def needs_media(self) -> bool:
+        """Whether the pipeline cannot be called without a medium."""
+        return self.clean_frames[0] > 0
+
+
+def _to_images(medium: Medium) -> list[Any]:
+    """The frames as the stock examples give them; of the right size already, so that nothing is resized."""
+    from PIL import Image
+
+    return [Image.fromarray(frame.numpy()) for frame in medium.frames]
+
+
+def _first_image(medium: Medium) -> Mapping[str, Any]:
+    return {"image": _to_images(medium)[0]}
+
+
+def _first_frames(medium: Medium) -> Mapping[str, Any]:
+    return {"video": _to_images(medium), "num_latent_conditional_frames": medium.clean}
 
 
 # would replace the size that is asked for by one of a list
@@ -41,7 +69,12 @@ ROWS: Mapping[str, Row] = {
     "MochiPipeline": Row(fps=30.0),
     "Cosmos2TextToImagePipeline": Row(absent=("safety_checker",)),
     # makes a black video of the full size in each call, a gigabyte a row at the usual one, and does not look at it
-    "Cosmos2_5_PredictBasePipeline": Row(one_frame=True, absent=("safety_checker",)),
+    "Cosmos2_5_PredictBasePipeline": Row(
+        one_frame=True, absent=("safety_checker",), media=_first_frames, clean_frames=(0, 2)
+    ),
+    "WanImageToVideoPipeline": Row(media=_first_image, clean_frames=(1, 1)),
+    "SanaImageToVideoPipeline": Row(call=_NO_BINNING, media=_first_image, clean_frames=(1, 1)),
+    "LTXImageToVideoPipeline": Row(fps=24.0, media=_first_image, clean_frames=(1, 1), blank_each=True),
 }
 
 

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -27,8 +27,14 @@ All three get the run, so that a callback need not refer to what refers to it: a
 OnDenoiser = Callable[["Run", str, tuple, dict], tuple[tuple, dict]]
 """(run, name of the denoiser, positional arguments, keyword arguments) -> the two to call it with."""
 
+OnOutput = Callable[["Run", Callable[[], Any]], Any]
+"""(run, the call of the denoiser) -> its output, or another one in its place."""
+
 OnDecode = Callable[["Run", Tensor], Any]
 """(run, latents as the decoder gets them) -> what the decoder would return."""
+
+_NOT_CONDITIONS = {"encode_prompt", "prepare_latents", "prepare_extra_step_kwargs"}
+"""Methods of a pipeline whose name looks like those that turn media into conditions."""
 
 
 class Stop(Exception):
@@ -50,10 +56,15 @@ class Run:
         recorded: filled with the results of the real `encode_prompt`.
         prepared: filled with the flat results of `prepare_latents`.
         prepare: flat results to give instead of calling `prepare_latents`, and how to build its result of them.
-        state: replaces the tensor at index `leaf` of the flat results of `prepare_latents`.
+        state: replaces the tensor at index `leaf` of the flat results of `prepare_latents`, or the elements of it that
+            `positions` names.
+        positions: indices into one row of that tensor, flat, in the order of the state; None: the whole of it.
+        encoded_media: results of the methods that encode media, by name and in the order of the calls, to give instead
+            of encoding.
+        recorded_media: filled with the results of the real ones.
         noise: function of a shape, instead of random numbers while `prepare_latents` runs.
         grid: (timesteps, sigmas) in place of the scheduler's own.
-        on_step, on_denoiser, on_decode: see the three types above.
+        on_step, on_denoiser, on_output, on_decode: see the types above.
         scheduler: the one that this call uses, while it lasts.
     """
 
@@ -65,14 +76,21 @@ class Run:
     spec: tree.TreeSpec | None = None
     state: Tensor | None = None
     leaf: int = 0
+    positions: Tensor | None = None
+    encoded_media: Mapping[str, Sequence[Any]] | None = None
+    recorded_media: dict[str, list[Any]] = field(default_factory=dict)
     noise: Callable[[tuple[int, ...]], Tensor] | None = None
     grid: tuple[Tensor, Tensor] | None = None
     on_step: OnStep | None = None
     on_denoiser: OnDenoiser | None = None
+    on_output: OnOutput | None = None
     on_decode: OnDecode | None = None
     scheduler: Any = None
     encoded: int = 0
     steps: int = 0
+    _inside: bool = field(default=False, init=False)
+    """In one of the methods that encode media or prepare latents; what they call in turn is a part of it."""
+    _media_calls: dict[str, int] = field(default_factory=dict, init=False)
 
     def stop(self, found: Any = None) -> NoReturn:
         """End this call with ``found``."""
@@ -81,7 +99,7 @@ class Run:
     def encode_prompt(self, real: Callable[[], Any]) -> Any:
         """The recorded results in their order, else the real ones, which are recorded."""
         if self.text is None:
-            self.recorded.append(real())
+            self.recorded.append(self._call_inside(real))
             return self.recorded[-1]
         if self.encoded == len(self.text):
             raise ValueError(
@@ -95,11 +113,37 @@ class Run:
         if self.prepare is not None:
             values, self.spec = [_copy_nested(value) for value in self.prepare[0]], self.prepare[1]
         else:
-            values, self.spec = tree.tree_flatten(real())
+            values, self.spec = tree.tree_flatten(self._call_inside(real))
             self.prepared[:] = values
         if self.state is not None:
-            values[self.leaf] = self.state
+            values[self.leaf] = put_state(self.state, values[self.leaf], self.positions)
         return tree.tree_unflatten(values, self.spec)
+
+    def encode_media(self, name: str, real: Callable[[], Any]) -> Any:
+        """The given results of one of the other methods that make conditions, else the real ones, which are noted."""
+        if self._inside:
+            return real()
+        if self.encoded_media is None:
+            found = self._call_inside(real)
+            self.recorded_media.setdefault(name, []).append(found)
+            return found
+        number = self._media_calls[name] = self._media_calls.get(name, -1) + 1
+        return self.encoded_media[name][number]
+
+    def _call_inside(self, real: Callable[[], Any]) -> Any:
+        self._inside = True
+        try:
+            return real()
+        finally:
+            self._inside = False
+
+
+def put_state(state: Tensor, leaf: Any, positions: Tensor | None) -> Tensor:
+    """States ``[n, ...]`` in the layout of `prepare_latents`: the elements that are not the state's are the leaf's."""
+    if positions is None:
+        return state
+    rows = leaf.expand(len(state), *leaf.shape[1:])
+    return rows.flatten(1).index_copy(1, positions.to(state.device), state.flatten(1).to(leaf.dtype)).view(rows.shape)
 
 
 def _copy_nested(value: Any) -> Any:
@@ -133,6 +177,8 @@ class _DenoiserFront(_Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._run.on_denoiser is not None:
             args, kwargs = self._run.on_denoiser(self._run, self._name, args, kwargs)
+        if self._run.on_output is not None:
+            return self._run.on_output(self._run, lambda: self._module(*args, **kwargs))
         return self._module(*args, **kwargs)
 
 
@@ -158,10 +204,12 @@ def view_class(pipeline_class: type) -> type:
             function = _replace_noise(plain, self._run.noise)
         return self._run.prepare_latents(lambda: function(self, *args, **kwargs))
 
+    names = [name for name in dir(pipeline_class) if name.startswith(("encode_", "prepare_"))]
     return type(
         pipeline_class.__name__,
         (pipeline_class,),
         {
+            **{name: _media_seam(pipeline_class, name) for name in set(names) - _NOT_CONDITIONS},
             "__module__": pipeline_class.__module__,
             "encode_prompt": functools.wraps(pipeline_class.encode_prompt)(encode_prompt),  # pyright: ignore
             "prepare_latents": functools.wraps(plain)(prepare_latents),
@@ -171,6 +219,16 @@ def view_class(pipeline_class: type) -> type:
             "maybe_free_model_hooks": lambda self: self._whole.maybe_free_model_hooks(),
         },
     )
+
+
+def _media_seam(pipeline_class: type, name: str) -> Any:
+    """A method that encodes media, with a run in between."""
+    stock = getattr(pipeline_class, name)
+
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run.encode_media(name, lambda: stock.__get__(self)(*args, **kwargs))
+
+    return functools.wraps(stock)(encode)
 
 
 def _replace_noise(function: Any, noise: Callable[[tuple[int, ...]], Tensor]) -> Any:

@@ -5,14 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.policy.model.driver.contract import Rollout
+from cosmos_rl.policy.model.driver.contract import Medium, Rollout
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.seams import fresh_copy
 
 
 @torch.no_grad()
-def stock_run(driver: Driver, prompts: list[str], guidance: float | None, generators: list[torch.Generator]) -> Rollout:
-    """The public stock call with nothing in it but a scheduler that notes what its step gets."""
+def stock_run(
+    driver: Driver,
+    prompts: list[str],
+    guidance: float | None,
+    generators: list[torch.Generator],
+    medium: Medium | None = None,
+) -> Rollout:
+    """The public stock call with nothing in it but a scheduler that notes what its step gets.
+
+    ``medium``: of a single prompt.
+    """
     pipeline, scheduler = driver.pipeline, fresh_copy(driver.scheduler)
     seen: list[tuple[Tensor, Tensor]] = []
     stock_step = scheduler.step
@@ -25,6 +34,8 @@ def stock_run(driver: Driver, prompts: list[str], guidance: float | None, genera
     proxy = object.__new__(type(pipeline))
     quiet = {"disable": True}
     proxy.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
-    arguments = driver.arguments(len(prompts), guidance, driver.size, prompts)
+    arguments = driver.arguments(len(prompts), guidance, driver.size, prompts, medium=medium)
+    if medium is not None:
+        (generators,) = generators  # with a list some pipelines want a list of media, too
     result = proxy(**arguments, generator=generators, output_type="pt")[0]
     return Rollout(result, [x for x, _ in seen], [], [v for _, v in seen])

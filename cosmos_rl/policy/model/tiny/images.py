@@ -5,7 +5,7 @@
 
 import diffusers as d
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, CLIPVisionConfig, CLIPVisionModel
 
 from cosmos_rl.policy.model.tiny import more_text as text
 from cosmos_rl.policy.model.tiny.parts import build_random_kl, deep_compression, load_trained_kl, randomise_zeros
@@ -28,6 +28,20 @@ def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         pad_token_id=1,
     )
     return CLIPTextModel(config).eval()
+
+
+def clip_image_encoder() -> CLIPVisionModel:
+    """CLIP of images, 32 x 32 pixels."""
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH,
+        projection_dim=CLIP_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * CLIP_WIDTH,
+        image_size=32,
+        patch_size=8,
+    )
+    return CLIPVisionModel(config).eval()
 
 
 def sana() -> d.SanaPipeline:

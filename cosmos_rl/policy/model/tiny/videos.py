@@ -3,22 +3,26 @@
 # pyright: reportArgumentType=false
 # diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant
 
+from typing import Any
+
 import diffusers as d
 import torch
+from transformers import CLIPImageProcessor
 
 from cosmos_rl.policy.model.tiny import more_text as text
-from cosmos_rl.policy.model.tiny.images import CLIP_WIDTH, clip_encoder
+from cosmos_rl.policy.model.tiny.images import CLIP_WIDTH, clip_encoder, clip_image_encoder
 from cosmos_rl.policy.model.tiny.parts import load_trained_wan_vae, randomise_zeros, wan_vae
 from cosmos_rl.policy.model.tiny.text import clip_tokenizer, t5_tokenizer
 
 
-def _wan_transformer(channels: int = 16) -> d.WanTransformer3DModel:
+def _wan_transformer(given: int = 0, **changes: Any) -> d.WanTransformer3DModel:
+    """``given``: channels that an image fills."""
     transformer = d.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=channels,
-        out_channels=channels,
+        in_channels=16 + given,
+        out_channels=16,
         text_dim=text.WIDTH,
         freq_dim=256,
         ffn_dim=64,
@@ -26,6 +30,7 @@ def _wan_transformer(channels: int = 16) -> d.WanTransformer3DModel:
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
+        **changes,
     )
     return randomise_zeros(transformer)
 
@@ -82,7 +87,57 @@ def wan22_5b() -> d.WanPipeline:
     )
 
 
+def wan_i2v() -> d.WanImageToVideoPipeline:
+    """Wan 2.1 from an image, which its CLIP encoder sees too."""
+    tokenizer = t5_tokenizer()
+    return d.WanImageToVideoPipeline(
+        tokenizer,
+        text.umt5_encoder(tokenizer),
+        wan_vae(),
+        _unipc(3.0),
+        CLIPImageProcessor(size=32, crop_size=32),
+        clip_image_encoder(),
+        _wan_transformer(given=20, image_dim=CLIP_WIDTH),
+    )
+
+
+def wan22_i2v() -> d.WanImageToVideoPipeline:
+    """Wan 2.2 from an image, with an expert for high and one for low noise."""
+    tokenizer = t5_tokenizer()
+    return d.WanImageToVideoPipeline(
+        tokenizer,
+        text.umt5_encoder(tokenizer),
+        wan_vae(),
+        _unipc(3.0),
+        transformer=_wan_transformer(given=20),
+        transformer_2=_wan_transformer(given=20),
+        boundary_ratio=0.875,
+    )
+
+
+def wan22_5b_i2v() -> d.WanImageToVideoPipeline:
+    """Wan 2.2 with one transformer that takes a time per token, from an image."""
+    tokenizer = t5_tokenizer()
+    return d.WanImageToVideoPipeline(
+        tokenizer,
+        text.umt5_encoder(tokenizer),
+        wan_vae(),
+        _unipc(5.0),
+        transformer=_wan_transformer(),
+        expand_timesteps=True,
+    )
+
+
 def sana_video() -> d.SanaVideoPipeline:
+    return _sana_video(d.SanaVideoPipeline)
+
+
+def sana_video_i2v() -> d.SanaImageToVideoPipeline:
+    """SANA-Video from an image."""
+    return _sana_video(d.SanaImageToVideoPipeline)
+
+
+def _sana_video(pipeline_class: Any) -> Any:
     tokenizer = text.gemma_tokenizer()
     transformer = d.SanaVideoTransformer3DModel(
         in_channels=16,
@@ -101,7 +156,7 @@ def sana_video() -> d.SanaVideoPipeline:
         rope_max_seq_len=32,
     )
     scheduler = d.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
-    return d.SanaVideoPipeline(
+    return pipeline_class(
         tokenizer, text.gemma_encoder(tokenizer), wan_vae(), randomise_zeros(transformer), scheduler
     )
 
@@ -205,6 +260,15 @@ def hunyuan_video() -> d.HunyuanVideoPipeline:
 
 
 def ltx() -> d.LTXPipeline:
+    return _ltx(d.LTXPipeline)
+
+
+def ltx_i2v() -> d.LTXImageToVideoPipeline:
+    """LTX from an image."""
+    return _ltx(d.LTXImageToVideoPipeline)
+
+
+def _ltx(pipeline_class: Any) -> Any:
     tokenizer = t5_tokenizer()
     transformer = d.LTXVideoTransformer3DModel(
         in_channels=8,
@@ -235,7 +299,7 @@ def ltx() -> d.LTXPipeline:
         decoder_causal=False,
     ).eval()
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1)
-    return d.LTXPipeline(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer))
+    return pipeline_class(scheduler, vae, text.t5_encoder(tokenizer), tokenizer, randomise_zeros(transformer))
 
 
 def mochi() -> d.MochiPipeline:

@@ -22,11 +22,16 @@ MAKERS = {
     "wan": "videos:wan",
     "wan2.2": "videos:wan22",
     "wan2.2-5b": "videos:wan22_5b",
+    "wan-i2v": "videos:wan_i2v",
+    "wan2.2-i2v": "videos:wan22_i2v",
+    "wan2.2-5b-i2v": "videos:wan22_5b_i2v",
     "sana-video": "videos:sana_video",
+    "sana-video-i2v": "videos:sana_video_i2v",
     "cosmos-predict2": "videos:cosmos2",
     "cosmos-predict2.5": "videos:cosmos2_5",
     "hunyuan-video": "videos:hunyuan_video",
     "ltx": "videos:ltx",
+    "ltx-i2v": "videos:ltx_i2v",
     "mochi": "videos:mochi",
 }
 """Of the preset ``unit``."""

@@ -84,12 +84,12 @@ class LocalPairs(Sequence[Item]):
         if self._frames is None:
             item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name)
             return self._keep(index, item)
-        from cosmos_rl.data.videos import load_clip
+        from cosmos_rl.data.videos import load_clip, start_of_middle
 
-        draw = None
+        choose = start_of_middle
         if sample_id is not None:
-            draw = random.Random(f"{self._seed}/window/{sample_id}")
-        clip = load_clip(self.folder / pair.file, self._frames, *self._size, draw)
+            choose = random.Random(f"{self._seed}/window/{sample_id}").randrange
+        clip = load_clip(self.folder / pair.file, self._frames, *self._size, choose)
         item = Item(clip.visual, pair.prompt, pair.name, clip.fps)
         if clip.windows == 1:
             return self._keep(index, item)

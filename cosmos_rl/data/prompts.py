@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,8 @@ class PromptRecord:
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """What the rewards get in addition to the text, such as the objects that an image of `geneval` has to show."""
+    folder: Path | None = field(default=None, compare=False)
+    """Where files that the metadata name are, if their paths are relative."""
 
     @property
     def negative_prompt(self) -> str:
@@ -151,7 +153,8 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
         why = getattr(error, "strerror", None) or str(error)
         expected = f"expected {_FORMS[path.suffix]}"
         raise UserError(f"{path.absolute()}: cannot be read ({why}); {expected}") from error
-    return parse_prompts(text, str(path.absolute()), path.suffix)
+    records = parse_prompts(text, str(path.absolute()), path.suffix)
+    return [replace(record, folder=path.absolute().parent) for record in records]
 
 
 def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:

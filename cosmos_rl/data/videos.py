@@ -1,8 +1,7 @@
 """Video files -> tensors: frames that follow one another, with their true rate. PyAV (FFmpeg) decodes."""
 
 import contextlib
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,30 @@ def count_frames(path: Path) -> int:
         return len(_list_times(container, stream))
 
 
-def load_clip(path: Path, frames: int, height: int, width: int, draw: random.Random | None = None) -> Clip:
+def start_of_middle(windows: int) -> int:
+    """The first frame of the window in the middle."""
+    return (windows - 1) // 2
+
+
+def start_of_last(windows: int) -> int:
+    """The first frame of the last window."""
+    return windows - 1
+
+
+def load_clip(
+    path: Path,
+    frames: int,
+    height: int,
+    width: int,
+    choose: Callable[[int], int] = start_of_middle,
+    *,
+    needed_by: str = "policy.diffusers.train_frames",
+) -> Clip:
     """``frames`` frames of a file, one after the other; each scaled to cover ``height`` x ``width`` and cropped.
 
     Args:
-        draw: draws the first frame among all possible ones; None: the window in the middle.
+        choose: the number of possible first frames -> the index of the one to take.
+        needed_by: the key that asks for so many frames, for the message.
 
     Raises:
         BadSample: the file cannot be decoded or is too short; the message names it.
@@ -56,12 +74,8 @@ def load_clip(path: Path, frames: int, height: int, width: int, draw: random.Ran
         times = _list_times(container, stream)
         windows = len(times) - frames + 1
         if windows < 1:
-            raise BadSample(
-                f"{printable(str(path))}: {len(times)} frames, need {frames} (policy.diffusers.train_frames)"
-            )
-        start = (windows - 1) // 2
-        if draw is not None:
-            start = draw.randrange(windows)
+            raise BadSample(f"{printable(str(path))}: {len(times)} frames, need {frames} ({needed_by})")
+        start = choose(windows)
         wanted = times[start : start + frames]
         decoded = [to_tensor(fit(image, height, width)) for image in _decode(container, stream, wanted)]
         if len(decoded) < frames:

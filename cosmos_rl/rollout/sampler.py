@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.given import Given, PromptKey, choose_given, join_key
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
@@ -32,6 +33,13 @@ class Sample:
     """What guidance leads away from."""
     seed: int | None = None
     """Seed of its start noise, as diffusers takes it; None: keyed by the run's seed and the id."""
+    given: Given | None = None
+    """What it is conditioned on besides the prompt; None where the model takes prompts only."""
+
+    @property
+    def key(self) -> PromptKey:
+        """What its conditions are kept under."""
+        return join_key(self.prompt, self.given)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class RolloutSampler:
         """Media and states; with ``keep`` false the model may leave out all states but the last."""
         spec, model = self.spec, self._model
         negative = [sample.negative for sample in samples]
-        cond = conditions([sample.prompt for sample in samples], negative if any(negative) else None)
+        cond = conditions([sample.key for sample in samples], negative if any(negative) else None)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
@@ -167,18 +175,45 @@ def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
 
 
-def group_samples(records: Iterable[tuple[int, PromptRecord]], count: int) -> list[Sample]:
+@dataclass(frozen=True)
+class Giving:
+    """How many latent frames of each prompt's medium are given.
+
+    Attributes:
+        clean_frames: least and most; (0, 0): the model takes prompts only.
+        seed: of the draw between the two, one for each group of samples; None: always the most.
+    """
+
+    clean_frames: tuple[int, int] = (0, 0)
+    seed: int | None = None
+
+    def __call__(self, position: int, record: PromptRecord) -> Given | None:
+        """What the samples of the prompt at a position of the stream are conditioned on."""
+        u = 1.0
+        if self.seed is not None and self.clean_frames[1] > 0:
+            u = float(randomness.uniform(self.seed, "conditional_frames", 0, [position])[0])
+        return choose_given(record, self.clean_frames, u)
+
+
+NOTHING_GIVEN = Giving()
+"""Samples are made of their prompts alone."""
+
+
+def group_samples(
+    records: Iterable[tuple[int, PromptRecord]], count: int, give: Giving = NOTHING_GIVEN
+) -> list[Sample]:
     """``count`` samples of each prompt, those of a prompt in a row; a record comes with its position in the stream."""
-    return [
-        Sample(position * count + k, position, record.prompt, record.metadata)
-        for position, record in records
-        for k in range(count)
-    ]
+    made = []
+    for position, record in records:
+        given = give(position, record)
+        for k in range(count):
+            made.append(Sample(position * count + k, position, record.prompt, record.metadata, given=given))
+    return made
 
 
-def build_validation_samples(records: Sequence[PromptRecord], count: int) -> list[Sample]:
+def build_validation_samples(records: Sequence[PromptRecord], count: int, give: Giving = NOTHING_GIVEN) -> list[Sample]:
     """`group_samples` for validation, where the records' own negative prompts and seeds act: sample k has seed + k."""
-    samples = group_samples(enumerate(records), count)
+    samples = group_samples(enumerate(records), count, give)
     numbered = ((sample, records[sample.group], sample.sample_id % count) for sample in samples)
     return [
         replace(sample, negative=record.negative_prompt, seed=None if record.seed is None else record.seed + k)

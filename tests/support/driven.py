@@ -121,3 +121,7 @@ def make_pair(family: Family, folder: Path) -> Pair:
     stock = load_pipeline(str(path))
     stock.set_progress_bar_config(disable=True)
     return Pair(family, driver, stock)
+
+
+CONDITIONED = ("wan-i2v", "wan2.2-i2v", "wan2.2-5b-i2v", "sana-video-i2v", "ltx-i2v")
+"""Families that need a medium: tests/model/test_conditioned.py compares them with the stock call."""

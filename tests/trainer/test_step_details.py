@@ -236,7 +236,9 @@ class Encoder:
 def noising(**diffusers: Any) -> tuple[Noising, Encoder]:
     config = Config.from_dict({"policy": {"is_diffusers": True, "diffusers": diffusers}, "train": {"seed": 5}})
     encoder = Encoder()
-    return Noising(cast(Any, SimpleNamespace(train_sampling_steps=1000)), cast(Any, encoder), config), encoder
+    return Noising(
+        cast(Any, SimpleNamespace(conditional_frames=(0, 0), train_sampling_steps=1000)), cast(Any, encoder), config
+    ), encoder
 
 
 def test_sigmas_are_those_of_numpy() -> None:

@@ -7,7 +7,8 @@ from cosmos_rl.launcher.geometry import find_geometry
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
 from cosmos_rl.launcher.pipeline_source import in_diffusers, makes_videos
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.model_rules import frames_problem, size_problem
+from cosmos_rl.policy.config.model_rules import conditional_frames_problem, frames_problem, size_problem
+from cosmos_rl.policy.model.driver.rows import find_row
 
 _POSITIONS = "pos_embed.pos_embed"
 """Tensor of a transformer that holds a vector for each position of a square."""
@@ -35,6 +36,9 @@ def media_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
         for key in ("train_frames", "inference_frames"):
             frames = getattr(diffusers, key)
             problems.append(frames_problem(f"policy.diffusers.{key}", frames, model, geometry.frame_multiple))
+        if diffusers.conditional_frames is not None:
+            able = find_row(kind).clean_frames
+            problems.append(conditional_frames_problem(diffusers.conditional_frames, model, able))
     yield from (problem for problem in problems if problem is not None)
 
 

@@ -101,3 +101,15 @@ def latents_problem(key: str, model: str, vae: str, channels: object, *, is_vide
         f'{key} = "latents": the reward service decodes latents with Wan\'s VAE ({" and ".join(_SERVICE_VAES)} with 16 '
         f'or 48 channels), and {model} has another one ({vae}); set it to "pixels"'
     )
+
+
+def conditional_frames_problem(wanted: tuple[int, int], model: str, able: tuple[int, int]) -> str | None:
+    """Why a model cannot be given so many latent frames (least and most); None: it can. ``able``: what it can do."""
+    found = f"policy.diffusers.conditional_frames = {list(wanted)}: "
+    if wanted[0] > wanted[1]:
+        return f"{found}the least is more than the most"
+    if able[0] <= wanted[0] and wanted[1] <= able[1]:
+        return None
+    if able == (0, 0):
+        return f"{found}{model} makes videos of texts alone; leave the key out"
+    return f"{found}{model} takes from {able[0]} to {able[1]}"

@@ -15,6 +15,7 @@ from cosmos_rl.policy.config.base import (
     HalfOpenFraction,
     NoEffect,
     NonNegativeFloat,
+    NonNegativeInt,
     Pattern,
     Planned,
     PositiveFloat,
@@ -136,6 +137,10 @@ class DiffusersConfig(Table):
     """Frames of a training video and of a rollout: for most models a multiple of 4, plus 1."""
     inference_frames: ForVideo[PositiveInt] = 41
     """Frames of a validation video; must be train_frames today."""
+    conditional_frames: ForVideo[tuple[NonNegativeInt, NonNegativeInt] | None] = None
+    """[least, most] latent frames of a video that are given and not generated: 0 from text, 1 from an image, 2 from a
+    video. SFT takes them from the clip, RL and validation from the prompt's "image" or "video". Unset: the least that
+    the model can do."""
     timesteps_fraction: ForRl[PositiveFraction] = 1.0
     """Share of the sample.num_steps sampling steps that are trained, rounded down."""
     nft_beta: ForRl[PositiveFloat] = 1.0

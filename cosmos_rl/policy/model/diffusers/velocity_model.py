@@ -29,7 +29,7 @@ from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
-from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.model.driver.contract import Level, Medium
 from cosmos_rl.policy.model.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
 
 TEXT_KEYWORDS = {
@@ -85,6 +85,21 @@ class VelocityModel(abc.ABC):
     @abc.abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, C, ...]`` -> media float32 in [0, 1]."""
+
+    def decode_conditioned(self, latents: Tensor, cond: Any) -> Tensor:
+        """``decode`` of samples with these conditions: some pipelines show the given frames of the media in them."""
+        return self.decode(latents)
+
+    conditional_frames: tuple[int, int] = (0, 0)
+    """Least and most latent frames that media give to a sample; (0, 0): it is made of a text alone."""
+
+    def count_given(self, clean: int) -> int:
+        """Frames of a medium that make so many latent ones."""
+        raise NotImplementedError(f"{type(self).__name__} takes no media as conditions")
+
+    def condition(self, cond: Any, media: Sequence[Medium | None]) -> Any:
+        """Conditions of B texts, with those of a medium each; None: of the text alone."""
+        raise NotImplementedError(f"{type(self).__name__} takes no media as conditions")
 
     def timestep_from_sigma(self, sigma: Tensor) -> Tensor:
         """Sigma in [0, 1], float32 -> what the transformer takes as ``timestep``, float32.
@@ -185,18 +200,30 @@ class VelocityModel(abc.ABC):
         return self._integrate(cond, self.start_state(noise), levels, kernel, step, guidance).latents
 
     def sample(
-        self, prompts: Sequence[str], noise: Tensor, *, num_steps: int, guidance: float, negative: Negative = ""
+        self,
+        prompts: Sequence[str],
+        noise: Tensor,
+        *,
+        num_steps: int,
+        guidance: float,
+        negative: Negative = "",
+        media: Sequence[Medium | None] | None = None,
     ) -> Tensor:
         """Prompts and their start noise ``[N, C, h, w]`` -> images ``[N, 3, H, W]`` in [0, 1] on the device.
 
-        ``negative`` is what guidance leads away from, one text for all or one each.
+        Args:
+            negative: what guidance leads away from, one text for all or one each.
+            media: what else each is conditioned on; None: on its text alone.
         """
         away = None
         if guidance > 1.0:
             away = negative
         cond = self.encode_prompts(prompts, away, each=True)
+        if media is not None:
+            cond = self.condition(cond, media)
         with self.eval_mode():
-            return self.decode(self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance))
+            latents = self.sample_latents(cond, noise, num_steps=num_steps, guidance=guidance)
+            return self.decode_conditioned(latents, cond)
 
     @torch.no_grad()
     def pipeline_with_logprob(
@@ -288,7 +315,9 @@ class VelocityModel(abc.ABC):
         sampled = self._integrate(
             cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
-        visuals = sampled.latents if output_type == "latent" else self.decode(sampled.latents)
+        visuals = sampled.latents
+        if output_type != "latent":
+            visuals = self.decode_conditioned(sampled.latents, cond)
         log_probs = [log_prob for log_prob in sampled.log_probs if log_prob is not None]
         return visuals, list(sampled.trajectory) or [sampled.latents], log_probs or None
 

@@ -81,9 +81,7 @@ class PipelineCalls:
         self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
         self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
         self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
-        self.size = size or smallest_size(
-            pipeline, video=self.frames_name is not None, given=self.row.clean_frames[1]
-        )
+        self.size = size or smallest_size(pipeline, video=self.frames_name is not None, given=self.row.clean_frames[1])
         self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
         self._view = view_class(type(pipeline))
         self._prepared: OrderedDict[Any, Prepared] = OrderedDict()

@@ -5,64 +5,24 @@ Each returns what it measured, in words, writes what it found into the facts, an
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver import media
 from cosmos_rl.policy.model.driver.calls import FEW_STEPS
 from cosmos_rl.policy.model.driver.conditioning import make_black
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Rollout
-from cosmos_rl.policy.model.driver.driver import Driver
-from cosmos_rl.policy.model.driver.facts import Facts
 from cosmos_rl.policy.model.driver.gradients import can_get_gradients, compute_gradients, sample_weights
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel
-from cosmos_rl.policy.model.driver.positions import measure_positions
+from cosmos_rl.policy.model.driver.positions import holds_state
+from cosmos_rl.policy.model.driver.probing import Failed, Probing
 from cosmos_rl.policy.model.driver.seams import Run
 from cosmos_rl.policy.model.driver.stock import stock_run
 
 GUIDANCE_ON = 2.0
-
-
-class Failed(Exception):
-    """A check did not hold."""
-
-
-@dataclass
-class Probing:
-    """What the checks share: ``modes`` are guidance "off" and, where it has an effect, "on"."""
-
-    driver: Driver
-    prompts: list[str]
-    facts: Facts
-    guidance: dict[str, float | None] = field(default_factory=dict)
-    conds: dict[str, DrivenCond] = field(default_factory=dict)
-    loops: dict[str, Rollout] = field(default_factory=dict)
-
-    def generators(self) -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(row) for row in range(len(self.prompts))]
-
-    def noise_like(self, x: Tensor, seed: int = 7) -> Tensor:
-        return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
-
-    @property
-    def exact(self) -> bool:
-        """Other batch sizes and layouts agree closely; in half precision they only agree roughly."""
-        weights = {weight.dtype for part in self.driver.denoisers.values() for weight in part.parameters()}
-        return weights | {self.driver.state_dtype} == {torch.float32}
-
-    def noise(self, seed: int = 7) -> Tensor:
-        """A state of noise for each prompt."""
-        return self.noise_rows(len(self.prompts), seed)
-
-    def noise_rows(self, rows: int, seed: int = 7) -> Tensor:
-        """States of noise."""
-        shape = rows, *self.facts.state_shape
-        return self.noise_like(torch.empty(shape, dtype=self.driver.state_dtype, device=self.driver.device), seed)
 
 
 def check_scheduler(probing: Probing) -> str:
@@ -105,7 +65,7 @@ def find_leaf(probing: Probing) -> str:
     ]
     facts.partial = not same and driver.row.media is not None
     if facts.partial:
-        same = [k for k, v in enumerate(run.prepared) if isinstance(v, Tensor) and _holds(driver, k)]
+        same = [k for k, v in enumerate(run.prepared) if isinstance(v, Tensor) and holds_state(driver, driver.size, k)]
     if not same:
         shapes = [tuple(value.shape) for value in run.prepared if isinstance(value, Tensor)]
         raise Failed(f"the first step gets {tuple(first.shape)}, prepare_latents gives {shapes}")
@@ -119,15 +79,6 @@ def find_leaf(probing: Probing) -> str:
     if not torch.equal(got, wanted):
         raise Failed("the first step gets another state than the one that was put in")
     return f"{tuple(first.shape)} {facts.state_dtype}"
-
-
-def _holds(driver: Driver, leaf: int) -> bool:
-    """Whether what the loop steps is a part of this tensor."""
-    try:
-        measure_positions(driver, driver.size, leaf)
-    except (UserError, ValueError, RuntimeError):  # put into another tensor the numbers may not go through at all
-        return False
-    return True
 
 
 def find_guidance(probing: Probing) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 
+
 @dataclass(frozen=True)
 class MediaCond:
     """What pipelines make of the media that samples are conditioned on; the rows lie along the first axis.

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model.driver.calls import FEW_STEPS
-from cosmos_rl.policy.model.driver.checks import Failed, Probing, largest_difference, relative_difference, require_close
+from cosmos_rl.policy.model.driver.checks import largest_difference, relative_difference, require_close
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Medium, Rollout, stack_levels
+from cosmos_rl.policy.model.driver.probing import Failed, Probing
 from cosmos_rl.policy.model.driver.stock import stock_run
 
 

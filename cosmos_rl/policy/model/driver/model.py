@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
-from cosmos_rl.diffusion.kernels import STOCK
+from cosmos_rl.diffusion.kernels import STOCK, Kernel, StepFn, transition_log_prob
+from cosmos_rl.diffusion.sampling import Sampled
 from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.config.model_rules import BINNING, call_switches, frames_problem, latents_problem
+from cosmos_rl.policy.config.model_rules import (
+    BINNING,
+    call_switches,
+    conditional_frames_problem,
+    frames_problem,
+    latents_problem,
+)
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
 from cosmos_rl.policy.model.driver.binning import require_listed_size
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
-from cosmos_rl.policy.model.driver.contract import Level, Size, stack_levels
+from cosmos_rl.policy.model.driver.contract import Level, Medium, Size, stack_levels
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.loading import list_denoisers
 from cosmos_rl.policy.model.driver.path import PATHS
@@ -62,10 +69,13 @@ class DrivenModel(DiffuserModel):
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
         # ranks that read the cache would not meet those that run the checks
         cache = facts_folder() if sharding is None else None
-        with self.on_device(*self._encoders(), self.vae), self.eval_mode(), self._autocast():
+        with self.on_device(*self._encoders(), *self._media_encoders()), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
             if config.resolution_binning:
                 require_listed_size(self.driver, probed)
+            self.conditional_frames = self._find_conditional_frames()
+            for kind in range(self.conditional_frames[0], self.conditional_frames[1] + 1):
+                self.driver.element_mask(kind)  # calls the denoiser, which all ranks must do together
         if sharding is not None:
             self._keep_ranks_in_step(sharding)
         self._path = PATHS[self.driver.path]
@@ -114,6 +124,21 @@ class DrivenModel(DiffuserModel):
             raise UserError(problem)
         self.fps = find_row(type(self.pipeline).__name__).fps
         return frames
+
+    def _find_conditional_frames(self) -> tuple[int, int]:
+        """What the configuration asks for, or the least that the pipeline can do."""
+        least, most = self.driver.row.clean_frames
+        wanted = self.config.conditional_frames
+        if wanted is None:
+            return least, least
+        problem = conditional_frames_problem(wanted, self.model_str, (least, most))
+        if problem is not None:
+            raise UserError(problem)
+        return wanted
+
+    def _media_encoders(self) -> list[torch.nn.Module]:
+        encoder = getattr(self.pipeline, "image_encoder", None)
+        return [self.vae] if encoder is None else [self.vae, encoder]
 
     @staticmethod
     def supported_model_types() -> list[str]:
@@ -186,6 +211,15 @@ class DrivenModel(DiffuserModel):
         with torch.no_grad(), self.on_device(*self._encoders()):
             return [self._encode_texts([text], [away or ""], guided=away is not None) for text, away in pairs]
 
+    def count_given(self, clean: int) -> int:
+        """See ``VelocityModel``."""
+        return self.driver.count_given(clean)
+
+    def condition(self, cond: DrivenCond, media: Sequence[Medium | None]) -> DrivenCond:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What the pipeline makes of a medium for each row, see ``VelocityModel``."""
+        with torch.no_grad(), self.on_device(*self._media_encoders()):
+            return self.driver.condition(cond, media)
+
     def _encode_texts(self, texts: list[str], away: list[str], *, guided: bool) -> DrivenCond:
         return self.driver.encode(texts, away if any(away) else None, guidance=_GUIDED if guided else None)
 
@@ -233,7 +267,7 @@ class DrivenModel(DiffuserModel):
         level = Level(self.timestep_map, self.sigma_map).rows(timestep.cpu())
         velocity = self.velocity(noised, level, cond)
         weight = loss_weight(level.sigma.to(clean_latents.device), self.config.weighting_scheme)
-        return flow_matching_loss(velocity, clean_latents, noise, weight_B=weight)
+        return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask, weight_B=weight)
 
     # ---- media -------------------------------------------------------------------------------------------------
 
@@ -269,10 +303,19 @@ class DrivenModel(DiffuserModel):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clean states -> media ``[N, (T,) 3, H, W]`` float32 in [0, 1], by the end of the stock call."""
+        return self.decode_conditioned(latents, None)
+
+    def decode_conditioned(self, latents: Tensor, cond: DrivenCond | None) -> Tensor:
+        """The same for samples with these conditions, see ``VelocityModel``."""
         pixels = self.size.height * self.size.width * self.size.frames
-        parts = latents.split(max(DECODED_PIXELS // pixels, 1))
+        size = max(DECODED_PIXELS // pixels, 1)
+        made = []
         with torch.no_grad(), self.on_device(self.vae):
-            return torch.cat([self.driver.decode(part, self.size).float() for part in parts])
+            for first in range(0, len(latents), size):
+                which = slice(first, min(first + size, len(latents)))
+                rows = None if cond is None else cond.rows(which)
+                made.append(self.driver.decode(latents[which], self.size, rows).float())
+        return torch.cat(made)
 
     def check_reward_latents(self, key: str) -> None:
         """See ``VelocityModel``: the reward service has the VAE of Wan."""
@@ -280,6 +323,8 @@ class DrivenModel(DiffuserModel):
         problem = latents_problem(key, self.model_str, kind, channels, is_video=self.config.is_video)
         if problem is not None:
             raise UserError(problem)
+        if self.conditional_frames[1] > 0:  # the frames that the decoder is given are not in the state
+            raise UserError(f'{key} = "latents": not with policy.diffusers.conditional_frames; set it to "pixels"')
 
     def reward_latents(self, latents: Tensor) -> Tensor:
         """What the pipeline would give its VAE, normalised by the VAE's own statistics, see ``VelocityModel``."""
@@ -315,7 +360,37 @@ class DrivenModel(DiffuserModel):
             shape = self.latent_shape(options["height"], options["width"])
             noise = torch.stack([torch.randn(shape, generator=one) for one in generator])
         states = self._stock_states(cond, noise, options["num_inference_steps"], options["guidance_scale"])
-        return self.decode(states[-1]), states, None
+        return self.decode_conditioned(states[-1], cond), states, None
+
+    def _integrate(
+        self,
+        cond: DrivenCond,  # pyright: ignore[reportIncompatibleMethodOverride]
+        noise: Tensor,
+        levels: Level,
+        kernel: Kernel,
+        step_fn: StepFn,
+        guidance: float,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        keep_trajectory: bool = False,
+    ) -> Sampled:
+        """Noise at the first level -> latents at the last, see ``VelocityModel``.
+
+        Given elements move along the straight line of their first velocity, as in the pipelines that lead them from
+        the first state to the medium; the others take the kernel's steps.
+        """
+        if cond.element_mask is not None:
+            step_fn = _hold_given(step_fn, kernel, cond.element_mask.to(noise.device))
+        return super()._integrate(
+            cond,  # pyright: ignore[reportArgumentType]
+            noise,
+            levels,
+            kernel,
+            step_fn,
+            guidance,
+            generators,
+            keep_trajectory=keep_trajectory,
+        )
 
     def sample_stock(
         self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
@@ -347,3 +422,26 @@ class DrivenModel(DiffuserModel):
         earlier = zip(found.states, sigmas, strict=False)
         states = [self._path.from_stock_state(state, sigma.expand(len(state))) for state, sigma in earlier]
         return [*states, found.states[-1]]
+
+
+def _hold_given(kernel_step: StepFn, kernel: Kernel, mask: Tensor) -> StepFn:
+    """Steps of a kernel on the elements of ``mask``; the others move by their velocity at the first step."""
+    first: list[Tensor] = []
+
+    def step(
+        velocity: Tensor,
+        latents: Tensor,
+        index: int,
+        sigmas: Sequence[float],
+        *,
+        history: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        first[:] = first or [velocity]
+        moved, log_prob = kernel_step(velocity, latents, index, sigmas, history=history, noise=noise)
+        if log_prob is not None:
+            log_prob = transition_log_prob(moved, latents, velocity, kernel(index, sigmas), history, mask)
+        straight = latents + (sigmas[index + 1] - sigmas[index]) * first[0]
+        return torch.where(mask, moved, straight.to(moved.dtype)), log_prob
+
+    return step

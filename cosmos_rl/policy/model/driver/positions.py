@@ -39,6 +39,7 @@ def measure_positions(calls: "PipelineCalls", size: Size, leaf: int | None = Non
     first = Run(calls.device, on_step=lambda run, _index, _v, _t, x, _stock: run.stop(x))
     with torch.no_grad():
         calls.go(first, 1, guidance, size)
+        assert first.spec is not None
         template = first.prepared[leaf]
         count, base = template[0].numel(), _BASES[template.dtype == torch.float32]
         position, found, unit = torch.arange(count), torch.zeros(0), 1
@@ -63,3 +64,12 @@ def measure_positions(calls: "PipelineCalls", size: Size, leaf: int | None = Non
     if len(index) == 0 or len(index.unique()) != len(index) or int(index.max()) >= count or int(index.min()) < 0:
         raise UserError(f"the first step gets {shape}, which are not elements of what prepare_latents gives")
     return Positions(index, shape)
+
+
+def holds_state(calls: "PipelineCalls", size: Size, leaf: int) -> bool:
+    """Whether what the loop steps is a part of this tensor."""
+    try:
+        measure_positions(calls, size, leaf)
+    except (UserError, ValueError, RuntimeError):  # put into another tensor the numbers may not go through at all
+        return False
+    return True

@@ -12,10 +12,11 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver import facts as facts_file
-from cosmos_rl.policy.model.driver.checks import CHECKS, Failed, Probing, find_guidance
+from cosmos_rl.policy.model.driver.checks import CHECKS, find_guidance
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.facts import Check, Facts
 from cosmos_rl.policy.model.driver.media_checks import MEDIA_CHECKS
+from cosmos_rl.policy.model.driver.probing import Failed, Probing
 from cosmos_rl.policy.model.driver.untouched import collect_random_states, eval_mode, not_degenerate
 from cosmos_rl.policy.model.quiet import quiet_warnings
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cosmos_rl.policy.model.driver.contract import Medium
+if TYPE_CHECKING:  # the launcher reads the table without torch
+    from cosmos_rl.policy.model.driver.contract import Medium
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Row:
         absent: components that are left out when the pipeline is loaded.
         fps: frames per second of its videos, as its documentation saves them.
         media: one sample's medium -> the arguments of the stock call that condition on it; None: it takes texts only.
-        clean_frames: least and most latent frames that media give; above 0 at least: the pipeline always needs a medium.
+        clean_frames: least and most latent frames that media give; where the least is above 0 the pipeline always needs
+            a medium.
         blank_each: with several prompts the stock call needs a medium for each of them.
     """
 
@@ -31,7 +33,7 @@ class Row:
     one_frame: bool = False
     absent: tuple[str, ...] = ()
     fps: float = 16.0
-    media: Callable[[Medium], Mapping[str, Any]] | None = None
+    media: Callable[["Medium"], Mapping[str, Any]] | None = None
     clean_frames: tuple[int, int] = (0, 0)
     blank_each: bool = False
 
@@ -41,18 +43,18 @@ class Row:
         return self.clean_frames[0] > 0
 
 
-def _to_images(medium: Medium) -> list[Any]:
+def _to_images(medium: "Medium") -> list[Any]:
     """The frames as the stock examples give them; of the right size already, so that nothing is resized."""
     from PIL import Image
 
     return [Image.fromarray(frame.numpy()) for frame in medium.frames]
 
 
-def _first_image(medium: Medium) -> Mapping[str, Any]:
+def _first_image(medium: "Medium") -> Mapping[str, Any]:
     return {"image": _to_images(medium)[0]}
 
 
-def _first_frames(medium: Medium) -> Mapping[str, Any]:
+def _first_frames(medium: "Medium") -> Mapping[str, Any]:
     return {"video": _to_images(medium), "num_latent_conditional_frames": medium.clean}
 
 

@@ -35,7 +35,8 @@ def stock_run(
     quiet = {"disable": True}
     proxy.__dict__.update({**vars(pipeline), "scheduler": scheduler, "_progress_bar_config": quiet})
     arguments = driver.arguments(len(prompts), guidance, driver.size, prompts, medium=medium)
+    drawn: Any = generators
     if medium is not None:
-        (generators,) = generators  # with a list some pipelines want a list of media, too
-    result = proxy(**arguments, generator=generators, output_type="pt")[0]
+        (drawn,) = generators  # with a list some pipelines want a list of media, too
+    result = proxy(**arguments, generator=drawn, output_type="pt")[0]
     return Rollout(result, [x for x, _ in seen], [], [v for _, v in seen])

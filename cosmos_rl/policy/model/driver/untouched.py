@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.distributed.sharding import local_part
-from cosmos_rl.policy.model.driver.checks import Probing
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.driver.driver import Driver
+from cosmos_rl.policy.model.driver.probing import Probing
 from cosmos_rl.policy.model.policies import free_gathered
 
 

@@ -156,9 +156,7 @@ def _sana_video(pipeline_class: Any) -> Any:
         rope_max_seq_len=32,
     )
     scheduler = d.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
-    return pipeline_class(
-        tokenizer, text.gemma_encoder(tokenizer), wan_vae(), randomise_zeros(transformer), scheduler
-    )
+    return pipeline_class(tokenizer, text.gemma_encoder(tokenizer), wan_vae(), randomise_zeros(transformer), scheduler)
 
 
 def cosmos2_5() -> d.Cosmos2_5_PredictBasePipeline:

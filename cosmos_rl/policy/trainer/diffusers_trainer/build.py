@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cosmos_rl.data.given import check_media
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream
@@ -45,6 +46,7 @@ def build_sft(
         model.warn_about_truncation(list_captions(pairs), "captions")
         validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
         model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
+    check_media(records or (), model.conditional_frames)
     encoders = model.build_token_counters()
     parts = SftParts(
         model=model,

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.cache import TensorCache, digest_files
+from cosmos_rl.data.given import Given, GivenPrompt, PromptKey, load_given, text_of
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, concat_all
+from cosmos_rl.policy.model.driver.contract import Medium
 from cosmos_rl.policy.model.driver.model import DrivenModel
 
 _TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
@@ -78,8 +80,24 @@ class Encoding:
         return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)
 
     @memory_phase("encoding")
-    def conditions(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> Any:
-        """Conditions of B prompts on the device, with those of their negative prompts where guidance needs them."""
+    def conditions(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> Any:
+        """Conditions of B prompts on the device, with those of their negative prompts where guidance needs them.
+
+        Of prompts that come with a medium, those of the medium too.
+        """
+        cond = self._text_conditions([text_of(prompt) for prompt in prompts], negatives)
+        given = [prompt.given for prompt in prompts if isinstance(prompt, GivenPrompt)]
+        if not given:
+            return cond
+        return self._model.condition(cond, [self.load_medium(one) for one in given])
+
+    def load_medium(self, given: Given) -> Medium | None:
+        """The frames that a sample is conditioned on; None: on none."""
+        if given.clean == 0:
+            return None
+        return Medium(load_given(given, self._model.count_given(given.clean), *self._size), given.clean)
+
+    def _text_conditions(self, prompts: Sequence[str], negatives: Sequence[str] | None) -> Any:
         if self.text_cache is None:
             return self._model.encode_prompts(prompts, negatives)
         if isinstance(self._model, DrivenModel):
@@ -158,7 +176,7 @@ def _fill_from_cache(
     return found
 
 
-Encode = Callable[[Sequence[str], Sequence[str]], Any]
+Encode = Callable[[Sequence[PromptKey], Sequence[str]], Any]
 """(prompts, negative prompts) -> their conditions on the device."""
 
 
@@ -171,10 +189,10 @@ class StepConditions:
     def __init__(self, encode: Encode) -> None:
         """``encode``: distinct pairs -> their conditions on the device."""
         self._encode = encode
-        self._index: dict[tuple[str, str], int] = {}
+        self._index: dict[tuple[PromptKey, str], int] = {}
         self._cond: Any = None
 
-    def encode_all(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> None:
+    def encode_all(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> None:
         """Encode those that are new, in one go."""
         pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._index]
@@ -186,10 +204,10 @@ class StepConditions:
             found = self._cond.concat(found)
         self._cond = found if found is not None else self._encode_pairs(list(self._index))  # their lengths differ
 
-    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> Any:
+    def _encode_pairs(self, pairs: Sequence[tuple[PromptKey, str]]) -> Any:
         return self._encode([prompt for prompt, _ in pairs], [negative for _, negative in pairs])
 
-    def __call__(self, prompts: Sequence[str], negatives: Sequence[str] | None = None) -> Any:
+    def __call__(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> Any:
         """Conditions of N prompts, repeated ones too; ``negatives`` default to the empty text."""
         self.encode_all(prompts, negatives)
         pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)

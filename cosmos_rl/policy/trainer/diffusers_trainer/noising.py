@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cosmos_rl.data.given import GivenPrompt, PromptKey, count_clean, first_frames
 from cosmos_rl.data.items import Item
 from cosmos_rl.diffusion.schedule import density, index_from_density
 from cosmos_rl.distributed import randomness
@@ -54,7 +55,7 @@ class Noising:
         if dropout > 0.0:
             drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
             prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
-        cond = self.encoding.conditions(prompts)
+        cond = self.encoding.conditions(self._give(purpose, step, ids, items, prompts))
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
             draw = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
@@ -62,3 +63,18 @@ class Noising:
             draw = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
         u = density(draw, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
         return NoisedSamples(clean, cond, noise, index_from_density(u, self._model.train_sampling_steps))
+
+    def _give(
+        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], prompts: Sequence[str]
+    ) -> list[PromptKey]:
+        """The prompts, each with the first frames of its own video where the model is conditioned on some."""
+        frames = self._model.conditional_frames
+        if frames[1] == 0:
+            return list(prompts)
+        drawn = randomness.uniform(self._seed, f"{purpose}/conditional_frames", step, ids).tolist()
+        keys: list[PromptKey] = []
+        for number, item, prompt, u in zip(ids, items, prompts, drawn, strict=True):
+            clean = count_clean(frames, u)
+            given = first_frames(item.visual, f"{number}", clean, self._model.count_given(clean))
+            keys.append(GivenPrompt(prompt, given))
+        return keys

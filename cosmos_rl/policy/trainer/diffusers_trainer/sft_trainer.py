@@ -1,13 +1,15 @@
 """Supervised fine-tuning by flow matching: captioned images -> a transformer (or its adapters)."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.given import Given, first_frames
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.items import Item, Readable
 from cosmos_rl.data.prompts import PromptRecord
@@ -22,7 +24,7 @@ from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chun
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
-from cosmos_rl.rollout.sampler import build_validation_samples
+from cosmos_rl.rollout.sampler import Giving, build_validation_samples
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
@@ -121,7 +123,8 @@ class SFTTrainer(TaskBase):
             if self._held_out is None:
                 return ValidationReport(images=self._images(self._val_prompts))
             metrics = {"val/loss_mean": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
-            images = self._images([PromptRecord(prompt) for prompt in self._held_out_prompts()])
+            prompts = self._held_out_prompts()
+            images = self._images([PromptRecord(prompt) for prompt in prompts], self._own_frames(prompts))
             return ValidationReport(metrics, images, objective=metrics["val/loss_mean"])
 
     def held_out_loss(self, notify: Notify) -> float:
@@ -186,11 +189,31 @@ class SFTTrainer(TaskBase):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _images(self, records: Sequence[PromptRecord]) -> list[Shown]:
-        """``validation.n_generation`` images per prompt; image k of prompt i has the same noise in every run."""
+    def _own_frames(self, prompts: Sequence[str]) -> dict[str, Given]:
+        """For each caption the first frames of the first held-out video that has it, where the model takes any."""
+        most = self.model.conditional_frames[1]
+        found: dict[str, Given] = {}
+        assert self._held_out is not None
+        for index in range(len(self._held_out)):
+            if most == 0 or len(found) == len(prompts):
+                break
+            for item in read_held_out(self._held_out, [index], self._val_skipped)[1]:
+                if item.prompt in prompts and item.prompt not in found:
+                    count = self.model.count_given(most)
+                    found[item.prompt] = first_frames(item.visual, f"held-out {index}", most, count)
+        return found
+
+    def _images(
+        self, records: Sequence[PromptRecord], own_frames: Mapping[str, Given] = MappingProxyType({})
+    ) -> list[Shown]:
+        """``validation.n_generation`` images per prompt; image k of prompt i has the same noise in every run.
+
+        ``own_frames``: what they are conditioned on, by prompt, where the records do not say it.
+        """
         config = self._config.policy.diffusers
         shape = self.model.latent_shape(*config.inference_size)
-        samples = build_validation_samples(records, self._config.validation.n_generation)
+        give = Giving(self.model.conditional_frames)
+        samples = build_validation_samples(records, self._config.validation.n_generation, give)
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
             noise = randomness.normal(shape, self._seed, "validation/picture", 0, indices)
@@ -200,7 +223,11 @@ class SFTTrainer(TaskBase):
             steps = config.sample.eval_num_steps or config.sample.num_steps
             prompts, negative = [samples[i].prompt for i in indices], [samples[i].negative for i in indices]
             guidance = config.sample.guidance_scale
-            found = self.model.sample(prompts, noise, num_steps=steps, guidance=guidance, negative=negative)
+            given = [own_frames.get(samples[i].prompt, samples[i].given) for i in indices]
+            media = [self.noising.encoding.load_medium(one) for one in given if one is not None]
+            found = self.model.sample(
+                prompts, noise, num_steps=steps, guidance=guidance, negative=negative, media=media or None
+            )
             return own_media.keep(indices, self.model.to_media(found)), are_finite(found)
 
         own_media = OwnMedia(self._context)

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.given import PromptKey
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 
@@ -19,7 +20,7 @@ where the loss has that term, ``velocity_norm_ratio`` where a reference was run 
 class Rows:
     """``R`` rows of one rank in one optimiser step, in the order in which they are run: a sample at a noise level."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[PromptKey]
     level: Level
     """``[R]``."""
     weight: Tensor
@@ -46,7 +47,7 @@ class MicroBatch:
     """``[B]``."""
     value: Tensor
     """``[B]``."""
-    prompts: Sequence[str]
+    prompts: Sequence[PromptKey]
     data: Mapping[str, Tensor]
     frozen: Mapping[PolicyName, Tensor] = field(default_factory=dict)
     """Velocities at ``state``, without a gradient."""
@@ -73,7 +74,7 @@ class Share:
     """This rank's samples of one optimiser step; every rank has as many."""
 
     sample_ids: Sequence[int]
-    prompts: Sequence[str]
+    prompts: Sequence[PromptKey]
     data: Mapping[str, Tensor]
     """``[S, ...]``."""
     value: Tensor

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_rl.data.items import Readable, to_item
+from cosmos_rl.data.given import PromptKey, check_media, first_frames, join_key
+from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
@@ -70,6 +71,8 @@ def build_online(
     if context.is_main:
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
+    for records in (prompts, val_prompts):
+        check_media(records, model.conditional_frames)
     encoding = Encoding(model, config)
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(
@@ -79,7 +82,7 @@ def build_online(
         encode=lambda texts, negatives: encoding.conditions(texts, negatives if guided else None),
         val_prompts=val_prompts,
         val_rewards=val_rewards,
-        held_out=_encode_held_out(config, job, encoding),
+        held_out=_encode_held_out(config, job, model, encoding),
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
@@ -94,14 +97,23 @@ def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
     return [(repr(record.prompt[:40]), record.prompt) for record in records]
 
 
-def _encode_held_out(config: Config, job: GrpoPolicyConfig, encoding: Encoding) -> HeldOut | None:
+def _encode_held_out(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, encoding: Encoding) -> HeldOut | None:
     """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
     if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
         return None
     pairs = LocalPairs.of_config(job.reward_hacking_guard.local_dir, config)
     items = [to_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
     source = digest_texts(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
-    return HeldOut(encoding.latents(items).cpu(), tuple(item.prompt for item in items), source)
+    prompts = tuple(_give_own(model, item, number) for number, item in enumerate(items))
+    return HeldOut(encoding.latents(items).cpu(), prompts, source)
+
+
+def _give_own(model: DiffuserModel, item: Item, number: int) -> PromptKey:
+    """A held-out pair's prompt with as many of its own frames as the model may be given."""
+    _, most = model.conditional_frames
+    if most == 0:
+        return item.prompt
+    return join_key(item.prompt, first_frames(item.visual, f"held-out {number}", most, model.count_given(most)))
 
 
 def _data_loss(

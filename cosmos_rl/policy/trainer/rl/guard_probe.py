@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import element_mean
+from cosmos_rl.data.given import PromptKey
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
@@ -28,7 +29,15 @@ from cosmos_rl.policy.config.plan import GUARD_SIGMAS
 from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
 from cosmos_rl.policy.trainer.rl.guard_rules import Measurement
-from cosmos_rl.rollout.sampler import Conditions, RolloutSampler, Sample, group_samples, measure_diversity
+from cosmos_rl.rollout.sampler import (
+    NOTHING_GIVEN,
+    Conditions,
+    Giving,
+    RolloutSampler,
+    Sample,
+    group_samples,
+    measure_diversity,
+)
 from cosmos_rl.utils.logging import logger
 
 GROUP = 4
@@ -41,7 +50,7 @@ class HeldOut:
 
     latents: Tensor
     """``[W, C, ...]`` float32 on the CPU."""
-    prompts: tuple[str, ...]
+    prompts: tuple[PromptKey, ...]
     source: str = ""
     """What they were made of, as text that is the same wherever they are encoded; empty: the latents themselves."""
 
@@ -57,11 +66,11 @@ def digest_texts(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def pick_diversity_samples(prompts: Sequence[PromptRecord], count: int) -> list[Sample]:
+def pick_diversity_samples(prompts: Sequence[PromptRecord], count: int, give: Giving = NOTHING_GIVEN) -> list[Sample]:
     """The samples whose diversity is measured: half of ``count``, ``GROUP`` of each prompt."""
     total = max(count // 2, GROUP)
     few = prompts[: max(min(len(prompts), total // GROUP), 1)]
-    return group_samples(enumerate(few), total // len(few))
+    return group_samples(enumerate(few), total // len(few), give)
 
 
 class GuardProbe:
@@ -84,8 +93,11 @@ class GuardProbe:
         self._model = model
         self._context = context
         self._sampler, self._evaluator = sampler, evaluator
-        self._samples = pick_diversity_samples(prompts, config.samples)
-        self._own_prompts = tuple(prompts[i % len(prompts)].prompt for i in range(config.samples))
+        give = Giving(model.conditional_frames)
+        self._samples = pick_diversity_samples(prompts, config.samples, give)
+        records = [prompts[i % len(prompts)] for i in range(config.samples)]
+        self._own_samples = [Sample(i, i, record.prompt, {}, given=give(i, record)) for i, record in enumerate(records)]
+        self._own_prompts = tuple(sample.key for sample in self._own_samples)
         self._seed = seed
         self._micro_batch, self._rollout_chunk = micro_batch, rollout_chunk
         shape = model.latent_shape(sampler.spec.height, sampler.spec.width)
@@ -133,7 +145,7 @@ class GuardProbe:
         saved = HeldOut(self.held_out.latents, self._own_prompts, "the model's own")
         if self._start.get("held_out") == saved.digest:
             return saved
-        samples = [Sample(i, i, prompt, {}) for i, prompt in enumerate(self._own_prompts)]
+        samples = self._own_samples
 
         def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
             return (self._evaluator.sample([samples[i] for i in indices], conditions, "watch/sample", 0).latents,)
@@ -143,7 +155,7 @@ class GuardProbe:
         return HeldOut(latents, self._own_prompts, saved.source)
 
     def _samples_digest(self) -> str:
-        prompts = [f"{sample.sample_id} {sample.group} {sample.prompt}" for sample in self._samples]
+        prompts = [f"{sample.sample_id} {sample.group} {sample.key}" for sample in self._samples]
         return digest_texts(self._seed, self._sampler.spec, *prompts)
 
     @torch.no_grad()

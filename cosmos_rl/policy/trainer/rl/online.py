@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompts import PromptRecord, digest_prompts
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
@@ -35,6 +36,7 @@ from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import (
+    Giving,
     Rollouts,
     RolloutSampler,
     RolloutSpec,
@@ -80,6 +82,7 @@ class OnlineTask(TaskBase):
         self._job, self.algorithm, self.model = job, algorithm, parts.model
         self._prompts, self._val_prompts, self._encode = parts.prompts, parts.val_prompts, parts.encode
         self._prompts_digest = digest_prompts(parts.prompts)  # every save asks for it
+        self._give = Giving(parts.model.conditional_frames, config.train.seed)
         self._rewards, self._val_rewards = parts.rewards, parts.val_rewards or parts.rewards
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
@@ -143,7 +146,7 @@ class OnlineTask(TaskBase):
         """This rank's samples; each chunk is being scored while the next one is sampled."""
         local, parts, futures = self.plan.samples, [], []
         samples = self._samples(step)[self._context.dp_rank * local :][:local]
-        conditions.encode_all([sample.prompt for sample in samples])
+        conditions.encode_all([sample.key for sample in samples])
         _, purpose, _ = self._draws(step).key("rollout")
         with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
             for first in range(0, len(samples), self.plan.chunk):
@@ -254,7 +257,7 @@ class OnlineTask(TaskBase):
         samples = [batch.samples[index] for index in own.indices]
         return Share(
             [sample.sample_id for sample in samples],
-            [sample.prompt for sample in samples],
+            [sample.key for sample in samples],
             learnable.select(own.indices),
             value_N[list(own.indices)],
             torch.tensor(own.weights),
@@ -283,10 +286,12 @@ class OnlineTask(TaskBase):
         if not self._val_prompts:
             return ValidationReport()
         config, names, context = self._config, self._val_rewards.names, self._context
-        samples = build_validation_samples(self._val_prompts, config.validation.n_generation)
+        samples = build_validation_samples(
+            self._val_prompts, config.validation.n_generation, Giving(self.model.conditional_frames)
+        )
         conditions = self._new_conditions()
         mine, own_media = samples[context.dp_rank :: context.dp_size], OwnMedia(context)
-        conditions.encode_all([sample.prompt for sample in mine], [sample.negative for sample in mine])
+        conditions.encode_all([sample.key for sample in mine], [sample.negative for sample in mine])
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
             notify("pre_per_step_validation_hook", {"batch_index": number})
@@ -392,7 +397,7 @@ class OnlineTask(TaskBase):
     def _samples(self, step: int) -> list[Sample]:
         """All of a step: prompts x samples, a contiguous block for each rank."""
         positions = self.stream.positions(step)
-        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self.plan.group)
+        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self.plan.group, self._give)
 
     @property
     def _kl_beta(self) -> float:
@@ -425,7 +430,7 @@ class OnlineTask(TaskBase):
         return future.result()
 
     def _warn_if_broken(
-        self, step: int, terms: Mapping[str, Tensor], prompts: Sequence[str], sigma_R: Tensor, weight_R: Tensor
+        self, step: int, terms: Mapping[str, Tensor], prompts: Sequence[PromptKey], sigma_R: Tensor, weight_R: Tensor
     ) -> None:
         """Name up to three rows of this rank whose loss counts and is not finite."""
         if not terms:
@@ -433,7 +438,7 @@ class OnlineTask(TaskBase):
         broken_R = ~terms["policy_loss"].cpu().isfinite() & (weight_R > 0)
         rows = torch.nonzero(broken_R).flatten().tolist()[:3]
         if rows:
-            first = [f"{prompts[i][:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in rows]
+            first = [f"{text_of(prompts[i])[:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in rows]
             logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(first)}")
 
     def _mean_diversity(self, own: Rollouts) -> float:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusers.loaders.lora_base import LoraBaseMixin
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor
@@ -38,6 +37,8 @@ class Adapter:
 
         Every key begins with ``transformer.``, whatever denoiser it is for: diffusers has the caller say that.
         """
+        from diffusers.loaders.lora_base import LoraBaseMixin  # late: the model's package imports diffusers first
+
         LoraBaseMixin.write_lora_layers(
             LoraBaseMixin.pack_weights({k: v.contiguous() for k, v in self.weights.items()}, "transformer"),
             save_directory=str(folder),

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from cosmos_rl.data.given import choose_given, count_clean
+from cosmos_rl.data.given import check_media, choose_given, count_clean
 from cosmos_rl.data.prompts import PromptRecord, read_prompts
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.contract import Medium
@@ -20,6 +21,7 @@ from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.loading import load_pipeline
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.driver.probe import prove
+from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
 from tests.support.family_runs import Clips, TrainedFamily, family_toml, folder_of
 from tests.support.nft_runs import nft_train, nft_trainer
 from tests.support.trainer_runs import train
@@ -39,6 +41,21 @@ FAMILIES = {
 def medium(kind: int, seed: int) -> Medium:
     pixels = np.random.default_rng(seed).integers(0, 256, (1 + 4 * (kind - 1), 32, 32, 3), dtype=np.uint8)
     return Medium(torch.from_numpy(pixels), kind)
+
+
+def require_equal_weights(first: Path, second: Path) -> None:
+    files = [sorted(one.rglob("step_3/**/*.safetensors")) for one in (first, second)]
+    assert files[0]
+    for ours, theirs in zip(*files, strict=True):
+        left, right = load_file(ours), load_file(theirs)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def built(path: Path, *options: str) -> DrivenModel:
+    model = build_model(load_config(path, list(options)), Context(torch.device("cpu")), rest_on_cpu=False)
+    assert isinstance(model, DrivenModel)
+    return model
 
 
 def proved(family: str) -> Driver:
@@ -93,12 +110,7 @@ def test_no_encoder_runs_in_a_velocity_call_and_rows_keep_their_media(monkeypatc
 @pytest.mark.parametrize("solver", ["euler", "flow"])
 def test_given_frames_arrive_at_the_medium_with_solvers_of_our_own(tmp_path: Path, solver: str) -> None:
     path = family_toml(tmp_path, COSMOS, job="nft")
-    config = load_config(path, ["--policy.diffusers.conditional_frames=[1, 2]"])
-    from cosmos_rl.distributed.context import Context
-    from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
-
-    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
-    assert isinstance(model, DrivenModel)
+    model = built(path, "--policy.diffusers.conditional_frames=[1, 2]")
     with torch.no_grad(), model.eval_mode():
         cond = model.condition(model.encode_prompts(["a cat", "a dog"]), [medium(1, 1), medium(2, 2)])
         generators = [torch.Generator().manual_seed(row) for row in range(2)]
@@ -164,18 +176,11 @@ def test_a_conditioned_run_resumes_exactly(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     again = nft_train(path, *options, resume=(copy, 1), **data)
-    files = [sorted(one.rglob("step_3/**/*.safetensors")) for one in (whole, again)]
-    assert files[0]
-    for ours, theirs in zip(*files, strict=True):
-        first, second = load_file(ours), load_file(theirs)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(value, second[name]) for name, value in first.items())
+    require_equal_weights(whole, again)
 
 
 def test_prompts_without_their_images_are_named(tmp_path: Path) -> None:
     records = read_prompts(image_prompts(tmp_path, missing=True))
-    from cosmos_rl.data.given import check_media
-
     with pytest.raises(UserError, match=r"0 \('a red square'\): no file .*gone\.png"):
         check_media(records, (0, 1))
     with pytest.raises(UserError, match='has no "image" or "video"'):
@@ -184,21 +189,53 @@ def test_prompts_without_their_images_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fine_tuning_counts_only_generated_frames(tmp_path: Path, image_folder: Path) -> None:
+def test_fine_tuning_on_drawn_numbers_of_frames_resumes_exactly(tmp_path: Path, image_folder: Path) -> None:
     path = family_toml(tmp_path, COSMOS, job="sft", images=image_folder)
-    root = train(path, "--policy.diffusers.conditional_frames=[0, 2]", dataset=Clips(9))
-    assert (root / "checkpoints").exists() or any(root.rglob("*.safetensors"))
+    options = ["--policy.diffusers.conditional_frames=[0, 2]"]
+    whole = train(path, *options, dataset=Clips(9))
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    require_equal_weights(whole, train(path, *options, resume=(copy, 1), dataset=Clips(9)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["wan-i2v", pytest.param("ltx-i2v", marks=pytest.mark.zoo)])
+def test_once_a_model_is_loaded_media_are_encoded_only_for_conditions(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = 5
+    if family.startswith("ltx"):
+        frames = 9
+    model = built(family_toml(tmp_path, TrainedFamily(family, frames=("num_frames", frames)), job="nft"))
+    assert model.conditional_frames == (1, 1)
+    with torch.no_grad(), model.eval_mode():
+        cond = model.condition(
+            model.encode_prompts(["a cat", "a dog", "the sea"]), [medium(1, row) for row in range(3)]
+        )
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("an encoder ran")
+
+        monkeypatch.setattr(model.pipeline.vae, "encode", refuse)
+        for name in ("image_encoder", "text_encoder"):
+            if getattr(model.pipeline, name, None) is not None:
+                getattr(model.pipeline, name).register_forward_pre_hook(refuse)
+        for size in (1, 2, 3):  # the first call of each number of rows too
+            rows = cond.rows(slice(0, size))
+            state = model.start_state(torch.randn(size, *model.latent_shape(32, 32)))
+            level = model.sampling_levels(4).rows(1).expand(size)
+            assert model.velocity(state, level, rows).isfinite().all()
+        generators = [torch.Generator().manual_seed(row) for row in range(3)]
+        media, _, _ = model.rollout(
+            cond, generators, height=32, width=32, num_inference_steps=2, solver="euler", deterministic=True
+        )
+    assert media.shape == (3, frames, 3, 32, 32)
 
 
 @pytest.mark.slow
 def test_the_loss_is_the_mean_over_the_generated_elements(tmp_path: Path, image_folder: Path) -> None:
-    from cosmos_rl.distributed.context import Context
-    from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
-
     path = family_toml(tmp_path, COSMOS, job="sft", images=image_folder)
-    config = load_config(path, ["--policy.diffusers.conditional_frames=[1, 1]"])
-    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
-    assert isinstance(model, DrivenModel)
+    model = built(path, "--policy.diffusers.conditional_frames=[1, 1]")
     pixels = torch.rand(2, 3, 9, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     with torch.no_grad(), model.eval_mode():
         clean = model.encode_visuals(list(pixels), 32, 32)
@@ -217,3 +254,11 @@ def test_a_number_of_given_frames_that_the_model_cannot_take_is_refused(tmp_path
     trainer_of = family_toml(tmp_path, TrainedFamily("wan", frames=("num_frames", 5)), job="nft")
     with pytest.raises(UserError, match=r"conditional_frames = \[0, 1\]: .* makes videos of texts alone"):
         nft_trainer(trainer_of, "--policy.diffusers.conditional_frames=[0, 1]")
+
+
+def test_a_model_class_that_takes_no_media_says_so(tmp_path: Path) -> None:
+    config = load_config(
+        family_toml(tmp_path, TrainedFamily("sd3"), job="nft"), ["--policy.diffusers.conditional_frames=[1, 1]"]
+    )
+    with pytest.raises(UserError, match="SD3Model makes samples of texts alone"):
+        build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)

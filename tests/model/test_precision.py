@@ -16,7 +16,8 @@ from cosmos_rl.distributed.sharding import load_shards, materialise, shard_modul
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.loading import build_empty
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
-from tests.support.family_runs import ORDINARY, family_toml, folder_of, stock_pipeline
+from tests.support.family_runs import ORDINARY, TrainedFamily, family_toml, folder_of, stock_pipeline
+from tests.support.nft_runs import nft_trainer
 
 WAN = next(family for family in ORDINARY if family.name == "wan")
 
@@ -102,3 +103,15 @@ def test_a_sharded_denoiser_embeds_the_time_in_float32_too() -> None:
         assert torch.equal(ours, theirs)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["flux", *(pytest.param(one, marks=pytest.mark.zoo) for one in ("lumina2", "chroma"))]
+)
+def test_rollouts_in_half_precision_are_decoded_by_a_vae_in_float32(tmp_path: Path, family: str) -> None:
+    path = family_toml(tmp_path, TrainedFamily(family), job="nft")
+    halves = ["--policy.diffusers.dtype=bfloat16", "--train.param_dtype=bfloat16"]
+    report = nft_trainer(path, *halves).train_step(0)
+    assert report.refusal is None
+    assert report.metrics["optim/grad_norm"] > 0

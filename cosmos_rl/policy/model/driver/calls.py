@@ -85,6 +85,8 @@ class PipelineCalls:
         self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
         self._view = view_class(type(pipeline))
         self._prepared: OrderedDict[Any, Prepared] = OrderedDict()
+        self._black_encodings: dict[Any, Any] = {}
+        self._black_results: Mapping[str, Sequence[Any]] | None = None
         self._positions: OrderedDict[Size, Positions] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -196,7 +198,7 @@ class PipelineCalls:
             values = list(first.prepared)
             if not self.facts.partial:
                 values[self.facts.leaf] = None
-            blank = Prepared(values, first.spec, first.recorded_media)
+            blank = Prepared(values, first.spec, first.media_results)
             prepared = self._keep(self._prepared, key, blank)
         run.prepare = prepared.values, prepared.spec
         if self.row.media is not None:
@@ -244,11 +246,21 @@ class PipelineCalls:
         medium: Medium | None = None,
         **more: Any,
     ) -> Any:
-        """One call of the stock pipeline. Noise that nobody sees comes from a generator of its own."""
+        """One call of the stock pipeline. Noise that nobody sees comes from a generator of its own.
+
+        Where a medium is needed and none is given, all calls have the same black one, which is encoded once.
+        """
+        blank = self.row.needs_media and medium is None
+        if blank:
+            run.kept_encodings = self._black_encodings
+            run.encoded_media = run.encoded_media or self._black_results
         generator = torch.Generator().manual_seed(0)
         arguments = self.arguments(n, guidance, size, prompts, negatives, steps, medium)
         arguments.update({"output_type": "latent", "generator": generator, **more})
-        return call_pipeline(self.pipeline, self._view, list(self.denoisers), self.scheduler, run, arguments)
+        found = call_pipeline(self.pipeline, self._view, list(self.denoisers), self.scheduler, run, arguments)
+        if blank:
+            self._black_results = self._black_results or run.recorded_media or None
+        return found
 
     def arguments(
         self,

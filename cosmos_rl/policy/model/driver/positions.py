@@ -49,7 +49,7 @@ def measure_positions(calls: "PipelineCalls", size: Size, leaf: int | None = Non
             run = Run(
                 calls.device,
                 text=first.recorded,
-                encoded_media=first.recorded_media,
+                encoded_media=first.media_results,
                 prepare=(first.prepared, first.spec),
                 on_step=lambda run, _index, _v, _t, x, _stock: run.stop(x),
                 state=digits,

@@ -62,6 +62,7 @@ class Run:
         encoded_media: results of the methods that encode media, by name and in the order of the calls, to give instead
             of encoding.
         recorded_media: filled with the results of the real ones.
+        kept_encodings: what the VAE makes of media, by their form, where all runs that share it have the same ones.
         noise: function of a shape, instead of random numbers while `prepare_latents` runs.
         grid: (timesteps, sigmas) in place of the scheduler's own.
         on_step, on_denoiser, on_output, on_decode: see the types above.
@@ -79,6 +80,7 @@ class Run:
     positions: Tensor | None = None
     encoded_media: Mapping[str, Sequence[Any]] | None = None
     recorded_media: dict[str, list[Any]] = field(default_factory=dict)
+    kept_encodings: dict[Any, Any] | None = None
     noise: Callable[[tuple[int, ...]], Tensor] | None = None
     grid: tuple[Tensor, Tensor] | None = None
     on_step: OnStep | None = None
@@ -129,6 +131,11 @@ class Run:
             return found
         number = self._media_calls[name] = self._media_calls.get(name, -1) + 1
         return self.encoded_media[name][number]
+
+    @property
+    def media_results(self) -> Mapping[str, Sequence[Any]]:
+        """What the methods that encode media gave in this run, really or not."""
+        return self.recorded_media or self.encoded_media or {}
 
     def _call_inside(self, real: Callable[[], Any]) -> Any:
         self._inside = True
@@ -182,13 +189,25 @@ class _DenoiserFront(_Front):
         return self._module(*args, **kwargs)
 
 
-class _DecoderFront(_Front):
+class _VaeFront(_Front):
     def __init__(self, vae: Any, run: Run) -> None:
         super().__init__(vae)
         self.__dict__["_run"] = run
 
-    def decode(self, z: Tensor, *_: Any, **__: Any) -> Any:
-        return self._run.on_decode(self._run, z)
+    def encode(self, media: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kept = self._run.kept_encodings
+        if kept is None:
+            return self._module.encode(media, *args, **kwargs)
+        key = tuple(media.shape), media.dtype
+        if key not in kept:
+            kept[key] = self._module.encode(media, *args, **kwargs)
+        return kept[key]
+
+    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._run.on_decode is not None:
+            return self._run.on_decode(self._run, z)
+        # states in half precision; not every pipeline converts them for a VAE in float32
+        return self._module.decode(z.to(self._module.dtype), *args, **kwargs)
 
 
 def view_class(pipeline_class: type) -> type:
@@ -300,8 +319,7 @@ def call_pipeline(
     """
     run.scheduler = held = wrap_scheduler(scheduler, run)
     fronts: dict[str, Any] = {name: _DenoiserFront(getattr(pipeline, name), name, run) for name in denoisers}
-    if run.on_decode is not None:
-        fronts["vae"] = _DecoderFront(pipeline.vae, run)
+    fronts["vae"] = _VaeFront(pipeline.vae, run)
     proxy = object.__new__(view)
     proxy.__dict__.update({**vars(pipeline), **fronts, "scheduler": held, "_run": run, "_whole": pipeline})
     proxy.__dict__["_progress_bar_config"] = {"disable": True}

@@ -1,12 +1,12 @@
 """The one sampling loop that rollouts, validation and export checks share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.kernels import Kernel, StepFn, euler, predict_clean, step_with_log_prob
+from cosmos_rl.diffusion.kernels import Kernel, StepFn, euler, predict_clean, step_with_log_prob, transition_log_prob
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """(latents ``[N, C, ...]``, sigma ``[N]`` float32) -> velocity ``[N, C, ...]``."""
@@ -78,3 +78,30 @@ def run_sampling(
             states.append(moved)
         latents = moved
     return Sampled(latents, tuple(states) if keep_trajectory else (), tuple(log_probs))
+
+
+def hold_given(kernel_step: StepFn, kernel: Kernel, mask: Tensor) -> StepFn:
+    """Steps of a kernel on the elements of ``mask``; the others are given by a medium.
+
+    These move along the straight line of their velocity at the first step, as in the pipelines that lead them from the
+    first state to the medium; in the others nothing reads them.
+    """
+    first: list[Tensor] = []
+
+    def step(
+        velocity: Tensor,
+        latents: Tensor,
+        index: int,
+        sigmas: Sequence[float],
+        *,
+        history: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        first[:] = first or [velocity]
+        moved, log_prob = kernel_step(velocity, latents, index, sigmas, history=history, noise=noise)
+        if log_prob is not None:
+            log_prob = transition_log_prob(moved, latents, velocity, kernel(index, sigmas), history, mask)
+        straight = latents + (sigmas[index + 1] - sigmas[index]) * first[0]
+        return torch.where(mask, moved, straight.to(moved.dtype)), log_prob
+
+    return step

@@ -25,7 +25,7 @@ from cosmos_rl.diffusion.kernels import (
     step_with_log_prob,
     stock_step,
 )
-from cosmos_rl.diffusion.sampling import Sampled, run_sampling
+from cosmos_rl.diffusion.sampling import Sampled, hold_given, run_sampling
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
@@ -367,6 +367,8 @@ class VelocityModel(abc.ABC):
         keep_trajectory: bool = False,
     ) -> Sampled:
         """Noise at the first level -> latents at the last."""
+        if cond.element_mask is not None:
+            step_fn = hold_given(step_fn, kernel, cond.element_mask.to(noise.device))
         each = (levels.rows(index) for index in range(len(levels.sigma)))
 
         def velocity(latents: Tensor, _sigma: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
-from cosmos_rl.diffusion.kernels import STOCK, Kernel, StepFn, transition_log_prob
-from cosmos_rl.diffusion.sampling import Sampled
+from cosmos_rl.diffusion.kernels import STOCK
 from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
@@ -362,36 +361,6 @@ class DrivenModel(DiffuserModel):
         states = self._stock_states(cond, noise, options["num_inference_steps"], options["guidance_scale"])
         return self.decode_conditioned(states[-1], cond), states, None
 
-    def _integrate(
-        self,
-        cond: DrivenCond,  # pyright: ignore[reportIncompatibleMethodOverride]
-        noise: Tensor,
-        levels: Level,
-        kernel: Kernel,
-        step_fn: StepFn,
-        guidance: float,
-        generators: Sequence[torch.Generator] = (),
-        *,
-        keep_trajectory: bool = False,
-    ) -> Sampled:
-        """Noise at the first level -> latents at the last, see ``VelocityModel``.
-
-        Given elements move along the straight line of their first velocity, as in the pipelines that lead them from
-        the first state to the medium; the others take the kernel's steps.
-        """
-        if cond.element_mask is not None:
-            step_fn = _hold_given(step_fn, kernel, cond.element_mask.to(noise.device))
-        return super()._integrate(
-            cond,  # pyright: ignore[reportArgumentType]
-            noise,
-            levels,
-            kernel,
-            step_fn,
-            guidance,
-            generators,
-            keep_trajectory=keep_trajectory,
-        )
-
     def sample_stock(
         self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
     ) -> Tensor:
@@ -422,26 +391,3 @@ class DrivenModel(DiffuserModel):
         earlier = zip(found.states, sigmas, strict=False)
         states = [self._path.from_stock_state(state, sigma.expand(len(state))) for state, sigma in earlier]
         return [*states, found.states[-1]]
-
-
-def _hold_given(kernel_step: StepFn, kernel: Kernel, mask: Tensor) -> StepFn:
-    """Steps of a kernel on the elements of ``mask``; the others move by their velocity at the first step."""
-    first: list[Tensor] = []
-
-    def step(
-        velocity: Tensor,
-        latents: Tensor,
-        index: int,
-        sigmas: Sequence[float],
-        *,
-        history: Tensor | None = None,
-        noise: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        first[:] = first or [velocity]
-        moved, log_prob = kernel_step(velocity, latents, index, sigmas, history=history, noise=noise)
-        if log_prob is not None:
-            log_prob = transition_log_prob(moved, latents, velocity, kernel(index, sigmas), history, mask)
-        straight = latents + (sigmas[index + 1] - sigmas[index]) * first[0]
-        return torch.where(mask, moved, straight.to(moved.dtype)), log_prob
-
-    return step

@@ -41,8 +41,7 @@ def _unipc(shift: float) -> d.UniPCMultistepScheduler:
 
 def wan() -> d.WanPipeline:
     """Wan 2.1."""
-    tokenizer = t5_tokenizer()
-    return d.WanPipeline(tokenizer, text.umt5_encoder(tokenizer), wan_vae(), _unipc(3.0), _wan_transformer())
+    return _wan(d.WanPipeline, _unipc(3.0))
 
 
 def wan_shapes() -> d.WanPipeline:
@@ -67,23 +66,35 @@ def wan_shapes() -> d.WanPipeline:
 
 def wan22() -> d.WanPipeline:
     """Wan 2.2 with an expert for high and one for low noise."""
-    tokenizer = t5_tokenizer()
-    return d.WanPipeline(
-        tokenizer,
-        text.umt5_encoder(tokenizer),
-        wan_vae(),
-        _unipc(3.0),
-        transformer=_wan_transformer(),
-        transformer_2=_wan_transformer(),
-        boundary_ratio=0.875,
-    )
+    return _wan(d.WanPipeline, _unipc(3.0), transformer_2=_wan_transformer(), boundary_ratio=0.875)
 
 
 def wan22_5b() -> d.WanPipeline:
     """Wan 2.2 with one transformer that takes a time per token."""
+    return _wan(d.WanPipeline, _unipc(5.0), expand_timesteps=True)
+
+
+def wan22_i2v() -> d.WanImageToVideoPipeline:
+    """Wan 2.2 from an image, with an expert for high and one for low noise."""
+    second = _wan_transformer(given=20)
+    return _wan(d.WanImageToVideoPipeline, _unipc(3.0), given=20, transformer_2=second, boundary_ratio=0.875)
+
+
+def wan22_5b_i2v() -> d.WanImageToVideoPipeline:
+    """Wan 2.2 with one transformer that takes a time per token, from an image."""
+    return _wan(d.WanImageToVideoPipeline, _unipc(5.0), expand_timesteps=True)
+
+
+def _wan(pipeline_class: Any, scheduler: Any, *, given: int = 0, **parts: Any) -> Any:
+    """``given``: channels of the transformer that an image fills."""
     tokenizer = t5_tokenizer()
-    return d.WanPipeline(
-        tokenizer, text.umt5_encoder(tokenizer), wan_vae(), _unipc(5.0), _wan_transformer(), expand_timesteps=True
+    return pipeline_class(
+        tokenizer=tokenizer,
+        text_encoder=text.umt5_encoder(tokenizer),
+        vae=wan_vae(),
+        scheduler=scheduler,
+        transformer=_wan_transformer(given=given),
+        **parts,
     )
 
 
@@ -98,33 +109,6 @@ def wan_i2v() -> d.WanImageToVideoPipeline:
         CLIPImageProcessor(size=32, crop_size=32),
         clip_image_encoder(),
         _wan_transformer(given=20, image_dim=CLIP_WIDTH),
-    )
-
-
-def wan22_i2v() -> d.WanImageToVideoPipeline:
-    """Wan 2.2 from an image, with an expert for high and one for low noise."""
-    tokenizer = t5_tokenizer()
-    return d.WanImageToVideoPipeline(
-        tokenizer,
-        text.umt5_encoder(tokenizer),
-        wan_vae(),
-        _unipc(3.0),
-        transformer=_wan_transformer(given=20),
-        transformer_2=_wan_transformer(given=20),
-        boundary_ratio=0.875,
-    )
-
-
-def wan22_5b_i2v() -> d.WanImageToVideoPipeline:
-    """Wan 2.2 with one transformer that takes a time per token, from an image."""
-    tokenizer = t5_tokenizer()
-    return d.WanImageToVideoPipeline(
-        tokenizer,
-        text.umt5_encoder(tokenizer),
-        wan_vae(),
-        _unipc(5.0),
-        transformer=_wan_transformer(),
-        expand_timesteps=True,
     )
 
 

@@ -39,6 +39,8 @@ def build_sft(
     if config.validation.enable:
         pairs, held_out = _hold_out(config, pairs, val_dataset)
         records = _read_validation_prompts(held_out, config)
+    # at once where the key says it: loading the model takes long
+    check_media(records or (), config.policy.diffusers.conditional_frames or (0, 0))
     stream = _pair_stream(config, len(pairs))
     model = build_model(config, context, rest_on_cpu=job.cached_latents or job.cached_text)
     model.warns_of_cuts = context.is_main

@@ -28,9 +28,12 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Diffu
 
     Args:
         rest_on_cpu: encoders and decoder leave the device when they are not in use.
+
+    Raises:
+        UserError: the pipeline does not fit the configuration.
     """
     torch.manual_seed(randomness.torch_seed(config.train.seed, "init"))  # what a library draws while it builds it
-    return ModelRegistry.build_diffusers_model(
+    model = ModelRegistry.build_diffusers_model(
         config,
         param_dtype=config.train.param_dtype,
         device=context.device,
@@ -39,6 +42,13 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Diffu
         sharding=build_sharding(config, context),
         rest_on_cpu=rest_on_cpu,
     )
+    wanted = config.policy.diffusers.conditional_frames
+    if wanted is not None and wanted != model.conditional_frames:
+        raise UserError(
+            f"policy.diffusers.conditional_frames = {list(wanted)}: {type(model).__name__} makes samples of texts "
+            "alone; leave the key out"
+        )
+    return model
 
 
 def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig, total_steps: int) -> Optimizer:

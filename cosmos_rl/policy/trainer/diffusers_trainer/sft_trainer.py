@@ -65,6 +65,7 @@ class SFTTrainer(TaskBase):
         self._captions: list[str] | None = None
         bound = config.train.train_policy.max_skipped_frac
         self._skipped = Skipped(len(parts.pairs), bound)
+        self._first_frames: dict[str, Given] = {}
         self._val_skipped = Skipped(len(parts.held_out or ()), bound, consequence="validation continues without")
         self._describe()
 
@@ -191,8 +192,7 @@ class SFTTrainer(TaskBase):
 
     def _own_frames(self, prompts: Sequence[str]) -> dict[str, Given]:
         """For each caption the first frames of the first held-out video that has it, where the model takes any."""
-        most = self.model.conditional_frames[1]
-        found: dict[str, Given] = {}
+        most, found = self.model.conditional_frames[1], self._first_frames
         assert self._held_out is not None
         for index in range(len(self._held_out)):
             if most == 0 or len(found) == len(prompts):

@@ -60,6 +60,8 @@ def build_online(
     if config.validation.enable:
         val_prompts = _records(open_dataset(val_dataset, config, "val_dataset"))
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
+    # at once where the key says it: loading the model takes long
+    check_media((*prompts, *val_prompts), config.policy.diffusers.conditional_frames or (0, 0))
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = None
     if val_prompts:
@@ -71,8 +73,7 @@ def build_online(
     if context.is_main:
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
-    for records in (prompts, val_prompts):
-        check_media(records, model.conditional_frames)
+    check_media((*prompts, *val_prompts), model.conditional_frames)
     encoding = Encoding(model, config)
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(

@@ -83,7 +83,7 @@ def test_the_loss_and_validation_see_the_same_prompts_as_sampling(tmp_path: Path
     assert torch.equal(drawn, ours)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_a_listed_size_is_made_as_by_the_stock_call_with_its_list(tmp_path: Path) -> None:
     size = "--policy.diffusers.inference_size=[512, 512]"
     model = loaded(tmp_path, SANA, BINNING, size)

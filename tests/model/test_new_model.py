@@ -85,7 +85,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["images", pytest.param("videos", marks=pytest.mark.zoo)])
+@pytest.mark.zoo
+@pytest.mark.parametrize("kind", ["images", "videos"])
 def test_the_documented_class_trains_on_two_ranks_as_on_one(
     write_toml: Callable[..., Path], tmp_path: Path, kind: str
 ) -> None:

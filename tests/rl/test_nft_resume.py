@@ -97,7 +97,7 @@ def test_another_reward_is_reported_and_other_prompts_are_refused_on_resume(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["lora", "hard copies, several steps"])
+@pytest.mark.parametrize("name", ["lora", pytest.param("hard copies, several steps", marks=pytest.mark.zoo)])
 def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
     tmp_path: Path, tiny_sd3: Path, name: str
 ) -> None:

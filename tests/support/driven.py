@@ -54,7 +54,7 @@ ZOO = [
     Family("z-image", off=0.0),
     Family("sana-video", frames=("frames", 5), call=SPELT, t="whole"),
     Family("cosmos-predict2", path="edm", one_call=False, decoded=1.01 / 255),  # it cuts pixels to bytes
-    Family("cosmos-predict2.5", frames=("num_frames", 5), t="whole"),
+    Family("cosmos-predict2.5", frames=("num_frames", 9), t="whole"),  # one more latent frame than media may give
     Family("wan2.2", frames=("num_frames", 5), t="whole"),
     Family("wan2.2-5b", frames=("num_frames", 5), t="whole"),
     Family("hunyuan-video", "true_cfg_scale", frames=("num_frames", 5), negative="", call=PLAIN),

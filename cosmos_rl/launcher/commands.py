@@ -65,16 +65,41 @@ def create_prompts(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Turn a checkpoint into a folder that stock diffusers loads (an adapter or a whole pipeline)."""
+    """Turn a checkpoint into a folder that stock diffusers loads (an adapter or a pipeline), or into a .pt file."""
     parser = argparse.ArgumentParser(prog="cosmos-rl export", description=export.__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a run folder (its newest step), …/step_<N> or …/step_<N>/policy")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder, or a new .pt file")
+    parser.add_argument(
+        "--format",
+        choices=["diffusers", "cosmos-pt"],
+        default="diffusers",
+        help="cosmos-pt: one file like the checkpoints of Cosmos-Predict2.5, an adapter merged (diffusers)",
+    )
     given = parser.parse_args(argv)
+    if given.format == "cosmos-pt" and given.out.suffix != ".pt":
+        raise UserError(f"--out {given.out}: --format cosmos-pt writes one file, name it <name>.pt")
     policy = find_checkpoint(given.checkpoint)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
     with report_full_disk(given.out, remedy=""):
-        print(export_checkpoint(policy, given.out))
+        print(export_checkpoint(policy, given.out, given.format))
+    return 0
+
+
+def import_weights(argv: Sequence[str]) -> int:
+    """Make a pipeline folder of a `.pt` checkpoint of Cosmos-Predict2.5, which holds a transformer alone."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl import", description=import_weights.__doc__, allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="the .pt file")
+    parser.add_argument("--base", required=True, help="pipeline (folder or hub name) that has the other parts")
+    parser.add_argument("--revision", help="of the base on the hub")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    given = parser.parse_args(argv)
+    if not given.file.expanduser().is_file():
+        raise UserError(f"{given.file}: no such file")
+    from cosmos_rl.policy.trainer.offline import import_consolidated  # imports torch: seconds
+
+    with report_full_disk(given.out, remedy=""):
+        print(import_consolidated(given.file, given.base, given.revision, given.out))
     return 0
 
 

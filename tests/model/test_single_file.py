@@ -1,5 +1,6 @@
 """Models in one file, in and out."""
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -69,7 +70,11 @@ def test_files_of_other_kinds_are_named(
     assert why in problem_of(file)
     file.write_bytes(b"no header")
     assert "not a complete .safetensors file" in problem_of(file)
-    assert "only of .safetensors files" in problem_of(file.parent / "config.toml")
+    assert "only of .safetensors and .pt files" in problem_of(file.parent / "config.toml")
+    large = tmp_path / "my x.pt"
+    large.touch()
+    os.truncate(large, 28_000_000_000)  # no disk is used
+    assert f"cosmos-rl import '{large}' --base nvidia/Cosmos-Predict2.5-14B" in problem_of(large)
 
 
 def test_the_base_is_known_by_the_names_of_the_tensors() -> None:

@@ -1,5 +1,7 @@
-"""A model in one file, as model-sharing sites offer it: recognised, and refused with the command that makes a folder of
-it. No torch."""
+"""A model in one file, as model-sharing sites offer it: recognised, and refused with the command that makes a folder.
+
+No torch.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -8,6 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 _LARGE_BLOCKS = 38
+_LARGE_BYTES = 16e9
+"""Between the 2 B and the 14 B model of Cosmos-Predict2.5, in any dtype."""
 _TO_FOLDER = (
     "from diffusers import SD3Transformer2DModel as T, StableDiffusion3Pipeline as P; base = {base!r}; "
     "P.from_pretrained(base, transformer=T.from_single_file({file!r}, config=base, subfolder='transformer'))"
@@ -21,8 +25,10 @@ def find_single_file_problem(name: str) -> str | None:
     if not path.is_file():
         return None
     what = f'policy.model_name_or_path = "{name}": is one file, and a pipeline is a folder with a model_index.json'
+    if path.suffix == ".pt":
+        return f"{what}. Of a checkpoint of Cosmos-Predict2.5 this makes one:\n  {_write_import_command(path)}"
     if path.suffix != ".safetensors":
-        return f"{what}; only of .safetensors files it is known how to make one"
+        return f"{what}; only of .safetensors and .pt files it is known how to make one"
     try:
         with safe_open(path, framework="np") as file:
             keys = list(file.keys())
@@ -39,6 +45,14 @@ def find_single_file_problem(name: str) -> str | None:
         f"{what}. This makes one, with the VAE and the text encoders of {base}:\n  python -c {shlex.quote(code)}\n"
         f"  then policy.model_name_or_path = {folder!r}"
     )
+
+
+def _write_import_command(file: Path) -> str:
+    size = "2B"
+    if file.stat().st_size > _LARGE_BYTES:
+        size = "14B"
+    base = f"--base nvidia/Cosmos-Predict2.5-{size} --revision diffusers/base/post-trained"
+    return f"cosmos-rl import {shlex.quote(str(file))} {base} --out {shlex.quote(str(file.with_suffix('')))}"
 
 
 def find_base(keys: Sequence[str]) -> str | None:

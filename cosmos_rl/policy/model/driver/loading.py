@@ -38,6 +38,20 @@ def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: st
     Raises:
         UserError: there is none, or a part cannot be loaded.
     """
+    folder = fetch_pipeline(name, revision)
+    try:
+        with quiet_libraries():
+            return read_pipeline(folder, dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
+
+
+def fetch_pipeline(name: str, revision: str | None) -> Path:
+    """The folder of a pipeline; one on the hub is downloaded.
+
+    Raises:
+        UserError: there is none.
+    """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     folder = Path(name).expanduser()
@@ -45,12 +59,11 @@ def load_pipeline(name: str, *, dtype: torch.dtype = torch.float32, revision: st
         with quiet_libraries():
             if not folder.is_dir():
                 folder = Path(DiffusionPipeline.download(name, revision=revision))
-            if not (folder / "model_index.json").is_file():
-                raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
-            pipeline = read_pipeline(folder, dtype)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{name}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
-    return pipeline
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"{name}: not a pipeline folder, it has no model_index.json")
+    return folder
 
 
 def read_pipeline(folder: Path, dtype: Any, **parts: Any) -> Any:

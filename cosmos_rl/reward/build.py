@@ -130,6 +130,7 @@ class _AllRewards:
         self._sums = [scorer.sum for scorer in scorers]
         rewards = [reward for one in self._sums for reward in one.rewards]
         self._names = tuple(reward.name for reward in rewards)
+        self.terms: Sequence[str] = tuple(reward.name for reward in rewards if reward.is_term)
         self._weights = {reward.name: one.factor(reward) for one in self._sums for reward in one.rewards}
         self.bounds: Mapping[str, tuple[float, float]] = {
             reward.name: one.bounds(reward) for one in self._sums for reward in one.rewards
@@ -185,6 +186,7 @@ class _NoRewards:
     """`bypass_reward = true`: every total is 0 and there are no scores."""
 
     names: Sequence[str] = ()
+    terms: Sequence[str] = ()
     weights: Mapping[str, float] = MappingProxyType({})
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     origins: Mapping[str, str] = MappingProxyType({})

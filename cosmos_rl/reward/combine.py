@@ -19,6 +19,8 @@ class Reward:
     clip_max: float
     origin: str = ""
     """What gives it, with a digest of a function's source: so that a resumed run notices another one."""
+    is_term: bool = False
+    """Whether it is only shown, as a term of another one."""
 
 
 @dataclass(frozen=True)

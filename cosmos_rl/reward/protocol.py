@@ -22,6 +22,8 @@ _USUAL_KEYS = {
     "cosmos_reason1": "no_score",
     "dance_grpo": "overall_reward",
 }
+_TERMS = {("dance_grpo", "overall_reward"): "vq_reward+mq_reward+ta_reward"}
+"""Scores that the service has added up."""
 _USUAL_FPS = 16.0
 _GEN_EVAL = "gen_eval"
 
@@ -36,6 +38,8 @@ class Asked:
     """Reward type at the service."""
     score_key: str
     """A field of the answer, or several with ``+`` between them."""
+    optional: bool = False
+    """Whether a service may leave it out."""
 
 
 def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
@@ -55,6 +59,17 @@ def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
         else:
             asked.append(Asked(entry.name, entry.name, key))
     return asked
+
+
+def list_terms(asked: Sequence[Asked]) -> list[Asked]:
+    """The terms of those scores that are sums, for metrics: a sum hides that one of them collapses."""
+    known = {(one.reward, one.score_key) for one in asked}
+    terms = {}
+    for one in asked:
+        keys = _TERMS.get((one.reward, one.score_key), one.score_key).split("+")
+        for key in keys if len(keys) > 1 else ():
+            terms[one.reward, key] = Asked(f"{one.reward}.{key}", one.reward, key, optional=True)
+    return [term for place, term in terms.items() if place not in known]
 
 
 def build_reward_fn(table: RemoteRewardConfig) -> dict[str, float]:
@@ -142,6 +157,8 @@ def read_scores(answer: object, asked: Asked, count: int) -> list[float | str]:
     if asked.score_key not in scores:
         keys = asked.score_key.split("+")
     unknown = [key for key in keys if key not in scores]
+    if unknown and asked.optional:
+        return [f"the service gives no {unknown[0]}"] * count
     if unknown:
         raise UserError(
             f'remote_reward.reward_fns: score_key "{asked.score_key}" of the reward {asked.reward}: the service gives '

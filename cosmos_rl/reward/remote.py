@@ -1,6 +1,7 @@
 """Rewards from the reward service, asked for in a thread with an event loop of its own."""
 
 import asyncio
+import math
 import threading
 import uuid
 from collections.abc import Coroutine, Mapping
@@ -14,7 +15,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
 from cosmos_rl.reward.access import read_service_access
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores
-from cosmos_rl.reward.protocol import build_reward_fn, list_requested_scores, read_scores, request_body
+from cosmos_rl.reward.protocol import build_reward_fn, list_requested_scores, list_terms, read_scores, request_body
 from cosmos_rl.reward.service import Forgotten, Lost, ServiceClient
 from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.utils.logging import logger
@@ -23,6 +24,8 @@ _BREAKER = 5
 """Requests in a row without any result after which the run stops."""
 _SENDINGS = 3
 """How often a request is sent that the service forgets."""
+_MAX_BYTES, _MAX_DECODED_BYTES = 2**28 - 2**20, 2**32
+"""Of the arrays in a request, and of the pixels that they stand for: what the service takes by default."""
 _START_S = _CLOSE_S = 5.0
 
 T = TypeVar("T")
@@ -50,6 +53,10 @@ class RemoteScorer:
             if entry.has_wide_clip:
                 message = "reward %s: its scores are wide, so clip_min = %g and clip_max = %g are taken; set your own"
                 logger.warning(message, entry.name, entry.lower, entry.upper)
+        for term in list_terms(self._asked):
+            origin = f"{term.reward} of the reward service"
+            rewards.append(Reward(term.name, 0.0, -math.inf, math.inf, origin, is_term=True))
+            self._asked.append(term)
         self.sum = RewardSum(tuple(rewards), table.scale, table.reward_clip_min, table.reward_clip_max)
         self._lost_in_a_row = 0
         self._failed: BaseException | None = None
@@ -82,7 +89,7 @@ class RemoteScorer:
             await self._closing.wait()
 
     async def _score(self, request: ScoringRequest) -> Scores:
-        count, size = len(request.prompts), self._table.batch_size
+        count, size = len(request.prompts), self._count_per_request(request)
         parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
         columns = await _gather_or_cancel(*(self._part(request, rows) for rows in parts))
         values, reasons = {}, {}
@@ -113,13 +120,21 @@ class RemoteScorer:
                 self._failed = self._failed or error
                 raise
 
+    def _count_per_request(self, request: ScoringRequest) -> int:
+        """Samples that travel together: as many as `batch_size` and the service's limits allow, at least one."""
+        sent, decoded = self._array(request)[0].nbytes, request.media[0].nbytes
+        return max(1, min(self._table.batch_size, _MAX_BYTES // sent, _MAX_DECODED_BYTES // decoded))
+
+    def _array(self, request: ScoringRequest) -> torch.Tensor:
+        if self._table.payload == "pixels":
+            return request.media
+        if request.latents is None:
+            raise RuntimeError("latents are to be sent, and the request has none")
+        return request.latents
+
     def _body(self, request: ScoringRequest, rows: range) -> bytearray:
         part = slice(rows.start, rows.stop)
-        media = request.media[part].numpy()
-        if self._table.payload == "latents":
-            if request.latents is None:
-                raise RuntimeError("latents are to be sent, and the request has none")
-            media = request.latents[part].numpy()
+        media = self._array(request)[part].numpy()
         return request_body(media, request.prompts[part], request.metadata[part], self._reward_fn, request.fps)
 
     async def _answers(self, body: bytearray) -> Answers:

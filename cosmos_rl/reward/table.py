@@ -70,6 +70,11 @@ class Rewards(Protocol):
         ...
 
     @property
+    def terms(self) -> Sequence[str]:
+        """Names of those that are only shown, as terms of others."""
+        ...
+
+    @property
     def weights(self) -> Mapping[str, float]:
         """Scale times weight of each; 0: measured, not trained on."""
         ...

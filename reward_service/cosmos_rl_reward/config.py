@@ -67,6 +67,8 @@ class RewardArgs(WorkerArgs):
     enable: bool = True
     options: dict[str, Any] = {}
     """The reward's own options."""
+    video_frames: int = Field(0, ge=0)
+    """Frames of a video that a reward of images scores, evenly spaced, for their mean; 0: all."""
     max_batch: int = Field(0, ge=0)
     """Most samples of several jobs in one call; 0 leaves it to the reward."""
     max_wait_ms: float = Field(2.0, ge=0)

@@ -5,10 +5,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import RemoteRewardConfig
-from cosmos_rl.reward.protocol import Asked, build_reward_fn, list_requested_scores, read_scores, request_body
+from cosmos_rl.policy.config import Config, RemoteRewardConfig
+from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.protocol import (
+    Asked,
+    build_reward_fn,
+    list_requested_scores,
+    list_terms,
+    read_scores,
+    request_body,
+)
 from cosmos_rl.reward.remote import RemoteScorer
 from tests.support.reward_requests import WAIT, grey, request, table
 from tests.support.reward_server import RewardServer
@@ -94,6 +103,54 @@ def test_two_scores_of_one_reward_are_one_request(start: Callable[..., RemoteSco
     assert scores.values["r.r+r_reward"].tolist() == pytest.approx([3 * g for g in grey(2)])
     assert [job.line["reward_fn"] for job in server.jobs] == [{"r": 1.0}]
     assert len(server.pulls) == 1
+
+
+def test_requests_stay_within_what_the_service_takes(
+    start: Callable[..., RemoteScorer], server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clips = torch.zeros(5, 3, 4, 4, 3, dtype=torch.uint8)  # 144 bytes each
+    latents = torch.zeros(5, 16, 1, 1, 1, dtype=torch.float16)  # 32 bytes each
+    monkeypatch.setattr("cosmos_rl.reward.remote._MAX_BYTES", 300)
+    start(batch_size=4).submit(request(5, media=clips)).result(WAIT)
+    assert sorted(len(job.array) for job in server.jobs) == [1, 2, 2]
+    server.jobs.clear()
+    start(batch_size=4, payload="latents").submit(request(5, media=clips, latents=latents)).result(WAIT)
+    assert sorted(len(job.array) for job in server.jobs) == [1, 4]
+    server.jobs.clear()
+    monkeypatch.setattr(
+        "cosmos_rl.reward.remote._MAX_DECODED_BYTES", 100
+    )  # less than one: it is for the service to say
+    start(payload="latents").submit(request(2, media=clips[:2], latents=latents[:2])).result(WAIT)
+    assert [job.array.shape for job in server.jobs] == [(1, 16, 1, 1, 1)] * 2
+
+
+def test_the_terms_of_a_sum_are_listed_unless_they_are_asked_for() -> None:
+    assert [one.name for one in list_terms([Asked("dance_grpo", "dance_grpo", "overall_reward")])] == [
+        "dance_grpo.vq_reward",
+        "dance_grpo.mq_reward",
+        "dance_grpo.ta_reward",
+    ]
+    asked = [Asked("r.a", "r", "a"), Asked("r.a+b", "r", "a+b"), Asked("s", "s", "s")]
+    assert list_terms(asked) == [Asked("r.b", "r", "b", optional=True)]
+
+
+def test_terms_are_shown_by_themselves_and_not_trained_on(server: RewardServer) -> None:
+    rows = {"overall_reward": [3.0, 1.0], "vq_reward": [0.5, 0.5], "mq_reward": [2.0, None]}
+    server.pull = lambda job, reward, tries: (200, {"scores": rows})
+    job = {"type": "grpo", "use_remote_reward": True, "remote_reward": {"reward_fns": [{"name": "dance_grpo"}]}}
+    rewards = make_rewards(Config.model_validate({"train": {"train_policy": job}}), None, validation=False)
+    try:
+        found = rewards.submit(request(2, media=torch.zeros(2, 3, 4, 4, 3, dtype=torch.uint8))).result(WAIT)
+    finally:
+        rewards.close()
+    assert found.total_N.tolist() == [3.0, 1.0]
+    assert found.reasons == {}
+    assert list(found.scores) == list(rewards.names) == ["dance_grpo", *rewards.terms]
+    assert found.scores["dance_grpo.vq_reward"].tolist() == [0.5, 0.5]
+    assert found.scores["dance_grpo.mq_reward"].isnan().tolist() == [False, True]
+    assert found.scores["dance_grpo.ta_reward"].isnan().all()  # a service that gives no such field
+    assert [rewards.weights[name] for name in rewards.names] == [1.0, 0.0, 0.0, 0.0]
+    assert len(server.jobs) == 1
 
 
 # ---- what comes back -----------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def _rewards(config: Config, model: DiffuserModel, made: Rollouts) -> Iterator[F
         return
     finally:
         rewards.close()
-    for name in rewards.names:
+    for name in (name for name in rewards.names if name not in rewards.terms):
         yield _reward(name, table, probed.scores[name])
     total = table.total_N[~table.missing_N]
     counted = [total] if job.normalise_rewards == "sum" else list(clip_scores(rewards, table.scores).values())

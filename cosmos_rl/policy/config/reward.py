@@ -55,7 +55,7 @@ class RemoteRewardConfig(Table):
     reward_clip_max: StrictFloat = 5.0
     """A larger sum counts as this."""
     batch_size: PositiveInt = 16
-    """Most samples in one request."""
+    """Most samples in one request; fewer travel where they would be over 256 MB, or over 4 GB as pixels."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a request may take from sending to the last score; what is missing then is missing."""
     max_in_flight: PositiveInt = 6

@@ -59,8 +59,9 @@ class BaseRewardHandler:
             ``numpy.uint8`` array, and torch is never imported; choose it for rewards without a network, so that they
             run in environments without torch and start quickly. A handler that keeps ``"torch"`` in an environment
             without torch does not start, with that reason.
-        media_types: subset of ``("image", "video")`` it can score; other requests are rejected on arrival. Latents
-            arrive decoded, so they count as video.
+        media_types: subset of ``("image", "video")`` it can score. A reward of videos alone gets no images: such
+            requests are rejected on arrival. One of images alone gets the frames of videos as images, and the mean of
+            their scores is the video's. Latents arrive decoded, so they count as video.
         mergeable: jobs of several requests may be scored in one call when their images have the same shape. False
             (default) means each call is exactly one request; needed when samples of a request are compared.
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.

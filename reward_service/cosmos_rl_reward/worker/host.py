@@ -38,6 +38,7 @@ def make_reward_spec(args: RewardArgs, max_attempts: int) -> PoolSpec:
         "reward_class": args.reward_class,
         "function": args.function,
         "self_test": args.self_test,
+        "video_frames": args.video_frames,
         "kwargs": kwargs,
     }
     return PoolSpec(args.reward_type, message, args, max_attempts, args.max_batch, args.max_wait_ms / 1000)

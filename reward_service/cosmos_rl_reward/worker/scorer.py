@@ -65,6 +65,10 @@ class Scorer:
             fetched, wanted = self.handler.fetch(start["offline"]), self.handler.NEEDS_LATENT_DECODER
             self.fetched = {"fetched": fetched, "needs_latent_decoder": wanted}
             return
+        self._video_frames: int = start.get("video_frames", 0)
+        self._takes_frames = "video" not in self.handler.media_types
+        if self._video_frames and not self._takes_frames:
+            raise _not_ready(f"reward_args.video_frames: {self.name} scores videos itself; leave it out")
         self.handler.set_up()
         self.warning = self.handler.warning
         if start["self_test"]:
@@ -74,7 +78,7 @@ class Scorer:
     def describe(self) -> dict[str, Any]:
         """What the front has to know of this reward."""
         return {
-            "media_types": list(self.handler.media_types),
+            "media_types": ["image", "video"] if self._takes_frames else list(self.handler.media_types),
             "mergeable": self.handler.mergeable,
             "max_batch": self.handler.max_batch,
             "required_metadata": list(self.handler.required_metadata),
@@ -91,6 +95,17 @@ class Scorer:
             images = self.torch.from_numpy(images).to(self.handler.device)
         with _catch_exit():
             return self.handler.calculate_reward(images, metadata)
+
+    def _call_by_media(self, images: Any, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What the reward returned, by frames where it scores images and these are videos; and the provenance."""
+        if images.ndim == 4 or not self._takes_frames:
+            return self._call(images, metadata), self.provenance
+        from cosmos_rl_reward.worker.frames import choose_frames, score_frames
+
+        indices = choose_frames(images.shape[2], self._video_frames)
+        returned = score_frames(images, metadata, indices, self.handler.max_batch, self._call)
+        rule = {"score": "mean over frames", "scored": len(indices), "of": images.shape[2]}
+        return returned, {**self.provenance, "frames": rule}
 
     def _self_test(self) -> str:
         from cosmos_rl_reward.worker.inputs import KINDS, describe
@@ -133,7 +148,7 @@ class Scorer:
 
         images, metadata = merge(batch, self.handler.required_metadata)
         began = time.perf_counter()
-        returned = self._call(images, metadata)
+        returned, provenance = self._call_by_media(images, metadata)
         duration = time.perf_counter() - began
         scores, errors = check(returned, len(images))
         bad = merge_bad_samples(batch)
@@ -153,7 +168,7 @@ class Scorer:
                 "state": SUCCEEDED,
                 "item_errors": mine,
                 "warning": warning,
-                "provenance": self.provenance,
+                "provenance": provenance,
             }
             if len(batch) == 1:
                 result.update(_to_json_types({k: returned[k] for k in ("duration", "input_info") if k in returned}))
@@ -211,13 +226,17 @@ def _catch_exit() -> Iterator[None]:
         raise RuntimeError(f"the reward raised {type(error).__name__}: {error}") from error
 
 
-def _import_torch(name: str) -> Any:
+def _not_ready(reason: str) -> Exception:
     from cosmos_rl_reward.handler import NotReady
 
+    return NotReady(reason)
+
+
+def _import_torch(name: str) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise NotReady(
+        raise _not_ready(
             f"{name} needs torch, which {sys.executable} does not have: {error}; run cosmos-rl-reward-prepare"
         ) from error
     return torch

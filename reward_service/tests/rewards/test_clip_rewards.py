@@ -11,6 +11,7 @@ from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import clip
 from cosmos_rl_reward.rewards.hpsv2 import HPSv2
 from cosmos_rl_reward.rewards.pickscore import PickScore
+from cosmos_rl_reward.worker.frames import score_frames
 
 rng = np.random.default_rng(0)
 IMAGES = rng.integers(0, 256, (3, 40, 57, 3), dtype=np.uint8)
@@ -66,6 +67,19 @@ def test_pickscore_is_the_scaled_cosine_over_26(tmp_path):
     assert reward.provenance()["model_digest"].startswith("sha256:")
     with pytest.raises(BadInput, match="1 entries for 3"):
         reward.calculate_reward(IMAGES, {"prompts": ["a"]})
+
+
+def test_a_video_has_the_mean_of_its_frames_scores(tmp_path):
+    save_clip(tmp_path)
+    reward = PickScore(model_path=str(tmp_path), dtype="float32", device="cpu")
+    reward.set_up()
+    videos = rng.integers(0, 256, (2, 3, 5, 40, 57), dtype=np.uint8)
+    frames = videos.transpose(0, 2, 3, 4, 1)
+    found = score_frames(videos, {"prompts": PROMPTS[:2]}, np.array([0, 2, 4]), 4, reward.calculate_reward)
+    for video, prompt, value in zip(frames, PROMPTS[:2], found["scores"]["pickscore"], strict=True):
+        single = reward.calculate_reward(video[[0, 2, 4]], {"prompts": [prompt] * 3})["scores"]["pickscore"]
+        assert value == pytest.approx(np.mean(single), abs=1e-6)
+        assert np.ptp(single) > 1e-4
 
 
 def test_weights_that_are_not_there_are_named(tmp_path, monkeypatch):

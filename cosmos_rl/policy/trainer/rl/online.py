@@ -318,8 +318,8 @@ class OnlineTask(TaskBase):
 
     def _note_untrained(self, step: int, reward_NF: Tensor) -> None:
         """Show the guard the scores of a validation that training does not use."""
-        names = self._val_rewards.names
-        untrained = {name: 1 + i for i, name in enumerate(names) if not self._rewards.weights.get(name)}
+        names, terms, weights = self._val_rewards.names, self._val_rewards.terms, self._rewards.weights
+        untrained = {name: 1 + i for i, name in enumerate(names) if not weights.get(name) and name not in terms}
         if not untrained:
             return
         made = (self._seed, self._evaluator.spec, self._config.validation.n_generation)
@@ -455,7 +455,8 @@ class OnlineTask(TaskBase):
         return float(self._num_evaluations)
 
     def _reward_settings(self) -> dict[str, list[Any]]:
-        return {name: [self._rewards.weights[name], self._rewards.origins[name]] for name in self._rewards.names}
+        weights, origins = self._rewards.weights, self._rewards.origins
+        return {name: [weights[name], origins[name]] for name in weights if name not in self._rewards.terms}
 
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import Flux2Transformer2DModel
 from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
+from cosmos_rl.launcher.acceptance.selection import select
+from cosmos_rl.launcher.pipeline_files import PipelineFiles
+from cosmos_rl.policy.config import Config, DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 
@@ -78,6 +81,27 @@ def test_targets_that_match_nothing_are_all_listed_with_the_nearest_name(tiny_sd
     assert "'attn.to_qq' matches no layer of the transformer; did you mean 'attn.to_q'?" in str(error.value)
     assert "'attn1.to_k' matches no layer of the transformer" in str(error.value)
     assert "'attn.to_q' matches" not in str(error.value)
+
+
+def test_a_target_that_is_a_layer_in_some_blocks_and_a_list_in_others_is_refused_by_launch_and_check() -> None:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}
+    model = Flux2Transformer2DModel(num_layers=1, num_single_layers=2, joint_attention_dim=8, **heads)
+    config = LoraConfig(target_modules=("attn.to_q", "attn.to_out"))
+    with pytest.raises(UserError) as error:
+        lora.add_adapters(model, config)
+    line = (
+        "policy.lora.target_modules: 'attn.to_out' matches layers of the transformer, but also "
+        "transformer_blocks.0.attn.to_out, which cannot have an adapter; choose among 'attn.to_out.0', and "
+        "'single_transformer_blocks.0.attn.to_out', 'single_transformer_blocks.1.attn.to_out'"
+    )
+    assert str(error.value) == line
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    files = PipelineFiles(Path("flux2"), "Flux2KleinPipeline", {"transformer": shapes}, {})
+    job = Config(policy=PolicyConfig(lora=LoraConfig(target_modules=("attn.to_out",))))
+    assert list(select(job, files).problems) == [line]
+    choices = ("attn.to_out.0", *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(2)))
+    lora.add_adapters(model, config.model_copy(update={"target_modules": choices}))
+    assert sum(name.endswith(".lora_A.default.weight") for name, _ in model.named_parameters()) == 3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -51,9 +51,10 @@ def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
     adapted = {name for names in found.values() for name in names}
     matrices = [matrix for name in adapted for matrix in _adapter_shapes(layers[name], _pick_rank(name, lora))]
     size = sum(math.prod(matrix) for matrix in matrices)
-    problems = adapter_name_problems(lora.lora_names, (name.rpartition(".")[0] for name in shapes))
+    modules = _list_modules(shapes)
+    problems = adapter_name_problems(lora.lora_names, modules)
     if lora.target_modules != ALL_LINEAR:
-        problems += target_problems(lora.target_modules, layers)
+        problems += target_problems(lora.target_modules, layers, modules)
     return Selection(
         trained=size,
         frozen=whole,
@@ -62,6 +63,12 @@ def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
         problems=problems,
         eight_bit=_in_eight_bits(matrices),
     )
+
+
+def _list_modules(shapes: Shapes) -> set[str]:
+    """Names of all modules with weights in them, at any depth."""
+    paths = (name.split(".")[:-1] for name in shapes)
+    return {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
 
 
 def _adaptable_layers(shapes: Shapes) -> Shapes:

@@ -12,18 +12,59 @@ _SERVICE_VAES = {"AutoencoderKLWan": (16, 48)}
 """VAEs that the reward service can decode with: class of diffusers -> channels of the latents."""
 
 
-def target_problems(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
-    """A line for each target that is neither the name nor the end of the name of one of the layers."""
+def target_problems(targets: Sequence[str], layers: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """A line for each target that PEFT would refuse.
+
+    A target is the name of a layer or the end of one, and not of a module that cannot have an adapter: FLUX.2 calls a
+    layer of its single blocks ``attn.to_out``, and a list of modules in the others.
+
+    Args:
+        targets: as the configuration has them.
+        layers: names that can have an adapter.
+        modules: names of all modules, those of the layers among them.
+    """
     names = list(layers)
-    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
+    others = sorted(set(modules) - set(names))
     lines = []
     for target in targets:
-        if any(name == target or name.endswith(f".{target}") for name in names):
-            continue
-        near = difflib.get_close_matches(target, endings, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        lines.append(f"policy.lora.target_modules: {target!r} matches no layer of the transformer{hint}")
+        found = [name for name in names if _is_end(target, name)]
+        wrong = [name for name in others if _is_end(target, name)]
+        if wrong:
+            lines.append(_describe_modules(target, wrong, found, names))
+        elif not found:
+            lines.append(_describe_unknown(target, names))
     return lines
+
+
+def _is_end(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _describe_unknown(target: str, names: Sequence[str]) -> str:
+    endings = {".".join(parts[-n:]) for parts in (name.split(".") for name in names) for n in (1, 2, 3)}
+    near = difflib.get_close_matches(target, endings, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"policy.lora.target_modules: {target!r} matches no layer of the transformer{hint}"
+
+
+def _describe_modules(target: str, wrong: Sequence[str], found: Sequence[str], names: Sequence[str]) -> str:
+    """``wrong``: modules that the target matches and that cannot have an adapter; ``found``: layers that it matches."""
+    inside = {f"{target}{name[len(one) :]}" for one in wrong for name in names if name.startswith(f"{one}.")}
+    line = f"policy.lora.target_modules: {target!r} matches no layer of the transformer, only "
+    if found:
+        line = f"policy.lora.target_modules: {target!r} matches layers of the transformer, but also "
+    line += f"{_shorten(wrong)}, which cannot have an adapter"
+    choices = [_shorten([repr(name) for name in sorted(those)]) for those in (inside, found) if those]
+    if not choices:
+        return line
+    return f"{line}; choose among {', and '.join(choices)}"
+
+
+def _shorten(names: Sequence[str], limit: int = 4) -> str:
+    shown = ", ".join(names[:limit])
+    if len(names) > limit:
+        shown += f" (and {len(names) - limit} more)"
+    return shown
 
 
 def adapter_name_problems(adapters: Iterable[str], modules: Iterable[str]) -> list[str]:

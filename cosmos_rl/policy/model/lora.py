@@ -4,7 +4,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ def list_layer_names(transformer: torch.nn.Module) -> list[str]:
     return [name for name, module in transformer.named_modules() if isinstance(module, _ADAPTABLE)]
 
 
-def check_targets(targets: Sequence[str], layers: Iterable[str]) -> None:
-    """Every target must be the name of a layer or the end of one.
+def check_targets(targets: Sequence[str], transformer: torch.nn.Module) -> None:
+    """Every target must be the name of a layer or the end of one, and of no other module.
 
     Raises:
-        UserError: lists the targets that match nothing, each with the nearest ending that exists.
+        UserError: lists the others, each with the names that could be meant.
     """
-    problems = target_problems(targets, layers)
+    modules = (name for name, _ in transformer.named_modules())
+    problems = target_problems(targets, list_layer_names(transformer), modules)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -61,7 +62,7 @@ def add_adapters(transformer: Any, config: LoraConfig) -> None:
     targets = list(config.target_modules)
     if config.target_modules == "all-linear":
         targets = list_linear_names(transformer)
-    check_targets(targets, list_layer_names(transformer))
+    check_targets(targets, transformer)
     peft_config = {
         "r": config.r,
         "lora_alpha": config.lora_alpha,

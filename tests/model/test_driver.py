@@ -248,9 +248,9 @@ def test_folder_samples_in_plain_diffusers(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("family", [one for one in ORDINARY + ZOO if one.name != "mochi"], ids=lambda one: one.name)
+@pytest.mark.parametrize("family", ORDINARY + ZOO, ids=lambda one: one.name)
 def test_half_precision_repeats_the_loop_bit_for_bit(family: Family, tmp_path: Path) -> None:
-    """In bfloat16, in which the stock call of Mochi cannot run. Some loops round their state at the first step."""
+    """In bfloat16. Some loops round their state at the first step; Mochi's converts it to float32 for each step."""
     path = build(family.name, tmp_path / family.name, "unit", seed=0)
     driver = Driver(load_pipeline(str(path), dtype=torch.bfloat16), call=family.call)
     prove(driver)
@@ -261,3 +261,18 @@ def test_half_precision_repeats_the_loop_bit_for_bit(family: Family, tmp_path: P
     for state, level, velocity in zip(loop.states, loop.levels, loop.velocities, strict=False):
         with torch.no_grad():
             assert torch.equal(driver.velocity(state, level, cond, 3.0), velocity)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("family", [one for one in ZOO if one.name == "ltx"], ids=lambda one: one.name)
+def test_latents_that_are_rounded_for_a_decoder_in_float32_are_still_found(family: Family, tmp_path: Path) -> None:
+    """LTX rounds them to the dtype of the text features; the decoder gets them in its own."""
+    pipeline = load_pipeline(str(build(family.name, tmp_path / family.name, "unit", seed=0)), dtype=torch.bfloat16)
+    pipeline.vae.float()
+    driver = Driver(pipeline, call=family.call)
+    prove(driver)
+    state = driver.pack(torch.randn(1, *driver.noise_shape(driver.size), generator=generators(1)[0]), driver.size)
+    given = driver.before_decoder(state, driver.size)
+    assert given.dtype == torch.float32
+    assert torch.equal(given, given.bfloat16().float())
+    assert not torch.equal(state, state.bfloat16().float())

@@ -104,7 +104,7 @@ class PipelineCalls:
     def state_dtype(self) -> torch.dtype:
         return getattr(torch, self.facts.state_dtype)
 
-    def _to_loop_dtype(self, state: Tensor) -> Tensor:
+    def to_loop_dtype(self, state: Tensor) -> Tensor:
         """A state of a dtype that the loop has, too: before its first step that may be another one than later."""
         if state.dtype == getattr(torch, self.facts.first_dtype):
             return state

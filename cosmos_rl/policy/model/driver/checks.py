@@ -70,13 +70,16 @@ def find_leaf(probing: Probing) -> str:
         shapes = [tuple(value.shape) for value in run.prepared if isinstance(value, Tensor)]
         raise Failed(f"the first step gets {tuple(first.shape)}, prepare_latents gives {shapes}")
     facts.leaf, facts.first_dtype = same[0], _name(first.dtype)
+    kept = run.prepared[facts.leaf].dtype
+    if not facts.partial and kept != first.dtype:  # the loop converts its state for the step alone
+        facts.first_dtype = facts.state_dtype = _name(kept)
     facts.state_shape, facts.denoisers = list(first.shape[1:]), list(driver.denoisers)
-    wanted = probing.noise_like(first)
+    wanted = driver.to_loop_dtype(probing.noise_like(first))
     run = Run(driver.device, on_step=lambda run, _index, _v, _t, x, _stock: run.stop(x), state=wanted, leaf=facts.leaf)
     run.positions = driver.positions(driver.size)
     with torch.no_grad():
         got = driver.go(run, n, guidance, driver.size, prompts=probing.prompts)
-    if not torch.equal(got, wanted):
+    if not torch.equal(got.to(wanted.dtype), wanted):
         raise Failed("the first step gets another state than the one that was put in")
     return f"{tuple(first.shape)} {facts.state_dtype}"
 

@@ -172,7 +172,7 @@ class Driver(PipelineCalls):
             size: of the media; default: the driver's.
         """
         guidance = self.guidance_off if guidance is None else guidance
-        size, state = size or self.size, self._to_loop_dtype(state)
+        size, state = size or self.size, self.to_loop_dtype(state)
         levels = scalar_levels(level, len(state))
         if len(set(levels)) == 1 and self.any_over_ranks is None:
             return self._velocity(state, levels[0], cond, guidance, size)
@@ -308,16 +308,17 @@ class Driver(PipelineCalls):
             if index == 0:
                 levels.extend(self._read_levels(run.scheduler))
             v = self.convert_sign(v)
-            states.append(x.clone())  # some pipelines write into theirs
+            states.append(self.to_loop_dtype(x).clone())  # some pipelines write into theirs
             if keep_velocities:
                 velocities.append(v.clone())
             if transition is None:
                 moved = stock()
                 last = moved[0] if isinstance(moved, tuple) else moved.prev_sample
             else:
-                moved = last = transition(index, v, levels[index], levels[index + 1].sigma, states[-1]).to(x.dtype)
+                last = transition(index, v, levels[index], levels[index + 1].sigma, states[-1])
+                moved = last = self.to_loop_dtype(last).to(x.dtype)
             if index == steps - 1:
-                states.append(last.clone())
+                states.append(self.to_loop_dtype(last).clone())
             return moved
 
         self._check_guided(cond, guidance)
@@ -394,7 +395,7 @@ class Driver(PipelineCalls):
 
     def _tail(self, state: Tensor, size: Size, run: Run, media: MediaCond | None = None) -> Any:
         n = len(state)
-        state = self._to_loop_dtype(state)
+        state = self.to_loop_dtype(state)
         run.text = self.blank_cond(n).values
         self._put_in(run, state, self.guidance_off, size, media)
         if self.facts.tail == "no step":

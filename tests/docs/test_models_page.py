@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.tiny.zoo import MAKERS
-from tests.support import driven
+from tests.config.test_recipes import CONFIGS, NAMED, opening
+from tests.config.test_recipes_run import family_of
+from tests.support import driven, family_runs
 from tests.support.family_runs import folder_of
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+MODEL = re.compile(
+    r"^\| `([\w.-]+)` \| \[([\w./-]+)\]\(https://huggingface\.co/([\w./-]+)\) \| (.+?) \| (.+?) \| (.+?) \| .* "
+    r"\| (\S+(?: \w+)?) \| (\S+(?: \w+)?) \|$",
+    re.MULTILINE,
+)
+SAME_WEIGHTS = {"wan2.2-5b-i2v", "sana-video-i2v", "ltx-i2v"}
+"""Families whose published weights are those of another one."""
+GIVEN = {(0, 0): "text", (0, 2): "text, image, video", (1, 1): "image"}
 FAMILY = re.compile(r"^\| `([\w.-]+)` \| (\w+Pipeline)\b.*\| ([^|]+) \| (test|zoo) \|$", re.MULTILINE)
 
 
@@ -46,3 +57,31 @@ def test_a_family_has_the_pipeline_class_of_the_table(family: str) -> None:
     listed = {name: kind for name, kind, _, _ in FAMILY.findall(PAGE)}
     index = json.loads((Path(folder_of(family)) / "model_index.json").read_text(encoding="utf-8"))
     assert index["_class_name"] == listed[family]
+
+
+def test_the_models_are_the_families_that_can_be_trained() -> None:
+    trained = {one.name: one for one in (family_runs.SD3, *family_runs.ORDINARY, *family_runs.ZOO)}
+    kinds = {name: kind for name, kind, _, _ in FAMILY.findall(PAGE)}
+    rows = MODEL.findall(PAGE)
+    assert {name for name, *_ in rows} == {*trained, *driven.CONDITIONED} - SAME_WEIGHTS
+    assert all(f"`{name}`" in PAGE.partition("## The models")[2].partition("\n## ")[0] for name in SAME_WEIGHTS)
+    for name, shown, address, sft, nft, given, *_ in rows:
+        assert shown == address
+        expected = "LoRA"
+        if name in trained:
+            expected = "LoRA, all" if trained[name].ranks else "LoRA, all (one rank)"
+        assert sft == nft == expected
+        assert given == GIVEN[find_row(kinds[name]).clean_frames]
+
+
+def test_the_models_are_those_of_the_recipes_with_their_memory() -> None:
+    listed = {address: (name, {"sft": sft, "nft": nft}) for name, _, address, *_, sft, nft in MODEL.findall(PAGE)}
+    found: dict[str, dict[str, str]] = {address: {} for address in listed}
+    for recipe in NAMED:
+        config = load_config(CONFIGS / recipe)
+        if config.policy.lora is None:
+            continue
+        (memory,) = re.findall(r"^Memory: (\S+ \w+) on each GPU", opening(recipe), re.MULTILINE)
+        found[config.policy.model_name_or_path]["nft" if "-nft" in recipe else "sft"] = memory
+        assert listed[config.policy.model_name_or_path][0] == family_of(recipe)
+    assert {address: memory for address, (_, memory) in listed.items()} == found

@@ -1,6 +1,5 @@
 """Videos made of an image or of the first frames of a video: the driver, fine-tuning and reinforcement learning."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from cosmos_rl.data.given import check_media, choose_given, count_clean
@@ -23,7 +21,7 @@ from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.driver.probe import prove
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
 from tests.support.family_runs import Clips, TrainedFamily, family_toml, folder_of
-from tests.support.nft_runs import nft_train, nft_trainer
+from tests.support.nft_runs import image_prompts, nft_train, nft_trainer
 from tests.support.trainer_runs import train
 
 COSMOS = TrainedFamily("cosmos-predict2.5", frames=("num_frames", 9))
@@ -139,17 +137,6 @@ def test_numbers_of_given_frames_are_drawn_evenly_and_an_image_gives_one(tmp_pat
     bare = choose_given(PromptRecord("a cat"), (0, 2))
     assert bare is not None
     assert bare.clean == 0
-
-
-def image_prompts(folder: Path, *, missing: bool = False) -> Path:
-    rows = []
-    for number, text in enumerate(("a red square", "the sea")):
-        pixels = np.random.default_rng(number).integers(0, 256, (48, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
-        rows.append({"prompt": text, "image": "gone.png" if missing else f"{number}.png"})
-    path = folder / "conditioned.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
 
 
 @pytest.mark.slow

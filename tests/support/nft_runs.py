@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from cosmos_rl.checkpoint.layout import policy_dir
 from cosmos_rl.diffusion.sampling import Sampled
@@ -59,6 +61,18 @@ def prompt_file(folder: Path, prompts: Sequence[str] = PROMPTS, name: str = "pro
     """A file with one prompt a line."""
     path = folder / name
     path.write_text("\n".join(prompts))
+    return path
+
+
+def image_prompts(folder: Path, *, missing: bool = False) -> Path:
+    """A file of two prompts that each start from an image next to it."""
+    rows = []
+    for number, text in enumerate(("a red square", "the sea")):
+        pixels = np.random.default_rng(number).integers(0, 256, (48, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        rows.append({"prompt": text, "image": "gone.png" if missing else f"{number}.png"})
+    path = folder / "conditioned.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 
 

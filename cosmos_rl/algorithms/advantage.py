@@ -53,6 +53,14 @@ def group_advantages(
     return torch.where(groups.valid_N, deviation_N / (std_N + eps), torch.nan)
 
 
+def mean_group_std(reward_N: Tensor, group_N: Tensor) -> float:
+    """Population standard deviation of the rewards of each group, averaged; groups without any are left out."""
+    groups = _Groups.from_rewards(reward_N, group_N)
+    deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
+    std_P = groups.mean_P(deviation_N**2).sqrt()
+    return float(std_P[groups.count_P > 0].mean())
+
+
 def combine_advantages(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_N: Tensor, *, global_std: bool
 ) -> Tensor:

@@ -1,13 +1,14 @@
-"""Reinforcement learning on videos, from random weights to clips that move as asked: `python moving_shapes.py`.
+"""Reinforcement learning on videos, from random weights to clips that move to the right: `python moving_shapes.py`.
 
 Draws clips of moving shapes into a folder of videos, fine-tunes a tiny Wan pipeline on them, and lets DiffusionNFT
-teach the result to follow the direction in the prompt without guidance. `report.html` of the last run plays clips from
-before and after.
+teach the result to move shapes to the right. The captions name colour and form alone, and one clip in seven moves to
+the right, so only the reward says what is wanted. `report.html` of the last run plays clips from before and after.
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from cosmos_rl.policy.model.tiny.shapes import ALL_SHAPES, draw_clip
+from cosmos_rl.policy.model.tiny.shapes import COLOURS, FORMS, Shape, draw_clip
 from cosmos_rl.tracking.clips import encode_clip
 
 HERE = Path(__file__).parent
-PER_SHAPE, HELD_OUT_PER_SHAPE = 16, 1
+CAPTIONS = {f"a {colour} {form}": (colour, form) for colour in COLOURS for form in FORMS}
+PER_DIRECTION = {"left": 16, "up": 16, "down": 16, "right": 8}
+"""Clips of each colour and form."""
 FPS = 16
 DEADLINE_S = 3600
 
 
 def main() -> int:
     """Run everything for one seed and write `summary.json`; the exit code."""
-    parser = argparse.ArgumentParser(description="Teach a tiny Wan pipeline directions.")
+    parser = argparse.ArgumentParser(description="Teach a tiny Wan pipeline a direction.")
     parser.add_argument("--out", type=Path, default=Path("outputs/moving_shapes"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path, help="a fine-tuned pipeline of an earlier run: skip its training")
@@ -39,22 +42,32 @@ def main() -> int:
     out.mkdir(parents=True)
     write_data(out)
     base = given.base or fine_tune(out, given.seed)
-    reinforce(out, base.absolute(), given.seed)
+    run, seconds = reinforce(out, base.absolute(), given.seed)
+    summary = {"seed": given.seed, **compare(run), "cpu_seconds": round(seconds)}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    print(json.dumps(summary), f"clips before and after: {run / 'report.html'}", sep="\n", flush=True)
     return 0
 
 
 def write_data(out: Path) -> None:
     """Clips with captions in the layout of Cosmos-Predict, for training and for the guard, and all captions."""
     random = np.random.default_rng(0)
-    for name, count in (("data", PER_SHAPE), ("held_out", HELD_OUT_PER_SHAPE)):
-        (out / name / "videos").mkdir(parents=True)
-        (out / name / "metas").mkdir()
-        for shape in ALL_SHAPES:
+    write_clips(out / "data", PER_DIRECTION, random)
+    write_clips(out / "held_out", {"right": 4}, random)
+    (out / "prompts.txt").write_text("".join(f"{caption}\n" for caption in CAPTIONS), encoding="utf-8")
+
+
+def write_clips(folder: Path, counts: dict[str, int], random: np.random.Generator) -> None:
+    """So many clips of each direction for each caption."""
+    (folder / "videos").mkdir(parents=True)
+    (folder / "metas").mkdir()
+    for caption, (colour, form) in CAPTIONS.items():
+        for direction, count in counts.items():
             for number in range(count):
-                stem = f"{shape.caption.replace(' ', '_')}_{number:02}"
-                (out / name / "videos" / f"{stem}.mp4").write_bytes(encode_clip(draw_clip(shape, random), FPS))
-                (out / name / "metas" / f"{stem}.txt").write_text(f"{shape.caption}\n", encoding="utf-8")
-    (out / "prompts.txt").write_text("".join(f"{shape.caption}\n" for shape in ALL_SHAPES), encoding="utf-8")
+                stem = f"{colour}_{form}_{direction}_{number:02}"
+                clip = draw_clip(Shape(colour, form, direction), random)
+                (folder / "videos" / f"{stem}.mp4").write_bytes(encode_clip(clip, FPS))
+                (folder / "metas" / f"{stem}.txt").write_text(f"{caption}\n", encoding="utf-8")
 
 
 def fine_tune(out: Path, seed: int) -> Path:
@@ -71,8 +84,9 @@ def fine_tune(out: Path, seed: int) -> Path:
     return max((out / "sft").glob("*/safetensors/step_*"))
 
 
-def reinforce(out: Path, base: Path, seed: int) -> None:
-    """Train on rewards; compare the rewards before and after, also in standard deviations of the first step's."""
+def reinforce(out: Path, base: Path, seed: int) -> tuple[Path, float]:
+    """Train on the reward; the run's folder, and the CPU seconds of the whole command."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
     command(
         *("--config", str(HERE / "nft.toml")),
         f"--policy.model_name_or_path={base}",
@@ -83,14 +97,18 @@ def reinforce(out: Path, base: Path, seed: int) -> None:
         f"--validation.dataset.local_dir={out / 'prompts.txt'}",
         "cosmos_rl.tools.dataset.diffusion_nft",
     )
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     (run,) = (path.parent for path in (out / "nft").glob("*/metrics.jsonl"))
+    return run, ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+
+
+def compare(run: Path) -> dict[str, float]:
+    """The mean reward of the validation clips before and after. The gain is in units of `group_std`: the standard
+    deviation of the rewards of one prompt's clips, averaged over the prompts of the first step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    scores = [row["val/reward/mean"] for row in rows if "val/reward/mean" in row]
-    spread = next(row["reward/std"] for row in rows if "reward/std" in row)
-    gain = (scores[-1] - scores[0]) / spread
-    summary = {"seed": seed, "reward_before": scores[0], "reward_after": scores[-1], "std": spread, "gain": gain}
-    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    print(json.dumps(summary), f"clips before and after: {run / 'report.html'}", sep="\n", flush=True)
+    before, *_, after = [row["val/reward/mean"] for row in rows if "val/reward/mean" in row]
+    std = next(row["reward/group_std"] for row in rows if "reward/group_std" in row)
+    return {"reward_before": before, "reward_after": after, "group_std": std, "gain": (after - before) / std}
 
 
 def command(*arguments: str) -> None:

@@ -1,9 +1,9 @@
-"""Does a clip show what its caption says? Computed from the pixels: nothing here was trained."""
+"""What a clip of `moving_shapes.py` shows. Computed from the pixels: nothing here was trained."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cosmos_rl.policy.model.tiny.shapes import COLOURS, DIRECTIONS, WAY
+from cosmos_rl.policy.model.tiny.shapes import COLOURS, WAY
 
 _EXPECTED_WAY = sum(WAY) / 2
 
@@ -22,14 +22,17 @@ def find_centres(clip: NDArray[np.uint8]) -> NDArray[np.float64]:
         return np.stack([(weight * rows).sum((1, 2)), (weight * columns).sum((1, 2))], -1) / total[:, None]
 
 
-def moves_as_asked(to_be_evaluated: NDArray[np.uint8], prompt: str) -> float:
-    """How far the shape moves in the direction of the prompt, less what it moves aside: 1 is the usual way."""
-    direction = np.array(DIRECTIONS[prompt.rsplit(" ", 1)[1]])
-    moved = np.diff(find_centres(to_be_evaluated)[[0, -1]], axis=0)[0] / _EXPECTED_WAY
-    if not np.isfinite(moved).all():
-        return -1.0
-    along = float(moved @ direction)
-    return min(along, 1.0) - float(np.linalg.norm(moved - along * direction))
+def find_move(clip: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """From the first to the last frame, (down, right): 1 is the usual way; NaN: there is nothing to see."""
+    return np.diff(find_centres(clip)[[0, -1]], axis=0)[0] / _EXPECTED_WAY
+
+
+def moves_right(to_be_evaluated: NDArray[np.uint8]) -> float:
+    """How far the shape moves to the right, less how far it moves up or down: 1 is the usual way of the data."""
+    down, right = find_move(to_be_evaluated)
+    if not np.isfinite([down, right]).all():
+        return -1.5  # less than any clip of the data
+    return float(right - abs(down))
 
 
 def has_the_colour(to_be_evaluated: NDArray[np.uint8], prompt: str) -> float:

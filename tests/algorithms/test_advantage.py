@@ -14,6 +14,7 @@ from cosmos_rl.algorithms.advantage import (
     apply_mode,
     combine_advantages,
     group_advantages,
+    mean_group_std,
     optimality,
     select_rows,
     zero_std_share,
@@ -56,6 +57,12 @@ def test_global_and_group_std_by_hand() -> None:
     std = (sum((value - 11) ** 2 for value in (1, 10, 3, 30)) / 4) ** 0.5  # about the mean of all, 11
     shared = group_advantages(reward, group, global_std=True)
     assert shared.tolist() == pytest.approx([v / (std + 1e-4) for v in (-1, -10, 1, 10)], abs=1e-6)
+
+
+def test_the_mean_std_of_groups_by_hand() -> None:
+    reward, group = rewards(1, 10, 3, 30, None, None), groups(7, 2, 7, 2, 7, 5)
+    assert mean_group_std(reward, group) == pytest.approx((1 + 10) / 2)  # the group without a reward is left out
+    assert mean_group_std(rewards(4, 4, 4), groups(0, 0, 1)) == 0
 
 
 @pytest.mark.parametrize("global_std", [True, False])

@@ -11,6 +11,7 @@ from cosmos_rl.algorithms.advantage import (
     apply_mode,
     combine_advantages,
     group_advantages,
+    mean_group_std,
     select_rows,
     zero_std_share,
 )
@@ -202,6 +203,7 @@ def compute_reward_metrics(step: ScoredBatch) -> dict[str, float]:
     metrics = {f"reward/{name}": value for name, value in compute_statistics(step.reward_N).items()}
     metrics |= {f"adv/{name}": value for name, value in compute_statistics(step.advantage_N).items()}
     metrics |= {f"reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
+    metrics["reward/group_std"] = mean_group_std(step.reward_N, step.group_N)
     metrics["adv/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
     metrics["train/samples_used"] = float(step.kept_N.sum())

@@ -119,9 +119,14 @@ def first_frames(visual: Tensor, name: str, clean: int, count: int) -> Given:
     return Given(name, clean, frames=frames)
 
 
-def load_given(given: Given, count: int, height: int, width: int) -> Tensor:
+def load_given(
+    given: Given, count: int, height: int, width: int, *, needed_by: str = "policy.diffusers.conditional_frames"
+) -> Tensor:
     """The frames ``[count, height, width, 3]`` uint8: an image, or the last ``count`` frames of a video, which the
     sample continues.
+
+    Args:
+        needed_by: what asks for so many frames, for the message.
 
     Raises:
         BadSample: the file cannot be decoded or is too short.
@@ -134,7 +139,6 @@ def load_given(given: Given, count: int, height: int, width: int) -> Tensor:
     else:
         from cosmos_rl.data.videos import load_clip, start_of_last
 
-        needed_by = "policy.diffusers.conditional_frames"
         visual = load_clip(given.path, count, height, width, start_of_last, needed_by=needed_by).visual
     return to_uint8((visual.movedim(0, 1) + 1.0) / 2.0)
 

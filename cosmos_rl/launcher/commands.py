@@ -12,6 +12,7 @@ from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.sample_media import check_class, check_file, load_media
 from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.disk import report_full_disk
@@ -132,11 +133,15 @@ def sample(argv: Sequence[str]) -> int:
         "--resolution-binning", action=both, help="SANA, PRX: sizes of a list; default: as in training, else off"
     )
     parser.add_argument("--frames", type=_count, help="of a video; default: the pipeline's own")
+    media = parser.add_mutually_exclusive_group()
+    media.add_argument("--image", type=Path, help="first frame of all videos, for pipelines that take one")
+    media.add_argument("--video", type=Path, help="a video whose last frames all videos continue, likewise")
     parser.add_argument("--seed", type=int, default=0, help="image k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
     if given.out.exists():
         raise UserError(f"{given.out} exists already: name a new folder with --out")
     base, adapter = _base_and_adapter(given.source)
+    file = check_file(given.image, given.video)
     import torch  # seconds, so only once the command line is known to be right
 
     from cosmos_rl.checkpoint.export import read_sampling
@@ -145,12 +150,14 @@ def sample(argv: Sequence[str]) -> int:
 
     trained = read_sampling(adapter or Path(base).expanduser())
     length = given.max_prompt_length or trained.get("max_sequence_length", 256)
+    check_class(_read_class(base), file)
     pipe = _open(base, adapter)
+    settings = _call_settings(pipe, given, {**trained, "max_sequence_length": length})
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
-    media = _draw(
-        pipe, prompts, generators, _call_settings(pipe, given, {**trained, "max_sequence_length": length}), length
-    )
+    if file is not None:
+        settings |= load_media(pipe, file, settings)
+    media = _draw(pipe, prompts, generators, settings, length)
     fps = find_row(type(pipe).__name__).fps
     shown = [
         Shown(pixels, prompt, generator.initial_seed(), fps=fps)
@@ -220,7 +227,7 @@ def _draw(
     if line:
         print(f"warning: {line}", file=sys.stderr)
     for prompt, generator in zip(prompts, generators, strict=True):
-        arguments = {"prompt": [prompt], "generator": [generator], "output_type": "pt", "return_dict": False}
+        arguments = {"prompt": [prompt], "generator": generator, "output_type": "pt", "return_dict": False}
         try:
             with quiet_warnings():
                 made = pipe(**arguments, **settings)
@@ -276,6 +283,19 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
     if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise UserError(f"{place.absolute()} does not exist")
     return source, None
+
+
+def _read_class(base: str) -> str:
+    """The pipeline's class, before its weights are read."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    if Path(base).expanduser().is_dir():
+        base = str(Path(base).expanduser())
+    try:
+        index: Any = DiffusionPipeline.load_config(base)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
+    return index["_class_name"]
 
 
 def _open(base: str, adapter: Path | None) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import nft_update as nft
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
+from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.loading import load_pipeline
@@ -66,7 +66,7 @@ def compare_steps(folder: Path) -> list[tuple[str, str, str]]:
     with quiet_libraries():
         sd3_pipeline(Preset(layers=4, heads=4, head_dim=32)).save_pretrained(folder)
     config = DiffusersConfig(max_prompt_length=16, inference_size=(nft.SIZE, nft.SIZE))
-    kinds: tuple[type[DiffuserModel], ...] = (SD3Model, DrivenModel)
+    kinds: tuple[type[PipelineModel], ...] = (SD3Model, DrivenModel)
     models = [kind(config, model_str=str(folder), lora_config=nft.LORA) for kind in kinds]
     found = []
     for name, make in (("SFT", _sft_step), ("NFT", _nft_step)):
@@ -81,7 +81,7 @@ def compare_steps(folder: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def _sft_step(model: DiffuserModel) -> Callable[[], None]:
+def _sft_step(model: PipelineModel) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(BATCH, *model.latent_shape(nft.SIZE, nft.SIZE), generator=generator)
     noise = torch.randn(clean.shape, generator=generator)
@@ -95,7 +95,7 @@ def _sft_step(model: DiffuserModel) -> Callable[[], None]:
     return step
 
 
-def _nft_step(model: DiffuserModel) -> Callable[[], None]:
+def _nft_step(model: PipelineModel) -> Callable[[], None]:
     policies = model.policies(keep_old=True, keep_reference=True)
     rows, _, _ = nft.pairs_of(model)
     algorithm = DiffusionNft(nft.BETA, -nft.HIGH, nft.HIGH, 0, num_sigmas=nft.LEVELS)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
+from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.policies import Policies
 from cosmos_rl.policy.model.quiet import quiet_libraries
@@ -72,7 +72,7 @@ class Counter:
         self.rows += len(keywords["hidden_states"])
 
 
-def pairs_of(model: DiffuserModel) -> tuple[Rows, Cond, Tensor]:
+def pairs_of(model: PipelineModel) -> tuple[Rows, Cond, Tensor]:
     """All pairs of a step, the conditions of its four prompts, and each row's place in them."""
     prompts = [f"a photo of the digit {i}" for i in range(4)]
     count = SAMPLES * LEVELS
@@ -144,7 +144,7 @@ def drift_apart(model: SD3Model, policies: Policies, others: Mapping[str, nn.Mod
         others["old"].load_state_dict({**model.transformer.state_dict(), **policies.old_state()})
 
 
-def gradients(model: DiffuserModel) -> Tensor:
+def gradients(model: PipelineModel) -> Tensor:
     """All gradients in one vector; they are cleared."""
     found = [p.grad.flatten() for p in model.trainable_parameters().values() if p.grad is not None]
     for param in model.trainable_parameters().values():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config, DiffusersConfig, rollout_chunk
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
@@ -31,7 +32,7 @@ def ours(model: SD3Model) -> Callable[[], torch.Tensor]:
     sampler = RolloutSampler(model, spec, seed=0)
 
     def run() -> torch.Tensor:
-        conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
+        conditions = StepConditions(lambda prompts, _: model.encode_prompts([text_of(prompt) for prompt in prompts]))
         conditions.encode_all(PROMPTS)
         with model.eval_mode():
             chunks = [SAMPLES[i : i + chunk] for i in range(0, len(SAMPLES), chunk)]

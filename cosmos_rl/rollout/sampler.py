@@ -13,7 +13,7 @@ from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.model.diffusers.velocity_model import TEXT_KEYWORDS, VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import TEXT_KEYWORDS, FlowModel
 
 Conditions = Callable[..., Any]
 """(prompts, negative prompts or None) -> conditions on the device; ``""`` leads guidance away from the default."""
@@ -97,7 +97,7 @@ class Rollouts:
 class RolloutSampler:
     """Makes samples with whatever policy the model acts as at the moment."""
 
-    def __init__(self, model: VelocityModel, spec: RolloutSpec, seed: int) -> None:
+    def __init__(self, model: FlowModel, spec: RolloutSpec, seed: int) -> None:
         self._model = model
         self.spec = spec
         self._seed = seed
@@ -136,7 +136,7 @@ class RolloutSampler:
             "generator": [self._generator(sample, purpose, step) for sample in samples],
         }
         method = model.pipeline_with_logprob
-        own_sampler = getattr(method, "__func__", None) is not VelocityModel.pipeline_with_logprob
+        own_sampler = getattr(method, "__func__", None) is not FlowModel.pipeline_with_logprob
         accepted = inspect.signature(method).parameters
         if "latents" in accepted:  # a sampler of a user's own draws both from its generators
             keywords |= self._noise(keywords["generator"], samples, purpose, step)

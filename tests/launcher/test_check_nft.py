@@ -81,7 +81,7 @@ def test_a_decay_type_that_begins_with_copies_says_what_it_saves(
 def test_dropout_of_the_network_is_planned_as_the_trainer_finds_it(write_nft_toml: Toml, dropout: float) -> None:
     from diffusers import SanaTransformer2DModel
 
-    from cosmos_rl.policy.model.diffusers.velocity_model import has_active_dropout
+    from cosmos_rl.policy.model.diffusers.flow_model import has_active_dropout
 
     network = SanaTransformer2DModel(
         num_attention_heads=1,

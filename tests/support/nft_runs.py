@@ -22,7 +22,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
-from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer import run
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Rows, Share
@@ -206,7 +206,7 @@ def recorded() -> Iterator[list[StepRecord]]:
     steps: list[StepRecord] = []
     noises: list[str] = []
     train_step, score, sample = OnlineTask.train_step, batches.score_batch, RolloutSampler.sample
-    integrate, predict = VelocityModel._integrate, DiffuserModel.predict
+    integrate, predict = FlowModel._integrate, DiffuserModel.predict
 
     def our_step(self: OnlineTask, step: int) -> StepReport:
         steps.append(StepRecord())
@@ -227,7 +227,7 @@ def recorded() -> Iterator[list[StepRecord]]:
             steps[-1].noise |= {str(sample.sample_id): noise for sample, noise in zip(samples, noises, strict=True)}
         return made
 
-    def our_integrate(self: VelocityModel, cond: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
+    def our_integrate(self: FlowModel, cond: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
         noises.extend(hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in noise)
         return integrate(self, cond, noise, *args, **kwargs)
 
@@ -237,12 +237,12 @@ def recorded() -> Iterator[list[StepRecord]]:
         return predict(self, *args)
 
     OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = our_step, our_score, our_sample
-    VelocityModel._integrate, DiffuserModel.predict = our_integrate, our_predict
+    FlowModel._integrate, DiffuserModel.predict = our_integrate, our_predict
     try:
         yield steps
     finally:
         OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = train_step, score, sample
-        VelocityModel._integrate, DiffuserModel.predict = integrate, predict
+        FlowModel._integrate, DiffuserModel.predict = integrate, predict
 
 
 # ---- jobs in processes of their own --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Small velocity models with known answers: a mixture of Gaussians in the plane, and images of coloured squares.
 
-Both are ``VelocityModel``s, so the shipped sampler, trainer and loop drive them as they drive a pipeline.
+Both are ``FlowModel``s, so the shipped sampler, trainer and loop drive them as they drive a pipeline.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
-from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.lora import add_adapters, initialise
 
 TEXT = "encoder_hidden_states"
 
 
-class ToyModel(VelocityModel):
+class ToyModel(FlowModel):
     """A network ``(latents, sigma, labels) -> velocity`` whose prompts are names of labels.
 
     ``units`` counts the network's work by itself, through hooks on the module: a row is one unit forwards, and two more

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from cosmos_rl.launcher.doctor.finding import WARN, Finding, choose_mark
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 
 
-def check_gradients(model: DiffuserModel, weight: float) -> Iterator[Finding]:
+def check_gradients(model: PipelineModel, weight: float) -> Iterator[Finding]:
     """Whether the trained weights have gradients, of which norm; these are of a sum of losses of ``weight``."""
     grads = {name: p.grad for name, p in model.trainable_parameters().items()}
     without = [name for name, grad in grads.items() if grad is None]

@@ -21,7 +21,7 @@ from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distanc
 from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.ranks import with_world_size
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.loading import read_pipeline
 from cosmos_rl.policy.model.quiet import load_adapter_weights, quiet_libraries
@@ -42,7 +42,7 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     device = pick_device(config.train.device)
     data: LocalPairs | None = None
     try:
-        model: DiffuserModel = _load(config, device)
+        model: PipelineModel = _load(config, device)
         if not job_kind(config).online:
             data = _pairs(config)
     except UserError as error:
@@ -64,7 +64,7 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
         yield from _examine_sft(config, model, data)
 
 
-def _examine_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Iterator[Finding]:
+def _examine_sft(config: Config, model: PipelineModel, data: LocalPairs) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
     yield _reconstruction(model, items[0], latents[:1])
@@ -76,7 +76,7 @@ def _examine_sft(config: Config, model: DiffuserModel, data: LocalPairs) -> Iter
         yield _export(model, config, items[0].prompt)
 
 
-def _examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
+def _examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
     from cosmos_rl.launcher.doctor.rl_checks import examine_rl
 
     shape = model.latent_shape(*config.policy.diffusers.inference_size)
@@ -103,7 +103,7 @@ def _pairs(config: Config) -> LocalPairs:
 # ---- adapters and weights ----------------------------------------------------------------------------------------
 
 
-def _targets(model: DiffuserModel) -> Iterator[Finding]:
+def _targets(model: PipelineModel) -> Iterator[Finding]:
     """How many layers each target found. Targets that find none do not get this far: loading refuses them."""
     if model.lora_config is None:
         return
@@ -117,7 +117,7 @@ def _targets(model: DiffuserModel) -> Iterator[Finding]:
         yield Finding(choose_mark(count > 0), "adapter target", f"{target}: {count} layers")
 
 
-def _finite_weights(model: DiffuserModel) -> Finding:
+def _finite_weights(model: PipelineModel) -> Finding:
     """Every weight of every part is a number."""
     parts = {name: p for name, p in model.pipeline.components.items() if isinstance(p, torch.nn.Module)}
     wrong = [
@@ -134,7 +134,7 @@ def _finite_weights(model: DiffuserModel) -> Finding:
     return Finding(FAIL, "base weights", f"NaN or infinity in {shown}", "fetch the model again, or take another one")
 
 
-def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterator[Finding]:
+def _fresh_adapter(model: PipelineModel, latents: Tensor, cond: Cond) -> Iterator[Finding]:
     lora = model.lora_config
     if lora is None:
         return
@@ -159,7 +159,7 @@ def _fresh_adapter(model: DiffuserModel, latents: Tensor, cond: Cond) -> Iterato
 # ---- one image, one step ---------------------------------------------------------------------------------------
 
 
-def _reconstruction(model: DiffuserModel, item: Item, latents: Tensor) -> Finding:
+def _reconstruction(model: PipelineModel, item: Item, latents: Tensor) -> Finding:
     """An image through the VAE and back, against the image and against its mean colour."""
     image = (item.visual.to(latents.device).float() + 1) / 2
     again = model.decode(latents)[0].to(image.device)
@@ -176,7 +176,7 @@ def _psnr(image: Tensor, target: Tensor) -> float:
     return -10 * math.log10(max(float((image - target).square().mean()), 1e-10))
 
 
-def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> Iterator[Finding]:
+def _one_step(model: PipelineModel, latents: Tensor, cond: Cond, seed: int) -> Iterator[Finding]:
     """Loss and gradients of one micro-batch."""
     ids = range(len(latents))
     noise = randomness.normal(latents.shape[1:], seed, "doctor/noise", 0, list(ids)).to(latents.device)
@@ -194,7 +194,7 @@ def _one_step(model: DiffuserModel, latents: Tensor, cond: Cond, seed: int) -> I
 # ---- export ------------------------------------------------------------------------------------------------------
 
 
-def _export(model: DiffuserModel, config: Config, prompt: str) -> Finding:
+def _export(model: PipelineModel, config: Config, prompt: str) -> Finding:
     """The exported policy, loaded by plain diffusers, samples what the trainer samples, and not what the base does."""
     guidance = config.policy.diffusers.sample.guidance_scale
     shape, seed = model.latent_shape(*config.policy.diffusers.inference_size), config.train.seed
@@ -224,7 +224,7 @@ def _export(model: DiffuserModel, config: Config, prompt: str) -> Finding:
     return Finding(choose_mark(same), "export", text)
 
 
-def _follow_gradients(model: DiffuserModel) -> None:
+def _follow_gradients(model: PipelineModel) -> None:
     """Move the trained weights a little: a fresh adapter would prove nothing."""
     with torch.no_grad():
         for param in model.trainable_parameters().values():
@@ -234,7 +234,7 @@ def _follow_gradients(model: DiffuserModel) -> None:
                 param.grad = None
 
 
-def _load_plain(model: DiffuserModel, folder: Path) -> Any:
+def _load_plain(model: PipelineModel, folder: Path) -> Any:
     """The exported policy as diffusers loads it."""
     is_adapter = model.lora_config is not None
     source = model.base_folder if is_adapter else folder

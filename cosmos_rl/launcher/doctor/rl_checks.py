@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import all_equal
+from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.diffusion.kernels import build_kernel, predict_clean
 from cosmos_rl.errors import UserError
@@ -17,7 +19,7 @@ from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, cho
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
 from cosmos_rl.policy.trainer.rl.build import build_algorithm
@@ -39,7 +41,7 @@ class Sampled:
     conditions: StepConditions
 
 
-def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
+def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
     """Prompts, rollout, rewards and one gradient; gradients are left in the model for the export."""
     job = online_table(config)
     try:
@@ -50,7 +52,7 @@ def examine_rl(config: Config, model: DiffuserModel) -> Iterator[Finding]:
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
     samples = group_samples(enumerate(prompts), _GROUP)
     guided = config.policy.diffusers.sample.guidance_scale > 1
-    conditions = StepConditions(lambda texts, away: model.encode_prompts(texts, away if guided else None))
+    conditions = _texts_alone(model, guided=guided)
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies = model.policies(keep_old=False, keep_reference=False)
     with policies.using("old"), model.eval_mode():
@@ -77,11 +79,18 @@ def _rollout(made: Rollouts) -> Finding:
     return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can distinguish them")
 
 
-def _agreement(config: Config, model: DiffuserModel, spec: RolloutSpec, samples: Sequence[Sample]) -> Finding:
+def _texts_alone(model: PipelineModel, *, guided: bool) -> StepConditions:
+    def encode(prompts: Sequence[PromptKey], negatives: Sequence[str]) -> Any:
+        return model.encode_prompts([text_of(prompt) for prompt in prompts], negatives if guided else None)
+
+    return StepConditions(encode)
+
+
+def _agreement(config: Config, model: PipelineModel, spec: RolloutSpec, samples: Sequence[Sample]) -> Finding:
     """The velocities that the sampler followed, read off its states, against those that training computes there."""
     solver = "euler" if spec.solver == "dance" else spec.solver
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
-    conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
+    conditions = _texts_alone(model, guided=False)
     few = [samples[0], samples[-1]]
     levels = model.sampling_levels(spec.num_steps)
     with model.eval_mode(), torch.no_grad():
@@ -115,7 +124,7 @@ def _follow_trained(states: Sequence[Tensor], sigmas: Sequence[float], solver: s
     return found
 
 
-def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions) -> Finding:
+def _old_policy(model: PipelineModel, made: Rollouts, conditions: StepConditions) -> Finding:
     """The ratio of the policies is 1 before anything is learnt."""
     policies = model.policies(keep_old=True, keep_reference=False)
     latents = made.latents.to(model.device)
@@ -133,7 +142,7 @@ def _old_policy(model: DiffuserModel, made: Rollouts, conditions: StepConditions
 # ---- rewards -----------------------------------------------------------------------------------------------------
 
 
-def _rewards(config: Config, model: DiffuserModel, made: Rollouts) -> Iterator[Finding]:
+def _rewards(config: Config, model: PipelineModel, made: Rollouts) -> Iterator[Finding]:
     """Every reward gives numbers, and different ones for different images."""
     job = online_table(config)
     if job.bypass_reward:
@@ -212,7 +221,7 @@ def _probes(media: Tensor) -> Tensor:
     return torch.stack([torch.zeros_like(half), torch.full_like(half, 255), half, noise])
 
 
-def _encode_probes(model: DiffuserModel, videos: Tensor) -> Tensor:
+def _encode_probes(model: PipelineModel, videos: Tensor) -> Tensor:
     """Probes ``[N, T, H, W, 3]`` as what the reward service decodes."""
     visuals = videos.movedim(-1, 1).float() / 127.5 - 1
     states = model.encode_visuals(list(visuals), *videos.shape[-3:-1], at_once=1)
@@ -222,7 +231,7 @@ def _encode_probes(model: DiffuserModel, videos: Tensor) -> Tensor:
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def _learning(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, sampled: Sampled) -> Iterator[Finding]:
+def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampled: Sampled) -> Iterator[Finding]:
     """The gradient of one micro-batch in which samples are good and bad in turns."""
     policies = model.policies(keep_old=True, keep_reference=job.kl_beta > 0)
     made, algorithm = sampled.made, build_algorithm(config)

@@ -13,7 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model import consolidated
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.loading import build_empty, fetch_pipeline
 from cosmos_rl.policy.model.lora import base_state
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
@@ -41,7 +41,7 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     config = load_config(config_file)
     if file_format == "cosmos-pt":
         _require_cosmos(fetch_pipeline(config.policy.model_name_or_path, config.policy.model_revision))
-    model: DiffuserModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
+    model: PipelineModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
     params = model.trainable_parameters()
     ema = build_ema(params, config.train)
     write = _WRITERS[file_format]
@@ -80,11 +80,11 @@ def _require_cosmos(folder: Path) -> None:
         raise UserError(f"{folder}: a {kind}; .pt checkpoints are only for {consolidated.PIPELINE}")
 
 
-def _write_export(model: DiffuserModel, out: Path) -> None:
+def _write_export(model: PipelineModel, out: Path) -> None:
     prepare_export(model)(out)
 
 
-def _write_consolidated(model: DiffuserModel, out: Path) -> None:
+def _write_consolidated(model: PipelineModel, out: Path) -> None:
     transformer = model.denoisers["transformer"]
     if model.lora_config is not None:
         transformer.fuse_lora(adapter_names=[model.primary_adapter])
@@ -92,7 +92,7 @@ def _write_consolidated(model: DiffuserModel, out: Path) -> None:
     consolidated.write_consolidated(out, {name: value.to(model.param_dtype) for name, value in weights.items()})
 
 
-_WRITERS: dict[str, Callable[[DiffuserModel, Path], None]] = {
+_WRITERS: dict[str, Callable[[PipelineModel, Path], None]] = {
     "diffusers": _write_export,
     "cosmos-pt": _write_consolidated,
 }

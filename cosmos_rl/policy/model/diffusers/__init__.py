@@ -8,7 +8,8 @@ with hide_extras():
     from peft.import_utils import is_torchao_available
 
     from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
+    from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
 
     is_torchao_available()  # its answer is kept
 
-__all__ = ["DiffuserModel"]
+__all__ = ["DiffuserModel", "PipelineModel"]

@@ -1,14 +1,14 @@
-"""What training, sampling and every loss ask of a flow model, whoever fulfils it.
+"""Values that training, sampling and every loss exchange with a model: noise levels, sizes, media, rollouts.
 
 Shapes: B rows of a batch, N samples, T frames; a state is ``[B, ...]`` in the model's own layout (packed or not), of
 which only the first axis means anything to a caller.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Level(NamedTuple):
@@ -54,19 +54,6 @@ class Medium(NamedTuple):
     """How many latent frames they make: those that are given and not generated."""
 
 
-class Cond(Protocol):
-    """Conditions of ``size`` rows: opaque, made by ``FlowModel.encode``."""
-
-    @property
-    def size(self) -> int: ...
-
-    def rows(self, index: Tensor) -> Self:
-        """The conditions of the rows ``index`` (int64 ``[K]``), repeats allowed."""
-        ...
-
-    def to(self, device: torch.device | str) -> Self: ...
-
-
 class Rollout(NamedTuple):
     """One sampling of N conditions."""
 
@@ -85,71 +72,4 @@ class Transition(Protocol):
 
     def __call__(self, index: int, velocity: Tensor, level: Level, next_sigma: Tensor, state: Tensor) -> Tensor:
         """The next state, like ``state`` ``[N, ...]``, which must not be changed in place."""
-        ...
-
-
-CondT = TypeVar("CondT", bound=Cond)
-"""The conditions of one model: another model cannot read them."""
-
-
-class FlowModel(Protocol[CondT]):
-    """A trainable velocity field with conditions, a sampling loop, an encoder and a decoder of media."""
-
-    @property
-    def denoisers(self) -> Mapping[str, nn.Module]:
-        """The parts that are trained, by their names in the pipeline; two for a mixture of experts."""
-        ...
-
-    @property
-    def path(self) -> Literal["flow", "edm"]:
-        """``x = (1 - s) x0 + s e``, or ``x = x0 + s e``."""
-        ...
-
-    @property
-    def guidance_off(self) -> float | None:
-        """The value that switches guidance off; None where the pipeline has no such argument."""
-        ...
-
-    @property
-    def state_dtype(self) -> torch.dtype: ...
-
-    def encode(
-        self, prompts: Sequence[str], negatives: Sequence[str] | None = None, guidance: float | None = None
-    ) -> CondT:
-        """Conditions of the prompts, made as the pipeline makes them at that guidance (None: switched off)."""
-        ...
-
-    def levels(self, steps: int, size: Size) -> list[Level]:
-        """The pipeline's own ``steps + 1`` levels, the last one clean."""
-        ...
-
-    def training_level(self, sigma: Tensor) -> Level:
-        """The level at any sigma, float32 ``[]`` or ``[B]``."""
-        ...
-
-    def velocity(self, state: Tensor, level: Level, cond: CondT, guidance: float | None, size: Size) -> Tensor:
-        """``dx/dsigma`` like ``state``, differentiable, the bits of the rollout. Rows may have several levels."""
-        ...
-
-    def rollout(
-        self,
-        cond: CondT,
-        generators: Sequence[torch.Generator],
-        steps: int,
-        guidance: float | None,
-        transition: Transition | None,
-        size: Size,
-        *,
-        decode: bool = True,
-        keep_velocities: bool = False,
-    ) -> Rollout:
-        """The pipeline's own loop with our transition inside (None: its own). Start noise comes from N generators."""
-        ...
-
-    def encode_media(self, media: Tensor, size: Size) -> Tensor:
-        """Media ``[N, (T,) 3, H, W]`` in [-1, 1] -> clean states."""
-        ...
-
-    def decode(self, state: Tensor, size: Size) -> Tensor:
-        """Clean states -> media ``[N, (T,) 3, H, W]`` in [0, 1]."""
         ...

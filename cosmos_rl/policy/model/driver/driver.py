@@ -1,9 +1,9 @@
-"""The model contract, fulfilled by running a stock diffusers pipeline."""
+"""Conditions, levels, velocities, rollouts and media of a stock diffusers pipeline, by running the pipeline itself."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from cosmos_rl.policy.model.driver import conditioning
 from cosmos_rl.policy.model.driver import media as media_maps
 from cosmos_rl.policy.model.driver.calls import PipelineCalls, stop, stop_with_velocity
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, count_rows, describe_nesting, locate
-from cosmos_rl.policy.model.driver.contract import FlowModel, Level, Medium, Rollout, Size, Transition
+from cosmos_rl.policy.model.driver.contract import Level, Medium, Rollout, Size, Transition
 from cosmos_rl.policy.model.driver.inputs import Inputs, ScalarLevel, scalar_levels, swap
 from cosmos_rl.policy.model.driver.seams import Run
 
@@ -42,7 +42,9 @@ class Group(NamedTuple):
 
 
 class Driver(PipelineCalls):
-    """A stock pipeline as a `FlowModel`; `probe.prove` must have filled ``facts`` before anything is trusted.
+    """A stock pipeline whose steps can be asked for one by one.
+
+    `probe.prove` must have filled ``facts`` before anything is trusted.
 
     Attributes:
         any_over_ranks: set when the denoisers are sharded over ranks: whether any rank has each flag set.
@@ -67,7 +69,10 @@ class Driver(PipelineCalls):
     def encode(
         self, prompts: Sequence[str], negatives: Sequence[str] | None = None, guidance: float | None = None
     ) -> DrivenCond:
-        """Conditions of N prompts, see `FlowModel`. Conditions made with guidance also serve without it."""
+        """Conditions of N prompts, made as the pipeline makes them at that guidance (None: switched off).
+
+        Conditions made with guidance also serve without it.
+        """
         prompts, negatives = list(prompts), None if negatives is None else list(negatives)
         guidance = self.guidance_off if guidance is None else guidance
         values = self._run_encoder(prompts, negatives, guidance)
@@ -125,7 +130,7 @@ class Driver(PipelineCalls):
 
     @torch.no_grad()
     def levels(self, steps: int, size: Size | None = None) -> list[Level]:
-        """The stock grid, see `FlowModel`; the shift that depends on the size is in it."""
+        """The pipeline's own ``steps + 1`` levels, the last one clean; a shift that depends on the size is in them."""
         size = size or self.size
 
         def read(run: Run, *_: Any) -> Any:
@@ -298,7 +303,14 @@ class Driver(PipelineCalls):
         keep_velocities: bool = False,
         start: Tensor | None = None,
     ) -> Rollout:
-        """The stock loop, see `FlowModel`. It starts from the state ``start`` ``[N, ...]`` where there is one."""
+        """The pipeline's own loop with our transition inside.
+
+        Args:
+            generators: N, for the start noise.
+            transition: None: the scheduler's own.
+            decode: whether to make media of the last states.
+            start: the state ``[N, ...]`` to start from, in place of noise.
+        """
         guidance = self.guidance_off if guidance is None else guidance
         states: list[Tensor] = []
         levels: list[Level] = []
@@ -409,9 +421,3 @@ class Driver(PipelineCalls):
 def _copy_cond(cond: DrivenCond) -> DrivenCond:
     """Conditions that keep no bigger tensor alive."""
     return replace(cond, values=tree.tree_map_only(Tensor, torch.clone, cond.values))
-
-
-if TYPE_CHECKING:
-
-    def _fulfils_the_contract(driver: Driver) -> FlowModel[DrivenCond]:
-        return driver

@@ -28,7 +28,8 @@ class Facts:
         size: of the media that were used.
         leaf: index of the state in the flat results of `prepare_latents`.
         partial: the state is a part of that tensor: what the loop steps, without the frames that a medium gives.
-        path, scale: see `FlowModel.path`; the factor between noise and the first state.
+        path: ``flow``: ``x = (1 - s) x0 + s e``, or ``edm``: ``x = x0 + s e``.
+        scale: the factor between noise and the first state.
         guidance_name, guidance_off, guidance_style: the argument, the value that switches it off, how it is computed.
         denoisers: their names in the pipeline.
         time_inputs: for guidance "off" and "on": inputs of the denoiser that follow the level only, so that rows of

@@ -23,8 +23,8 @@ from cosmos_rl.policy.config.model_rules import (
 )
 from cosmos_rl.policy.config.plan import DECODED_PIXELS
 from cosmos_rl.policy.model.diffusers.cond import Negative, negatives
-from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
-from cosmos_rl.policy.model.diffusers.velocity_model import Visuals
+from cosmos_rl.policy.model.diffusers.flow_model import Visuals
+from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
 from cosmos_rl.policy.model.driver.binning import require_listed_size
 from cosmos_rl.policy.model.driver.conditions import DrivenCond
 from cosmos_rl.policy.model.driver.contract import Level, Medium, Size, stack_levels
@@ -40,7 +40,7 @@ _GUIDED = 2.0
 """Any value that switches guidance on: conditions made with it serve every other one."""
 
 
-class DrivenModel(DiffuserModel):
+class DrivenModel(PipelineModel):
     """A pipeline of any class that passes the checks of the driver, with all its maths left to diffusers.
 
     Latents are states in the pipeline's own layout, which may be packed; noise has the layout in which the pipeline
@@ -51,7 +51,7 @@ class DrivenModel(DiffuserModel):
     """
 
     def __init__(self, config: DiffusersConfig, *, sharding: Sharding | None = None, **kwargs: Any) -> None:
-        """Load the pipeline and prove that it can be driven, see ``DiffuserModel``.
+        """Load the pipeline and prove that it can be driven, see ``PipelineModel``.
 
         Raises:
             UserError: a check failed, or the pipeline does not fit the configuration.
@@ -189,12 +189,8 @@ class DrivenModel(DiffuserModel):
 
     # ---- conditions --------------------------------------------------------------------------------------------
 
-    def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Tensor | None]:
-        """Not used: conditions keep the form that the pipeline gives them."""
-        raise NotImplementedError("a driven pipeline has no text_embedding: encode_prompts")
-
     def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> DrivenCond:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Prompts -> conditions, see ``DiffuserModel``. An empty negative prompt is the pipeline's own default."""
+        """Prompts -> conditions, see ``FlowModel``. An empty negative prompt is the pipeline's own default."""
         away = negatives(negative, len(prompts))
         pairs = list(zip(prompts, away or [""] * len(prompts), strict=True))
         distinct = pairs if each else list(dict.fromkeys(pairs))
@@ -211,11 +207,11 @@ class DrivenModel(DiffuserModel):
             return [self._encode_texts([text], [away or ""], guided=away is not None) for text, away in pairs]
 
     def count_given(self, clean: int) -> int:
-        """See ``VelocityModel``."""
+        """See ``FlowModel``."""
         return self.driver.count_given(clean)
 
     def condition(self, cond: DrivenCond, media: Sequence[Medium | None]) -> DrivenCond:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the pipeline makes of a medium for each row, see ``VelocityModel``."""
+        """What the pipeline makes of a medium for each row, see ``FlowModel``."""
         with torch.no_grad(), self.on_device(*self._media_encoders()):
             return self.driver.condition(cond, media)
 
@@ -233,7 +229,7 @@ class DrivenModel(DiffuserModel):
     # ---- velocity ----------------------------------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, level: Level, cond: DrivenCond, *, guidance: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the pipeline hands to its scheduler's step, see ``VelocityModel``."""
+        """What the pipeline hands to its scheduler's step, see ``FlowModel``."""
         guided = guidance > 1.0
         self.num_evaluations += len(latents) * (2 if guided and self._doubles else 1)
         state, stock_level = self._path.to_stock_state(latents, level.sigma), self._path.to_stock_level(level.to("cpu"))
@@ -245,7 +241,7 @@ class DrivenModel(DiffuserModel):
         return velocity
 
     def set_gradient_sync(self, wanted: bool) -> None:
-        """See ``VelocityModel``. Of several experts the last micro-batch may call one only, so each reduces its own."""
+        """See ``FlowModel``. Of several experts the last micro-batch may call one only, so each reduces its own."""
         super().set_gradient_sync(wanted or len(self.driver.denoisers) > 1)
 
     @property
@@ -261,7 +257,7 @@ class DrivenModel(DiffuserModel):
         timestep: Tensor,
         noise: Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
     ) -> tuple[Tensor, Tensor]:
-        """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``, see ``DiffuserModel``."""
+        """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``, see ``PipelineModel``."""
         noised, noise, _ = self.add_noise(clean_latents, timestep=timestep, noise=noise)
         level = Level(self.timestep_map, self.sigma_map).rows(timestep.cpu())
         velocity = self.velocity(noised, level, cond)
@@ -305,7 +301,7 @@ class DrivenModel(DiffuserModel):
         return self.decode_conditioned(latents, None)
 
     def decode_conditioned(self, latents: Tensor, cond: DrivenCond | None) -> Tensor:
-        """The same for samples with these conditions, see ``VelocityModel``."""
+        """The same for samples with these conditions, see ``FlowModel``."""
         pixels = self.size.height * self.size.width * self.size.frames
         size = max(DECODED_PIXELS // pixels, 1)
         made = []
@@ -317,7 +313,7 @@ class DrivenModel(DiffuserModel):
         return torch.cat(made)
 
     def check_reward_latents(self, key: str) -> None:
-        """See ``VelocityModel``: the reward service has the VAE of Wan."""
+        """See ``FlowModel``: the reward service has the VAE of Wan."""
         kind, channels = type(self.vae).__name__, getattr(self.vae.config, "z_dim", None)
         problem = latents_problem(key, self.model_str, kind, channels, is_video=self.config.is_video)
         if problem is not None:
@@ -326,7 +322,7 @@ class DrivenModel(DiffuserModel):
             raise UserError(f'{key} = "latents": not with policy.diffusers.conditional_frames; set it to "pixels"')
 
     def reward_latents(self, latents: Tensor) -> Tensor:
-        """What the pipeline would give its VAE, normalised by the VAE's own statistics, see ``VelocityModel``."""
+        """What the pipeline would give its VAE, normalised by the VAE's own statistics, see ``FlowModel``."""
         decoded = self.driver.before_decoder(latents.to(self.device), self.size).float()
         mean, std = (
             torch.tensor(self.vae.config[name], device=decoded.device).view(1, -1, 1, 1, 1)
@@ -351,7 +347,7 @@ class DrivenModel(DiffuserModel):
         return super().sample_latents(cond, noise, num_steps=num_steps, guidance=guidance, solver=solver)  # pyright: ignore[reportArgumentType]
 
     def rollout(self, cond: DrivenCond, generator: Sequence[torch.Generator], **options: Any) -> Visuals:
-        """See ``VelocityModel``; with the solver ``stock`` the whole loop is the pipeline's own."""
+        """See ``FlowModel``; with the solver ``stock`` the whole loop is the pipeline's own."""
         if options.get("solver") != STOCK:
             return super().rollout(cond, generator, **options)
         noise = options.get("latents")

@@ -18,12 +18,12 @@ from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.diffusers import DiffuserModel
-from cosmos_rl.policy.model.diffusers.diffuser_model import DTYPES
+from cosmos_rl.policy.model.diffusers import PipelineModel
+from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
 from cosmos_rl.policy.model.lora import fold_config, fold_weights
 
 
-def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> DiffuserModel:
+def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> PipelineModel:
     """The pipeline of ``[policy]``, of which the transformer (or its adapters) is trained.
 
     Args:
@@ -83,7 +83,7 @@ def build_ema(params: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> E
     return Ema(params, train.ema_decay, train.ema_update_step_interval)
 
 
-def prepare_export(model: DiffuserModel, *, keep: bool = True) -> Callable[[Path], None]:
+def prepare_export(model: PipelineModel, *, keep: bool = True) -> Callable[[Path], None]:
     """Copy the policy's weights as they are now, in the compute dtype; the result writes them into a step's folder.
 
     All ranks must call it; only the one with ``keep`` gets something to write.

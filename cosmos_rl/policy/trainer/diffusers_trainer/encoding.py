@@ -15,7 +15,7 @@ from cosmos_rl.data.given import Given, GivenPrompt, PromptKey, load_given, text
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, concat_all
 from cosmos_rl.policy.model.driver.contract import Medium
@@ -32,7 +32,7 @@ class Encoding:
     undisturbed one computed, and several at once take much less time than one after the other.
     """
 
-    def __init__(self, model: DiffuserModel, config: Config) -> None:
+    def __init__(self, model: PipelineModel, config: Config) -> None:
         self._model = model
         self._size = config.policy.diffusers.inference_size
         job = config.train.train_policy

@@ -10,7 +10,7 @@ from cosmos_rl.data.items import Item
 from cosmos_rl.diffusion.schedule import density, index_from_density
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 
@@ -31,7 +31,7 @@ class NoisedSamples:
         """Some of the samples, as a view."""
         return NoisedSamples(self.clean[which], self.cond.rows(which), self.noise[which], self.index[which])
 
-    def loss(self, model: DiffuserModel) -> tuple[Tensor, Tensor]:
+    def loss(self, model: PipelineModel) -> tuple[Tensor, Tensor]:
         """Flow-matching ``(sum, weight)``."""
         return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
 
@@ -39,7 +39,7 @@ class NoisedSamples:
 class Noising:
     """Encodes items and draws their sigmas and noise."""
 
-    def __init__(self, model: DiffuserModel, encoding: Encoding, config: Config) -> None:
+    def __init__(self, model: PipelineModel, encoding: Encoding, config: Config) -> None:
         self._model = model
         self.encoding = encoding
         self._config = config.policy.diffusers

@@ -18,7 +18,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
@@ -36,7 +36,7 @@ MAX_VALIDATION_PROMPTS = 16
 class SftParts:
     """Everything that a step needs, already loaded."""
 
-    model: DiffuserModel
+    model: PipelineModel
     pairs: Readable
     """Training data."""
     stream: MapStream
@@ -55,7 +55,7 @@ class SFTTrainer(TaskBase):
     """The SFT task. One step = encode, noise at keyed sigmas, flow-matching loss over micro-batches, optimiser step."""
 
     def __init__(self, config: Config, context: Context, parts: SftParts) -> None:
-        self.model: DiffuserModel = parts.model
+        self.model: PipelineModel = parts.model
         self.stream, self.noising = parts.stream, parts.noising
         self._pairs, self._held_out, self._val_prompts = parts.pairs, parts.held_out, parts.val_prompts
         steps = parts.stream.steps_per_epoch

@@ -16,7 +16,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
-from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
@@ -98,7 +98,7 @@ def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
     return [(repr(record.prompt[:40]), record.prompt) for record in records]
 
 
-def _encode_held_out(config: Config, job: GrpoPolicyConfig, model: DiffuserModel, encoding: Encoding) -> HeldOut | None:
+def _encode_held_out(config: Config, job: GrpoPolicyConfig, model: PipelineModel, encoding: Encoding) -> HeldOut | None:
     """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
     if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
         return None
@@ -109,7 +109,7 @@ def _encode_held_out(config: Config, job: GrpoPolicyConfig, model: DiffuserModel
     return HeldOut(encoding.latents(items).cpu(), prompts, source)
 
 
-def _give_own(model: DiffuserModel, item: Item, number: int) -> PromptKey:
+def _give_own(model: PipelineModel, item: Item, number: int) -> PromptKey:
     """A held-out pair's prompt with as many of its own frames as the model may be given."""
     _, most = model.conditional_frames
     if most == 0:
@@ -118,7 +118,7 @@ def _give_own(model: DiffuserModel, item: Item, number: int) -> PromptKey:
 
 
 def _data_loss(
-    config: Config, job: GrpoPolicyConfig, context: Context, model: DiffuserModel, encoding: Encoding
+    config: Config, job: GrpoPolicyConfig, context: Context, model: PipelineModel, encoding: Encoding
 ) -> DataLoss | None:
     """(training step, number of the optimiser step in it) -> this rank's shares of the mean loss of real samples, one
     for each micro-batch."""

@@ -26,7 +26,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.config.plan import GUARD_SIGMAS
-from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
 from cosmos_rl.policy.trainer.rl.guard_rules import Measurement
 from cosmos_rl.rollout.sampler import (
@@ -79,7 +79,7 @@ class GuardProbe:
     def __init__(
         self,
         config: RewardHackingGuardConfig,
-        model: VelocityModel,
+        model: FlowModel,
         context: Context,
         *,
         sampler: RolloutSampler,

@@ -21,7 +21,7 @@ from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, validation_chunk
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import plan_online
-from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
@@ -54,7 +54,7 @@ from cosmos_rl.utils.logging import logger
 class Parts:
     """Everything that a step needs, already loaded."""
 
-    model: VelocityModel
+    model: FlowModel
     prompts: Sequence[PromptRecord]
     rewards: Rewards
     encode: Encode

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from cosmos_rl.policy.config.plan import KEPT_BYTES
-from cosmos_rl.policy.model.diffusers.velocity_model import VelocityModel
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, MicroBatch, Rows, Terms
 from cosmos_rl.rollout.sampler import Conditions
 
 
 def accumulate_gradient(
-    model: VelocityModel,
+    model: FlowModel,
     policies: Policies,
     algorithm: Algorithm,
     rows: Rows,
@@ -64,7 +64,7 @@ def _blocks(slices: Sequence[slice], rows: Rows, micro_batch: int) -> Iterator[S
 
 @torch.no_grad()
 def _add_velocities(
-    model: VelocityModel,
+    model: FlowModel,
     policies: Policies,
     name: PolicyName,
     micros: Sequence[MicroBatch],

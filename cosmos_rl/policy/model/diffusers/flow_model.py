@@ -43,7 +43,7 @@ Visuals = tuple[Tensor, list[Tensor], list[Tensor] | None]
 """(media in [0, 1], the states of the sampling loop, log-probabilities per step or None)."""
 
 
-class VelocityModel(abc.ABC):
+class FlowModel(abc.ABC):
     """A trainable velocity field with conditions and a decoder.
 
     Attributes:
@@ -72,15 +72,18 @@ class VelocityModel(abc.ABC):
 
     @abc.abstractmethod
     def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
-        """Prompts -> conditions, see ``DiffuserModel``."""
+        """Prompts -> conditions.
+
+        Args:
+            prompts: B texts.
+            negative: what guidance leads away from, one text for all or one each; None for no guidance.
+            each: encode every text, as the stock pipeline does, instead of every distinct text once. The last bits of
+                an embedding depend on the batch it was made in, so only this is bit-equal to the pipeline.
+        """
 
     @abc.abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents for media of that size."""
-
-    @abc.abstractmethod
-    def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
-        """Velocity ``[B, C, ...]`` at the transformer's own ``timestep`` ``[B]``, in the dtype of ``latents``."""
 
     @abc.abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -136,7 +139,7 @@ class VelocityModel(abc.ABC):
         return Level(torch.cat([t, torch.zeros(1)]), sigma)
 
     def _overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(VelocityModel, method)
+        return getattr(type(self), method) is not getattr(FlowModel, method)
 
     def start_state(self, noise: Tensor) -> Tensor:
         """Noise ``[N, ...]`` of ``latent_shape`` -> where sampling starts; packed where a model packs its own."""
@@ -162,6 +165,13 @@ class VelocityModel(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} sends pixels to the reward service")
 
     # ---- velocity ----------------------------------------------------------------------------------------------
+
+    def predict(self, latents: Tensor, timestep: Tensor, cond: Any) -> Tensor:
+        """Velocity ``[B, C, ...]`` at the transformer's own ``timestep`` ``[B]``, in the dtype of ``latents``.
+
+        What ``velocity`` is built on; a model that has its own ``velocity`` needs none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs predict, or a velocity of its own")
 
     def velocity(self, latents: Tensor, level: Level, cond: Cond, *, guidance: float = 1.0) -> Tensor:
         """Predicted ``dx/dsigma``; what rollouts, sampling and the losses of RL call.

@@ -1,0 +1,363 @@
+"""A loaded diffusers pipeline whose denoisers are trained: files, placement, adapters, sharding, token counts, the VAE.
+
+What a velocity is, and how prompts become conditions, is left to who derives from it: ``DiffuserModel`` for families
+that are written by hand, ``DrivenModel`` for the stock pipeline itself.
+"""
+
+import abc
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from cosmos_rl.data.text_lengths import Named, TextEncoder, describe_truncation
+from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.distributed.precision import compute_in_float32
+from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
+from cosmos_rl.policy.config.model_rules import switch_problems
+from cosmos_rl.policy.model import lora
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
+from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
+from cosmos_rl.policy.model.freezing import apply_patterns
+from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries
+from cosmos_rl.utils.logging import logger
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PipelineModel(FlowModel):
+    """A diffusers pipeline with its parts as attributes (``transformer``, ``vae``, ``scheduler``, ``text_encoder``, …).
+
+    Attributes:
+        pipeline: the stock pipeline object.
+        base_folder: local folder of the pipeline's files.
+        transformer: the denoiser, the only part that is ever trained; a ``ModuleDict`` of those that are trained where
+            the pipeline has several.
+        train_sampling_steps: number of noise levels that training draws from.
+        timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
+        sigma_map: the sigmas in [0, 1] of ``timestep_map``.
+        text_encoders, tokenizers: lists that a family fills.
+        warns_of_cuts: whether to say it once when a prompt is longer than the text encoders take.
+    """
+
+    transformer: Any
+    vae: Any
+    scheduler: Any
+    text_encoder: Any
+    tokenizer: Any
+    text_encoders: list[Any]
+    tokenizers: list[Any]
+    timestep_map: Tensor
+    sigma_map: Tensor
+
+    def __init__(
+        self,
+        config: DiffusersConfig,
+        *,
+        model_str: str,
+        revision: str | None = None,
+        lora_config: LoraConfig | None = None,
+        param_dtype: str = "float32",
+        device: torch.device | str = "cpu",
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        sharding: Sharding | None = None,
+        policy: PolicyConfig | None = None,
+        rest_on_cpu: bool = False,
+    ) -> None:
+        """Load the pipeline from a local folder or the hub.
+
+        Args:
+            config: the ``[policy.diffusers]`` table.
+            model_str: folder or hub repository of the pipeline.
+            revision: hub revision.
+            lora_config: the ``[policy.lora]`` table; None trains the whole transformer.
+            param_dtype: dtype of forward and backward, and of a frozen base under LoRA.
+            device: where the transformer lives.
+            gradient_checkpointing: recompute activations in the backward pass.
+            seed: seed of fresh adapters.
+            sharding: how the transformer is spread over ranks; None keeps it whole on this one.
+            policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
+            rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
+
+        Raises:
+            UserError: the pipeline does not fit the configuration.
+        """
+        self.config = config
+        self.lora_config = lora_config
+        self.model_str = model_str
+        self.revision = revision
+        self.device = torch.device(device)
+        self.param_dtype = DTYPES[param_dtype]
+        self.pipeline = self._load_pipeline(whole=sharding is None)
+        for name, part in self.pipeline.components.items():
+            setattr(self, name, part)
+        self.init_output_process()
+        self.transformer = self._join_denoisers()
+        for name, module in self.denoisers.items():
+            if sharding is None:  # diffusers leaves what is missing without values
+                folder = self.base_folder / name
+                check_names(folder, set(find_weight_files(folder)), set(module.state_dict()))
+        self._resting = self.device
+        if config.offload or rest_on_cpu:
+            self._resting = torch.device("cpu")
+        self._freeze_and_place()
+        self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
+        if gradient_checkpointing:
+            self._checkpoint_gradients()
+        self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
+        self.text_encoders = []
+        self.tokenizers = []
+        self._encoders_counted: list[TextEncoder] | None = None
+        self.warns_of_cuts = True
+
+    def _require_switches(self, kind: type) -> None:
+        problems = switch_problems(self.config, kind.__name__, inspect.signature(kind.__call__).parameters)
+        if problems:
+            raise UserError("\n".join(problems))
+
+    # ---- what a family gives -----------------------------------------------------------------------------------
+
+    @staticmethod
+    @abc.abstractmethod
+    def supported_model_types() -> list[str]:
+        """Pipeline class names (``_class_name`` of ``model_index.json``) that this class serves."""
+
+    @abc.abstractmethod
+    def visual_embedding(self, visual_list: list[Tensor], height: int, width: int, device: torch.device) -> Tensor:
+        """Images ``[3, H, W]`` (videos ``[3, T, H, W]``) in [-1, 1] -> latents ``[B, C, (T',) h, w]`` float32."""
+
+    @abc.abstractmethod
+    def training_sft_step(
+        self, clean_latents: Tensor, cond: Any, *, timestep: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``.
+
+        Args:
+            clean_latents: ``[B, C, ...]``.
+            cond: conditions of the B samples.
+            timestep: int64 ``[B]``, indices into the training grid.
+            noise: like ``clean_latents``.
+        """
+
+    @abc.abstractmethod
+    def sample_stock(
+        self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
+    ) -> Tensor:
+        """Clean latents ``[1, C, ...]`` by the public call of another pipeline of the same class."""
+
+    def find_trained(self) -> list[str]:
+        """Names of the parts in ``base_folder`` that are trained, sorted.
+
+        Raises:
+            UserError: the configuration names another one.
+        """
+        if self.config.trained_denoiser not in ("all", "transformer"):
+            raise UserError(
+                f'policy.diffusers.trained_denoiser = "{self.config.trained_denoiser}": {self.model_str} has one '
+                'denoiser; set it to "all"'
+            )
+        return ["transformer"]
+
+    def set_scheduler_timestep(self, num_steps: int) -> None:
+        """Set the scheduler to the training grid and cache ``timestep_map`` and ``sigma_map``, both ascending."""
+        self.scheduler.set_timesteps(num_steps)
+        self.timestep_map = self.scheduler.timesteps.flip(0).float()
+        self.sigma_map = self.scheduler.sigmas[:num_steps].flip(0).float()
+
+    def add_noise(
+        self, clean_latents: Tensor, timestep: Tensor | None = None, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Move latents along the path to noise.
+
+        Args:
+            clean_latents: ``[B, C, ...]``.
+            timestep: int64 ``[B]``, indices into the ascending training grid; drawn uniformly when not given.
+            noise: like ``clean_latents``; drawn when not given.
+
+        Returns:
+            ``(noised, noise, timesteps)``; ``timesteps`` are float32 scheduler timesteps ``[B]``.
+        """
+        if timestep is None:
+            timestep = torch.randint(0, len(self.timestep_map), (clean_latents.shape[0],))
+        if noise is None:
+            noise = torch.randn_like(clean_latents)
+        index = timestep.to(self.sigma_map.device)
+        sigma = self.sigma_map[index].to(clean_latents.device)
+        return mix(clean_latents, noise, sigma), noise, self.timestep_map[index].to(clean_latents.device)
+
+    def sampling_call(self) -> dict[str, Any]:
+        """Arguments with which the pipeline's call samples as it was trained."""
+        return {"max_sequence_length": self.config.max_prompt_length}
+
+    def build_token_counters(self) -> list[TextEncoder]:
+        """What counts the tokens of prompts, for each tokenizer that the family names."""
+        if self._encoders_counted is None:
+            self._encoders_counted = build_text_encoders(self.tokenizers, self.config.max_prompt_length)
+        return self._encoders_counted
+
+    def warn_about_truncation(self, texts: Sequence[Named], noun: str) -> None:
+        """One line about the texts that are longer than the text encoders take; later ones are not named."""
+        line = describe_truncation(texts, self.build_token_counters(), noun)
+        if line:
+            logger.warning(line)
+            self.warns_of_cuts = False
+
+    # ---- media -------------------------------------------------------------------------------------------------
+
+    def encode_visuals(
+        self, visuals: Sequence[Tensor], height: int, width: int, *, at_once: int | None = None
+    ) -> Tensor:
+        """Images in [-1, 1] -> latents float32 on the device (``visual_embedding`` with the VAE in place).
+
+        ``at_once`` bounds how many are encoded in one pass.
+        """
+        size = at_once or len(visuals)
+        keywords = filter_keywords(self.visual_embedding, {"height": height, "width": width, "device": self.device})
+        with torch.no_grad(), self.on_device(self.vae):
+            chunks = [list(visuals[first : first + size]) for first in range(0, len(visuals), size)]
+            return torch.cat([self.visual_embedding(chunk, **keywords) for chunk in chunks])
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _master_dtype(self) -> torch.dtype:
+        """Dtype of the transformer's stored weights. What is trained is held in float32, whatever it computes in: a
+        half-precision weight would not feel a small step. A frozen base is stored as it computes."""
+        if self.lora_config is not None:
+            return self.param_dtype
+        return torch.float32
+
+    def _checkpoint_gradients(self) -> None:
+        for module in self.denoisers.values():
+            if getattr(module, "_supports_gradient_checkpointing", False):
+                module.enable_gradient_checkpointing()
+            else:
+                name = type(module).__name__
+                logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
+
+    def _load_pipeline(self, *, whole: bool) -> Any:
+        """The pipeline from its files; with ``whole`` false its denoisers are shells without memory."""
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+        local = Path(self.model_str).expanduser()
+        if not local.is_dir():
+            local = Path(DiffusionPipeline.download(self.model_str, revision=self.revision))
+        self.base_folder = local
+        if not (local / "transformer").is_dir():
+            raise UserError(f"{self.model_str}: the pipeline has no part named transformer to train")
+        self._trained = self.find_trained()
+        denoisers = dict.fromkeys(list_denoisers(local), self.param_dtype)
+        denoisers |= dict.fromkeys(self._trained, self._master_dtype)
+        dtypes = {"default": DTYPES[self.config.dtype], "vae": torch.float32, **denoisers}
+        given = {} if whole else {name: build_empty(local / name, dtype) for name, dtype in denoisers.items()}
+        try:
+            with quiet_libraries():
+                pipeline = read_pipeline(local, dtypes, **given)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise UserError(
+                f"policy.model_name_or_path: the pipeline in {local} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
+        self._require_switches(type(pipeline))
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def _join_denoisers(self) -> Any:
+        parts = {name: getattr(self.pipeline, name) for name in self._trained}
+        if list(parts) == ["transformer"]:
+            return parts["transformer"]
+        return torch.nn.ModuleDict(parts)
+
+    def _prepare_denoisers(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
+        """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
+        if self.lora_config is None:
+            apply_patterns(self.transformer, policy)
+        for name in list_denoisers(self.base_folder):  # frozen experts among them
+            module = getattr(self.pipeline, name)
+            compute_in_float32(module, self.device.type)
+            if self.lora_config is not None and name in self._trained:
+                lora.add_adapters(module, self.lora_config)
+            if sharding is not None:
+                keep_root = name in self._trained  # its backward pass needs it again
+                sharding.apply(module, self.param_dtype, keep_root=keep_root)
+                materialise(module, self.device)
+                load_shards(self.base_folder / name, lora.base_state(module))
+        if self.lora_config is not None:
+            lora.initialise(self.transformer, self.lora_config, seed)
+            if self.lora_config.lora_path:
+                for name, module in self.denoisers.items():
+                    folder = lora.adapter_place(self.lora_config.lora_path, name)
+                    lora.warm_start(module, self.primary_adapter, folder)
+
+    def init_output_process(self) -> None:
+        """Take the pipeline's processor of decoded samples, ``image_processor`` or ``video_processor``.
+
+        Raises:
+            UserError: the pipeline has none, or ``is_video`` asks for the other kind.
+        """
+        found = [name for name in ("image_processor", "video_processor") if hasattr(self.pipeline, name)]
+        if not found:
+            raise UserError(f"{type(self.pipeline).__name__} has neither an image_processor nor a video_processor")
+        self.output_process = getattr(self.pipeline, found[0])
+        is_video = self.makes_videos(found[0])
+        if is_video != self.config.is_video:
+            kind = "images"
+            if is_video:
+                kind = "videos"
+            raise UserError(
+                f"policy.diffusers.is_video = {str(self.config.is_video).lower()}, but {type(self.pipeline).__name__} "
+                f"makes {kind}"
+            )
+
+    def makes_videos(self, processor: str) -> bool:
+        """Whether the pipeline makes videos, by the name of its processor of decoded samples."""
+        return processor == "video_processor"
+
+    def _freeze_and_place(self) -> None:
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, torch.nn.Module):
+                part.eval()
+                part.requires_grad_(False)
+                if not name.startswith("transformer"):
+                    part.to(self._resting)
+                elif next(part.parameters()).device.type != "meta":
+                    part.to(self.device)
+
+    def _encoders(self) -> list[torch.nn.Module]:
+        parts = self.pipeline.components.items()
+        return [p for name, p in parts if name.startswith("text_encoder") and isinstance(p, torch.nn.Module)]
+
+    @contextlib.contextmanager
+    def on_device(self, *parts: torch.nn.Module) -> Iterator[None]:
+        """Frozen parts on the device inside the block; with ``policy.diffusers.offload`` they rest on the CPU."""
+        if self._resting == self.device:
+            yield
+            return
+        for part in parts:
+            part.to(self.device)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.to(self._resting)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.param_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.param_dtype)
+
+
+def filter_keywords(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that an override takes: families differ in what they need, and a user's class may need less."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return keywords
+    names = {p.name for p in parameters}
+    return {k: v for k, v in keywords.items() if k in names}

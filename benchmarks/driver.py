@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import nft_update as nft
+from cosmos_rl.data.given import text_of
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
@@ -99,7 +100,7 @@ def _nft_step(model: PipelineModel) -> Callable[[], None]:
     policies = model.policies(keep_old=True, keep_reference=True)
     rows, _, _ = nft.pairs_of(model)
     algorithm = DiffusionNft(nft.BETA, -nft.HIGH, nft.HIGH, 0, num_sigmas=nft.LEVELS)
-    conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
+    conditions = StepConditions(lambda prompts, _: model.encode_prompts([text_of(prompt) for prompt in prompts]))
     conditions.encode_all(rows.prompts)
     frozen = algorithm.frozen(old_is_current=False, kl_beta=1e-4)
 

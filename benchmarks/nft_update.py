@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond
@@ -163,7 +164,7 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
     drift_apart(model, policies, others, old_too=not setting.old_is_current)
     rows, cond, row_cond = pairs_of(model)
     algorithm = DiffusionNft(BETA, -HIGH, HIGH, 0, num_sigmas=LEVELS)
-    conditions = StepConditions(lambda texts, _: model.encode_prompts(texts))
+    conditions = StepConditions(lambda prompts, _: model.encode_prompts([text_of(prompt) for prompt in prompts]))
     conditions.encode_all(rows.prompts)
     counter = Counter(model.transformer, *others.values())
     plain = plain_update(model, rows, cond, row_cond, others)

@@ -132,8 +132,8 @@ class Optimizer:
             self.torch_optimizer.zero_grad(set_to_none=True)
             return StepResult(math.nan, lr, Refusal.NOT_FINITE)
         factor = scale / self.loss_factor
-        if factor != 1.0:
-            grads = [param.grad for param in self._params if param.grad is not None]
+        grads = [param.grad for param in self._params if param.grad is not None]
+        if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         self._set_rates(step)
         bound = math.inf

@@ -158,7 +158,10 @@ def test_samples_of_one_prompt_share_their_image_and_only_generated_elements_are
 def test_a_conditioned_run_resumes_exactly(tmp_path: Path) -> None:
     path = family_toml(tmp_path, COSMOS, job="nft")
     options = ["--policy.diffusers.conditional_frames=[0, 1]"]
-    data = {"dataset": read_prompts(image_prompts(tmp_path)), "val_dataset": read_prompts(image_prompts(tmp_path))}
+    data = {
+        "dataset": read_prompts(image_prompts(tmp_path)),
+        "val_dataset": read_prompts(image_prompts(tmp_path)),
+    }
     whole = nft_train(path, *options, **data)
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)

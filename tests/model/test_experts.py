@@ -18,9 +18,10 @@ from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.quiet import load_adapter
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
 from cosmos_rl.tracking.metrics import read_metrics
-from tests.support.family_runs import TEXTS, TrainedFamily, family_toml, folder_of, stock_pipeline
+from tests.support.family_runs import TEXTS, Clips, TrainedFamily, family_toml, folder_of, stock_pipeline
 from tests.support.nft_runs import Job, nft_train, run_forked
 from tests.support.ranks import train_on_ranks
+from tests.support.trainer_runs import train
 
 pytestmark = pytest.mark.zoo
 WAN = TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2"))
@@ -150,12 +151,35 @@ def test_two_ranks_train_as_one_does_where_each_forward_pass_needs_one_expert(tm
             assert a[key] == pytest.approx(b[key], rel=2e-3), key
 
 
+@pytest.mark.parametrize("trained", ["transformer", "transformer_2"])
+def test_fine_tuning_draws_only_levels_at_which_the_trained_expert_is_called(tmp_path: Path, trained: str) -> None:
+    model, whole = build(tmp_path, trained, lora=True), build(tmp_path, "all", lora=True)
+    assert whole.train_sampling_steps == 1000
+    boundary = 0.875 * 1000  # the pipeline's boundary_ratio, in its scheduler's timesteps
+    high = whole.timestep_map >= boundary
+    expected = high if trained == "transformer" else ~high
+    assert torch.equal(model.timestep_map, whole.timestep_map[expected])
+    assert torch.equal(model.sigma_map, whole.sigma_map[expected])
+    assert model.train_sampling_steps == int(expected.sum())
+    noise = torch.ones(2, *model.latent_shape(32, 32))
+    assert torch.equal(model.start_state(noise), whole.start_state(noise))
+
+
+RESUMED = r"trained_denoiser\) = \['transformer'\], this run has \['transformer', 'transformer_2'\]"
+
+
 def test_a_run_of_one_expert_is_not_resumed_as_one_of_both(tmp_path: Path) -> None:
-    config, short = family_toml(tmp_path, WAN, job="nft"), ("--train.max_num_steps=1",)
-    run = nft_train(config, '--policy.diffusers.trained_denoiser="transformer"', *short)
-    expected = r"trained_denoiser\) = \['transformer'\], this run has \['transformer', 'transformer_2'\]"
-    with pytest.raises(UserError, match=expected):
+    config = family_toml(tmp_path, WAN, job="nft")
+    run = nft_train(config, '--policy.diffusers.trained_denoiser="transformer"', "--train.max_num_steps=1")
+    with pytest.raises(UserError, match=RESUMED):
         nft_train(config, resume=(run, 1))
+
+
+def test_fine_tuning_of_one_expert_is_not_resumed_as_that_of_both(tmp_path: Path, image_folder: Path) -> None:
+    config, data = family_toml(tmp_path, WAN, job="sft", images=image_folder), {"dataset": Clips(5)}
+    run = train(config, '--policy.diffusers.trained_denoiser="transformer"', "--train.max_num_steps=1", **data)
+    with pytest.raises(UserError, match=RESUMED):
+        train(config, resume=(run, 1), **data)
 
 
 def test_an_adapter_of_both_is_continued_from(tmp_path: Path) -> None:

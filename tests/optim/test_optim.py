@@ -148,3 +148,11 @@ def test_keys_are_spread_over_their_range() -> None:
     assert float(normals.mean()) == pytest.approx(0.0, abs=4 / 4096**0.5)
     assert float(draws.min()) > 0.0
     assert float(draws.max()) < 1.0
+
+
+def test_a_step_without_any_gradient_moves_nothing_and_measures_zero() -> None:
+    """A frozen expert may have served all rows of the step."""
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    result = optimizer(weight).step(0, scale=0.25, loss=1.0)
+    assert result.grad_norm == 0.0
+    assert weight.item() == 2.0

@@ -211,14 +211,18 @@ class Driver(PipelineCalls):
             if is_needed
         ]
 
+    def denoisers_at(self, levels: Level) -> list[str]:
+        """Which one the pipeline calls first at each of the levels ``[K]``."""
+        state, cond = self.pack(torch.zeros(1, *self.noise_shape(self.size)), self.size), self.blank_cond(1)
+        scalars = scalar_levels(levels, len(levels.sigma))
+        return [self.first_inputs(state, one, cond, self.guidance_off, self.size).denoiser for one in scalars]
+
     def _levels_of_denoisers(self) -> dict[str, ScalarLevel]:
         """A level at which each of them is called."""
         if not self._own_levels:
-            state, cond = self.pack(torch.zeros(1, *self.noise_shape(self.size)), self.size), self.blank_cond(1)
-            for sigma in (0.999, 0.001):
-                (level,) = scalar_levels(self.training_level(torch.tensor(sigma)), 1)
-                inputs = self.first_inputs(state, level, cond, self.guidance_off, self.size)
-                self._own_levels.setdefault(inputs.denoiser, level)
+            ends = self.training_level(torch.tensor([0.999, 0.001]))
+            for level, name in zip(scalar_levels(ends, 2), self.denoisers_at(ends), strict=True):
+                self._own_levels.setdefault(name, level)
         missing = self.denoisers.keys() - self._own_levels.keys()
         if missing:
             raise UserError(f"{self.facts.pipeline}: {', '.join(sorted(missing))} is called at neither end of the path")

@@ -164,9 +164,31 @@ class DrivenModel(PipelineModel):
     # ---- sigmas ------------------------------------------------------------------------------------------------
 
     def set_scheduler_timestep(self, num_steps: int) -> None:
-        """Cache the pipeline's own grid of training, ascending."""
-        levels = self.sampling_levels(num_steps)
-        self.timestep_map, self.sigma_map = levels.t[:-1].flip(0).float(), levels.sigma[:-1].flip(0)
+        """Cache the pipeline's own grid of training, ascending, without the levels of experts that are frozen."""
+        levels = self.sampling_levels(num_steps).rows(slice(0, num_steps))
+        self._start_sigma = levels.sigma[0]
+        trained = self._serves_trained(levels)
+        self.timestep_map, self.sigma_map = (part[trained].flip(0) for part in (levels.t.float(), levels.sigma))
+        self.train_sampling_steps = len(self.sigma_map)
+
+    def _serves_trained(self, levels: Level) -> Tensor:
+        """At which of the levels, sorted, a trained denoiser is called: bool ``[K]``. Each serves one interval."""
+        names = [""] * len(levels.sigma)
+        if len(self._trained) == len(self.driver.denoisers):
+            return torch.ones(len(names), dtype=torch.bool)
+
+        def fill(first: int, last: int) -> None:
+            here = torch.tensor([first, last])
+            names[first], names[last] = self.driver.denoisers_at(self._path.to_stock_level(levels.rows(here)))
+            if names[first] == names[last]:
+                names[first:last] = [names[first]] * (last - first)
+            elif last - first > 1:
+                middle = (first + last) // 2
+                fill(first, middle)
+                fill(middle, last)
+
+        fill(0, len(names) - 1)
+        return torch.tensor([name in self._trained for name in names])
 
     def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Level:
         """The ``[num_steps + 1]`` levels that the pipeline samples at, at the configured size, the last one clean."""
@@ -183,7 +205,7 @@ class DrivenModel(PipelineModel):
         """The level at any sigma, by the pipeline's own rule."""
         sigma = sigma.detach().float().cpu()
         if self.driver.path == "edm":
-            sigma = sigma.clamp(max=float(self.sigma_map[-1]))  # sigma 1 is an infinite one of the pipeline's
+            sigma = sigma.clamp(max=float(self._start_sigma))  # sigma 1 is an infinite one of the pipeline's
         stock = self._path.to_stock_level(Level(sigma, sigma))
         return Level(self.driver.training_level(stock.sigma).t, sigma)
 
@@ -289,8 +311,7 @@ class DrivenModel(PipelineModel):
 
     def start_state(self, noise: Tensor) -> Tensor:
         """Noise ``[N, ...]`` as the pipeline draws it -> the state that its loop starts from."""
-        first = self.sigma_map[-1:].expand(len(noise))
-        return self._path.from_stock_state(self._stock_start(noise), first)
+        return self._path.from_stock_state(self._stock_start(noise), self._start_sigma.expand(len(noise)))
 
     def _stock_start(self, noise: Tensor) -> Tensor:
         start = self.driver.pack(noise, self.size)

@@ -32,7 +32,7 @@ class Adapter:
     peft_config: Mapping[str, Any]
     """The table of its ``peft.LoraConfig``; alpha is the rank, as every layer's factor is in its up matrix."""
 
-    def write(self, folder: Path, base_model: str) -> None:
+    def write(self, folder: Path, base_model: str, revision: str | None) -> None:
         """Write ``model.safetensors`` and ``adapter_config.json``.
 
         Every key begins with ``transformer.``, whatever denoiser it is for: diffusers has the caller say that.
@@ -48,7 +48,7 @@ class Adapter:
             safe_serialization=True,
             lora_adapter_metadata=LoraBaseMixin.pack_weights(_to_json(self.peft_config), "transformer"),
         )
-        config = _to_json(self.peft_config) | {"base_model_name_or_path": base_model}
+        config = _to_json(self.peft_config) | {"base_model_name_or_path": base_model, "revision": revision}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
         _check_pairs(folder / LORA_FILE)
 
@@ -60,6 +60,8 @@ class LoraExport:
     adapters: Mapping[str, Adapter]
     """By the denoiser's name in the pipeline."""
     base_model: str
+    revision: str | None
+    """Of the base on the hub."""
     sampling: Mapping[str, Any]
     """Arguments with which the pipeline's call samples as it was trained, such as the length that prompts had."""
 
@@ -68,7 +70,8 @@ class LoraExport:
         with atomic.staging(step_dir) as stage:
             folder = stage / "lora"
             for denoiser, adapter in self.adapters.items():
-                adapter.write(folder if denoiser == "transformer" else folder / denoiser, self.base_model)
+                place = folder if denoiser == "transformer" else folder / denoiser
+                adapter.write(place, self.base_model, self.revision)
             _write_sampling(folder, self.sampling)
         logger.info(f"[Policy] LoRA adapter exported to {(step_dir / 'lora').absolute()}")
 

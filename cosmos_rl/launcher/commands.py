@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
@@ -119,6 +119,7 @@ def sample(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cosmos-rl sample", description=sample.__doc__, allow_abbrev=False)
     parser.add_argument("source", help="pipeline folder or hub name, or an exported adapter (…/step_<N> or …/lora)")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    parser.add_argument("--revision", help="of the pipeline on the hub; default: as in training, else its main one")
     parser.add_argument("--out", type=Path, default=Path("samples"), metavar="DIR", help="a new folder (samples)")
     parser.add_argument("--num", type=_count, default=1, help="images per prompt (1)")
     parser.add_argument("--steps", type=_count, default=28, help="sampling steps (28)")
@@ -140,7 +141,7 @@ def sample(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.out.exists():
         raise UserError(f"{given.out} exists already: name a new folder with --out")
-    base, adapter = _base_and_adapter(given.source)
+    source = _find_source(given.source, given.revision)
     file = check_file(given.image, given.video)
     import torch  # seconds, so only once the command line is known to be right
 
@@ -148,10 +149,10 @@ def sample(argv: Sequence[str]) -> int:
     from cosmos_rl.policy.model.driver.rows import find_row
     from cosmos_rl.tracking.media import Shown, save_gallery
 
-    trained = read_sampling(adapter or Path(base).expanduser())
+    trained = read_sampling(source.adapter or Path(source.base).expanduser())
     length = given.max_prompt_length or trained.get("max_sequence_length", 256)
-    check_class(_read_class(base), file)
-    pipe = _open(base, adapter)
+    check_class(_read_class(source), file)
+    pipe = _open(source)
     settings = _call_settings(pipe, given, {**trained, "max_sequence_length": length})
     prompts = [prompt for prompt in given.prompts for _ in range(given.num)]
     generators = [torch.Generator().manual_seed(given.seed + k) for _ in given.prompts for k in range(given.num)]
@@ -261,19 +262,29 @@ def _count(text: str) -> int:
     return value
 
 
-def _base_and_adapter(source: str) -> tuple[str, Path | None]:
-    """The base pipeline, and the adapter's folder when ``source`` is an exported adapter."""
+class _Source(NamedTuple):
+    """What samples."""
+
+    base: str
+    """Folder or hub name of a pipeline."""
+    revision: str | None
+    adapter: Path | None
+    """Folder of an exported adapter."""
+
+
+def _find_source(source: str, revision: str | None) -> _Source:
     place = Path(source).expanduser()
     for folder in (place, place / "lora"):
         configs = [*folder.glob("adapter_config.json"), *folder.glob("transformer*/adapter_config.json")]
         for config in configs[:1]:
-            base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+            about = json.loads(config.read_text(encoding="utf-8"))
+            base = about.get("base_model_name_or_path")
             if not base:
                 raise UserError(
                     f"{config} does not name its base model, which was a local folder: write the path or the hub name "
                     "of that pipeline under base_model_name_or_path"
                 )
-            return base, folder
+            return _Source(base, revision or about.get("revision"), folder)
     if place.is_dir() and not (place / "model_index.json").is_file():
         found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))
         hint = f"; there is {found[-1].parent}" if found else ""
@@ -282,30 +293,31 @@ def _base_and_adapter(source: str) -> tuple[str, Path | None]:
         raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{hint}")
     if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise UserError(f"{place.absolute()} does not exist")
-    return source, None
+    return _Source(source, revision, None)
 
 
-def _read_class(base: str) -> str:
+def _read_class(source: _Source) -> str:
     """The pipeline's class, before its weights are read."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    base = source.base
     if Path(base).expanduser().is_dir():
         base = str(Path(base).expanduser())
     try:
-        index: Any = DiffusionPipeline.load_config(base)
+        index: Any = DiffusionPipeline.load_config(base, revision=source.revision)
     except (OSError, ValueError) as error:
         raise UserError(f"{base}: cannot be loaded as a pipeline ({str(error).splitlines()[0]})") from error
     return index["_class_name"]
 
 
-def _open(base: str, adapter: Path | None) -> Any:
+def _open(source: _Source) -> Any:
     import torch
 
     from cosmos_rl.policy.model.driver.loading import load_pipeline
     from cosmos_rl.policy.model.quiet import load_adapter
 
-    pipe = load_pipeline(base)
+    pipe = load_pipeline(source.base, revision=source.revision)
     pipe.set_progress_bar_config(disable=True)
-    if adapter is not None:
-        load_adapter(pipe, adapter)
+    if source.adapter is not None:
+        load_adapter(pipe, source.adapter)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")

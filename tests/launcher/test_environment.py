@@ -1,6 +1,7 @@
 """Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -220,6 +221,31 @@ def test_hints_lead_on(
     for hint, command in errors.items():
         assert main(command) == 2, command
         assert hint in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_adapter_finds_its_base_under_the_revision_that_it_was_trained_on(
+    write_toml: Callable[..., Path], tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.trainer_runs import train
+
+    commit, repository = "0" * 40, tmp_path / "hub" / "models--some--model"
+    shutil.copytree(tiny_sd3, repository / "snapshots" / commit)
+    (repository / "refs" / "diffusers").mkdir(parents=True)
+    (repository / "refs" / "diffusers" / "base").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    options = ["--policy.model_name_or_path=some/model", "--policy.model_revision=diffusers/base"]
+    run = train(write_toml(), *options, "--train.max_num_steps=1")
+    config = json.loads((run / "safetensors/step_1/lora/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "diffusers/base")
+    command = ["a dog", "--steps", "2", "--size", "32", "32"]
+    assert main(["sample", str(run / "safetensors/step_1"), *command, "--out", str(tmp_path / "adapter")]) == 0
+    assert (
+        main(["sample", "some/model", "--revision", "diffusers/base", *command, "--out", str(tmp_path / "base")]) == 0
+    )
+    assert main(["sample", str(tiny_sd3), *command, "--out", str(tmp_path / "local")]) == 0
+    adapted, base, local = (pixels(tmp_path / name / "000_a-dog.png") for name in ("adapter", "base", "local"))
+    assert base == local != adapted
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(write_toml: Callable[..., Path]) -> None:

@@ -93,7 +93,7 @@ def prepare_export(model: PipelineModel, *, keep: bool = True) -> Callable[[Path
         for denoiser, module in model.denoisers.items():
             weights = _copy_weights(fold_weights(module, name), model.param_dtype, keep=keep)
             adapters[denoiser] = Adapter(weights, fold_config(module.peft_config[name]))
-        return LoraExport(adapters, model.model_str, model.sampling_call()).write
+        return LoraExport(adapters, model.model_str, model.revision, model.sampling_call()).write
     weights = {
         denoiser: _copy_weights(module.state_dict().items(), model.param_dtype, keep=keep)
         for denoiser, module in model.denoisers.items()

@@ -10,6 +10,8 @@ from torch import Tensor
 from cosmos_rl.data.items import BadSample
 from cosmos_rl.data.texts import printable
 
+_PIXELS_AT_ONCE = 2**20
+
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL mode -> RGB: EXIF orientation applied, transparency on white, 16-bit grey scaled to 8 bits."""
@@ -55,10 +57,17 @@ def load_image(path: Path, height: int, width: int) -> Tensor:
 
 def are_finite(media: Tensor) -> Tensor:
     """Bool ``[N]`` on the CPU: whether all pixels are numbers, which uint8 no longer shows."""
-    return media.isfinite().flatten(1).all(1).cpu()
+    extremes = torch.stack([torch.stack(one.aminmax()) for one in media])  # NaN where there is one; makes no copy
+    return extremes.isfinite().all(1).cpu()
 
 
 def to_uint8(media: Tensor) -> Tensor:
     """Images ``[N, 3, H, W]`` or videos ``[N, T, 3, H, W]`` in [0, 1], any float dtype -> uint8 with the channels last,
-    rounded, on the CPU."""
-    return (media.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-3, -1).contiguous()
+    rounded, on the CPU. Frames of a megapixel at a time: the steps in between are not those of a whole video."""
+    height, width = media.shape[-2:]
+    frames = media.flatten(0, -4)
+    found = torch.empty(len(frames), height, width, 3, dtype=torch.uint8)
+    at_once = max(_PIXELS_AT_ONCE // (height * width), 1)
+    for rows, part in zip(found.split(at_once), frames.split(at_once), strict=True):
+        rows.copy_((part.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-3, -1))
+    return found.reshape(*media.shape[:-3], height, width, 3)

@@ -65,6 +65,7 @@ class LocalScorer:
             except BaseException as error:  # kept for all that follows: a broken function does not heal
                 self._failed = self._failed or error
                 future.set_exception(error)
+            del entry, request, future  # the media: they are large, and the next request may be long in coming
         while not self._requests.empty():
             if (entry := self._requests.get()) is not None:
                 entry[1].set_exception(RuntimeError("the rewards have been closed"))
@@ -196,6 +197,7 @@ class _Worker:
                 future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
+            del entry, task, future  # what they hold is large
 
 
 def _locate(error: BaseException) -> str:

@@ -108,21 +108,29 @@ class RolloutSampler:
         Raises:
             ValueError: the model's sampler gives other shapes than asked for.
         """
-        visuals, states = self._call_model(samples, conditions, purpose, step, keep=False)
+        cond = self._condition(samples, conditions)
+        visuals, states = self._call_model(samples, cond, purpose, step, keep=False)
         latents = states[-1].to("cpu", torch.float32)
-        return Rollouts(tuple(samples), latents, self._model.to_media(visuals), are_finite(visuals), self._model.fps)
+        if visuals is None:
+            media, finite = self._model.decode_media(states[-1], cond)
+        else:
+            media, finite = self._model.to_media(visuals), are_finite(visuals)
+        return Rollouts(tuple(samples), latents, media, finite, self._model.fps)
 
     def trajectory(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> list[Tensor]:
         """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
-        return self._call_model(samples, conditions, purpose, step, keep=True)[1]
+        return self._call_model(samples, self._condition(samples, conditions), purpose, step, keep=True)[1]
+
+    @staticmethod
+    def _condition(samples: Sequence[Sample], conditions: Conditions) -> Any:
+        negative = [sample.negative for sample in samples]
+        return conditions([sample.key for sample in samples], negative if any(negative) else None)
 
     def _call_model(
-        self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int, *, keep: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Media and states; with ``keep`` false the model may leave out all states but the last."""
+        self, samples: Sequence[Sample], cond: Any, purpose: str, step: int, *, keep: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Media where a user's own sampler makes them, and states; with ``keep`` false perhaps only the last one."""
         spec, model = self.spec, self._model
-        negative = [sample.negative for sample in samples]
-        cond = conditions([sample.key for sample in samples], negative if any(negative) else None)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
@@ -143,11 +151,12 @@ class RolloutSampler:
         if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
         with torch.no_grad():
-            if own_sampler:
-                text = {**_text(cond.text, ""), **_text(cond.negative or {}, "negative_")}
-                visuals, states, _ = method(**text, **keywords)
-            else:
-                visuals, states, _ = model.rollout(cond, **keywords)
+            if not own_sampler:
+                keywords["output_type"] = "latent"
+                _, states, _ = model.rollout(cond, **keywords)
+                return None, states
+            text = {**_text(cond.text, ""), **_text(cond.negative or {}, "negative_")}
+            visuals, states, _ = method(**text, **keywords)
         if len(visuals) != len(samples) or len(states[-1]) != len(samples):
             raise ValueError(
                 f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "
@@ -221,12 +230,24 @@ def build_validation_samples(records: Sequence[PromptRecord], count: int, give: 
     ]
 
 
-def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several rollouts as one, in their order."""
+def concat_rollouts(parts: Sequence[Rollouts], media: Tensor) -> Rollouts:
+    """Several rollouts as one, in their order; ``media`` are those of all, see `place_media`."""
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
-    rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "media", "finite")}
-    return Rollouts(samples, **rows, fps=parts[0].fps, recorded=recorded)
+    rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "finite")}
+    return Rollouts(samples, media=media, **rows, fps=parts[0].fps, recorded=recorded)
+
+
+def place_media(part: Rollouts, media: Tensor | None, first: int, total: int) -> tuple[Rollouts, Tensor]:
+    """The same rollouts with their media within those of all ``total`` samples, from ``first`` on, and all of these.
+    So the media of a step, which are large, are never held twice. None: these are the first."""
+    if media is None and len(part.samples) == total:
+        return part, part.media
+    if media is None:
+        media = part.media.new_empty(total, *part.media.shape[1:])
+    rows = media[first : first + len(part.samples)]
+    rows.copy_(part.media)
+    return replace(part, media=rows), media
 
 
 def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
@@ -236,15 +257,15 @@ def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
         media: ``[N, ...]``; uint8 counts as [0, 1].
         groups: ``N`` ids; a group of one sample is left out.
     """
-    stds, scale = [], 1.0
+    scale, stds = 1.0, []
+    frames: Sequence[Tensor] = [media]
     if media.dtype == torch.uint8:
         scale = 255.0
+    if media.ndim == 5:  # one after the other: videos as float32 would take four times their memory
+        frames = media.unbind(1)
     for group in dict.fromkeys(groups):
-        rows = media[[i for i, g in enumerate(groups) if g == group]]
+        rows = [i for i, g in enumerate(groups) if g == group]
         if len(rows) > 1:
-            frames = [rows]
-            if rows.ndim == 5:  # one after the other: videos as float32 would take four times their memory
-                frames = list(rows.unbind(1))
-            found = [float((frame.float() / scale).std(0, correction=0).mean()) for frame in frames]
+            found = [float((frame[rows].float() / scale).std(0, correction=0).mean()) for frame in frames]
             stds.append(sum(found) / len(found))
     return sum(stds) / max(len(stds), 1)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.reward.remote import RemoteScorer
+from tests.support.patience import wait_until
 from tests.support.reward_requests import WAIT, grey, request
 from tests.support.reward_server import DROP, NOT_READY, RewardServer, result
 
@@ -249,6 +251,14 @@ def test_submit_returns_before_anything_is_read_or_sent(
     future.result(WAIT)
     assert seen
     assert threading.get_ident() not in seen
+
+
+def test_scored_media_are_let_go_before_the_next_come(start: Callable[..., RemoteScorer]) -> None:
+    asked, scorer = request(), start()
+    there = StorageWeakRef(asked.media.untyped_storage())
+    scorer.submit(asked).result(WAIT)
+    del asked
+    wait_until(there.expired, "the end of the media")
 
 
 def test_closing_ends_what_is_under_way(start: Callable[..., RemoteScorer], server: RewardServer) -> None:

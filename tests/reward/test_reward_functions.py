@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.reward import batch_reward, examples
 from cosmos_rl.reward.functions import build_given_rewards
 from cosmos_rl.reward.table import ScoringRequest
 from tests.support.paths import ROOT
+from tests.support.patience import wait_until
 from tests.support.scored import WAIT, request, score
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -162,6 +164,14 @@ def test_a_function_may_write_into_its_image(rewards_of: Callable[..., Any]) -> 
     found = score(rewards_of([scribble, examples.brightness]), asked)
     assert asked.media[0].max() == 0
     assert found.scores["brightness"][0] == 0
+
+
+def test_scored_media_are_let_go_before_the_next_come(rewards_of: Callable[..., Any]) -> None:
+    asked, rewards = request(), rewards_of([examples.brightness])
+    there = StorageWeakRef(asked.media.untyped_storage())
+    score(rewards, asked)
+    del asked
+    wait_until(there.expired, "the end of the media")
 
 
 def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of: Callable[..., Any]) -> None:

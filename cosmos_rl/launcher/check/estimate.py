@@ -13,12 +13,11 @@ from functools import cached_property
 from cosmos_rl.distributed.blocks import BLOCK
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
-from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, rl_memory
+from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once
 from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.plan import DECODED_PIXELS, plan_online
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes per token, layer and unit of width that autograd keeps of a block: measured on SD3 and FLUX.1; blocks of others
@@ -69,7 +68,7 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
     saved, export = rank.saved_copy, _exported(config, files)
     phases, host = rank.phases(), saved + export
     if not on_cpu:
-        host += rank.parts[_ENCODERS] + rank.parts[_VAE] - rank.resident + rank.rl.collected
+        host += rank.parts[_ENCODERS] + rank.parts[_VAE] - rank.resident + rank.rl.host
     else:
         again = config.train.ckpt.enable_checkpoint and (saves is None or saves > 1)
         if again:  # the next steps begin while the copies are being written
@@ -204,7 +203,7 @@ class _Rank:
         return self.state + self.work.encoding + loaded
 
     def _learning(self) -> int:
-        rows = self.rl.targets + self.rl.conditions + self.rl.collected * self.on_cpu
+        rows = self.rl.targets + self.rl.conditions + (self.rl.latents + self.rl.learnt) * self.on_cpu
         return self.state + self.trained + self.gathered + self.work.activations + rows
 
     def _stepping(self) -> int:
@@ -215,7 +214,7 @@ class _Rank:
 
     def _sampling(self) -> int:
         decoding = self.work.decoding + self.parts[_VAE] * self.offloads
-        held = self.rl.conditions + self.rl.collected * self.on_cpu
+        held = self.rl.conditions + (self.rl.latents + self.rl.media) * self.on_cpu
         return self.state + held + max(self.gathered + self.work.sampling, decoding)
 
 
@@ -339,7 +338,4 @@ def _encoding(config: Config, pipeline: PipelineFiles) -> int:
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:
     height, width = config.policy.diffusers.inference_size
-    samples = plan_online(config).chunk
-    at_once = min(samples, max(DECODED_PIXELS // (height * width), 1))
-    maps = _VAE_MAPS * _maps(pipeline)[:2][-1] * at_once
-    return 4 * height * width * (maps + _IMAGES * samples)
+    return 4 * height * width * decoded_at_once(config) * (_VAE_MAPS * _maps(pipeline)[:2][-1] + _IMAGES)

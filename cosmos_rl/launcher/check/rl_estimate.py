@@ -9,7 +9,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.chunks import rows_per_sample
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import KEPT_BYTES, plan_online
+from cosmos_rl.policy.config.plan import DECODED_PIXELS, GALLERY, KEPT_BYTES, plan_online
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,24 @@ class RlMemory:
     """Copies of policies that stay for the whole run."""
     saved: int
     """Of a checkpoint: the old policy, a reference that is an adapter, and the guard's samples."""
-    collected: int
-    """In host memory: latents and media of a rank's samples, and their rows for the update."""
+    latents: int
+    """In host memory: those of a rank's samples and of the guard's."""
+    media: int
+    """In host memory, until they are scored and shown: those of a rank's samples, copies of some, and requests."""
+    learnt: int
+    """In host memory, while it learns: the rows of the update, and the media of a gallery."""
     conditions: int
     """On the device: those of the step's distinct prompts."""
     targets: int
     """On the device, while it learns."""
 
+    @property
+    def host(self) -> int:
+        """At the height of a step."""
+        return self.latents + max(self.media, self.learnt)
 
-NO_RL = RlMemory({}, 0, 0, 0, 0)
+
+NO_RL = RlMemory({}, 0, 0, 0, 0, 0, 0)
 """Of any other job."""
 
 
@@ -45,20 +54,46 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         "reference": share * (job.kl_beta > 0 and (lora is None or not lora.starts_as_base)),
     }
     media = (*config.policy.diffusers.inference_size, frames_of(config))
-    latent = 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
+    clip, latent = 3 * math.prod(media), 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
     guard, held_out = job.reward_hacking_guard, 0
     if guard.enable and not guard.local_dir:
         held_out = guard.samples * latent
+    shown = clip * min(2 * GALLERY, plan.samples)
     saved = (lora is not None or plan.keeps_old) + (lora is not None and copies["reference"] > 0)
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
         saved=4 * trained * saved + held_out,
-        collected=plan.samples * (3 * math.prod(media) + latent) + plan.pairs * latent + held_out,
+        latents=plan.samples * latent + held_out,
+        media=clip * plan.samples + max(clip * _copied(config) + _in_flight(config, clip, latent), shown),
+        learnt=plan.pairs * latent + shown,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows,
     )
+
+
+def decoded_at_once(config: Config) -> int:
+    """Samples of one call of the decoder."""
+    pixels = math.prod(config.policy.diffusers.inference_size) * frames_of(config)
+    return min(plan_online(config).chunk, max(DECODED_PIXELS // pixels, 1))
+
+
+def _copied(config: Config) -> int:
+    """Samples whose media are there twice: those of the decoder's call, and of the rollout's, on their way."""
+    plan, decoded = plan_online(config), decoded_at_once(config)
+    return decoded * (decoded < plan.chunk) + plan.chunk * (plan.chunk < plan.samples)
+
+
+def _in_flight(config: Config, clip: int, latent: int) -> int:
+    """Bytes of the requests to the reward service that wait for scores."""
+    job = online_table(config)
+    if not job.use_remote_reward or job.bypass_reward:
+        return 0
+    remote, sent = job.remote_reward, clip
+    if remote.payload == "latents":
+        sent = latent // 2
+    return sent * min(remote.batch_size * remote.max_in_flight, plan_online(config).samples)
 
 
 def _conditions(config: Config, pipeline: PipelineFiles) -> int:

@@ -17,6 +17,8 @@ KEPT_BYTES = 256 * 2**20
 time where they are copies, so their velocities are computed for many micro-batches in a row."""
 DECODED_PIXELS = 2**20
 """Of one call of the decoder; a VAE's maps of that many take about 5 GB in SD3, whatever the number of samples."""
+GALLERY = 4
+"""Best and worst samples of a gallery, each."""
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,15 @@ class DiffuserModel(PipelineModel):
         """Latents ``[N, C, h, w]`` -> images ``[N, 3, H, W]`` float32 in [0, 1]."""
         scale = self.vae.config.scaling_factor
         shift = getattr(self.vae.config, "shift_factor", None) or 0.0
-        pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
-        parts = (latents.to(self.vae.dtype) / scale + shift).split(max(DECODED_PIXELS // pixels, 1))
+        parts = (latents.to(self.vae.dtype) / scale + shift).split(self.count_decoded_at_once(latents))
         with torch.no_grad(), self.on_device(self.vae):
             images = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in parts])
         images = images.masked_fill_(images.isinf(), torch.nan)  # else its pixel would be a plain white or black
         return self.output_process.postprocess(images, output_type="pt").float()
+
+    def count_decoded_at_once(self, latents: Tensor) -> int:
+        """See ``FlowModel``."""
+        return max(DECODED_PIXELS // (latents[0, 0].numel() * self.pipeline.vae_scale_factor**2), 1)
 
     # ---- conditions and velocity -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from cosmos_rl.data.images import to_uint8
+from cosmos_rl.data.images import are_finite, to_uint8
 from cosmos_rl.diffusion.kernels import (
     STOCK,
     Kernel,
@@ -163,6 +163,30 @@ class FlowModel(abc.ABC):
     def reward_latents(self, latents: Tensor) -> Tensor:
         """Clean latents as the reward service decodes them: ``[N, C, T', h, w]`` float16 on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} sends pixels to the reward service")
+
+    def decode_media(self, latents: Tensor, cond: Any) -> tuple[Tensor, Tensor]:
+        """``to_media`` of what ``decode_conditioned`` gives, and whether all of its numbers are finite, bool ``[N]``;
+        both on the CPU. A few samples at a time: as float32 they take four times as much."""
+        at_once = self.count_decoded_at_once(latents)
+        if at_once >= len(latents):
+            return self._to_host(self.decode_conditioned(latents, cond))
+        media: Tensor | None = None
+        finite = torch.empty(len(latents), dtype=torch.bool)
+        for first in range(0, len(latents), at_once):
+            rows = slice(first, min(first + at_once, len(latents)))
+            part, finite[rows] = self._to_host(self.decode_conditioned(latents[rows], cond.rows(rows)))
+            if media is None:
+                media = part.new_empty(len(latents), *part.shape[1:])
+            media[rows] = part
+        assert media is not None
+        return media, finite
+
+    def count_decoded_at_once(self, latents: Tensor) -> int:
+        """Samples of one call of the decoder."""
+        return len(latents)
+
+    def _to_host(self, visuals: Tensor) -> tuple[Tensor, Tensor]:
+        return self.to_media(visuals), are_finite(visuals)
 
     # ---- velocity ----------------------------------------------------------------------------------------------
 

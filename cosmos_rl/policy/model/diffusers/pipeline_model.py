@@ -225,6 +225,11 @@ class PipelineModel(FlowModel):
             chunks = [list(visuals[first : first + size]) for first in range(0, len(visuals), size)]
             return torch.cat([self.visual_embedding(chunk, **keywords) for chunk in chunks])
 
+    def decode_media(self, latents: Tensor, cond: Any) -> tuple[Tensor, Tensor]:
+        """See ``FlowModel``; the VAE is moved to the device once for all."""
+        with self.on_device(self.vae):
+            return super().decode_media(latents, cond)
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     @property
@@ -340,12 +345,13 @@ class PipelineModel(FlowModel):
         if self._resting == self.device:
             yield
             return
-        for part in parts:
+        moved = [part for part in parts if next(part.parameters()).device.type != self.device.type]
+        for part in moved:
             part.to(self.device)
         try:
             yield
         finally:
-            for part in parts:
+            for part in moved:
                 part.to(self._resting)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

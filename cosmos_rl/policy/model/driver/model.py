@@ -323,15 +323,19 @@ class DrivenModel(PipelineModel):
 
     def decode_conditioned(self, latents: Tensor, cond: DrivenCond | None) -> Tensor:
         """The same for samples with these conditions, see ``FlowModel``."""
-        pixels = self.size.height * self.size.width * self.size.frames
-        size = max(DECODED_PIXELS // pixels, 1)
-        made = []
+        size, made = self.count_decoded_at_once(latents), []
         with torch.no_grad(), self.on_device(self.vae):
             for first in range(0, len(latents), size):
                 which = slice(first, min(first + size, len(latents)))
                 rows = None if cond is None else cond.rows(which)
                 made.append(self.driver.decode(latents[which], self.size, rows).float())
+        if len(made) == 1:  # a video is large: no copy
+            return made[0]
         return torch.cat(made)
+
+    def count_decoded_at_once(self, latents: Tensor) -> int:
+        """See ``FlowModel``."""
+        return max(DECODED_PIXELS // (self.size.height * self.size.width * self.size.frames), 1)
 
     def check_reward_latents(self, key: str) -> None:
         """See ``FlowModel``: the reward service has the VAE of Wan."""
@@ -376,7 +380,10 @@ class DrivenModel(PipelineModel):
             shape = self.latent_shape(options["height"], options["width"])
             noise = torch.stack([torch.randn(shape, generator=one) for one in generator])
         states = self._stock_states(cond, noise, options["num_inference_steps"], options["guidance_scale"])
-        return self.decode_conditioned(states[-1], cond), states, None
+        visuals = states[-1]
+        if options.get("output_type") != "latent":
+            visuals = self.decode_conditioned(visuals, cond)
+        return visuals, states, None
 
     def sample_stock(
         self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float

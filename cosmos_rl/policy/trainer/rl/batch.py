@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from cosmos_rl.algorithms.advantage import (
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
+from cosmos_rl.policy.config.plan import GALLERY
 from cosmos_rl.policy.trainer.data_parallel import split_evenly
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, Sample
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
 
-GALLERY = 4
-"""Best and worst samples of a gallery, each."""
 GALLERY_INTERVAL = 10
 """Steps between two galleries where logging.multi_modal_log_interval says nothing."""
 
@@ -54,6 +53,10 @@ class ScoredBatch:
     def group_N(self) -> Tensor:
         """int64 ``[N]``."""
         return torch.tensor([sample.group for sample in self.samples])
+
+    def without_media(self) -> "ScoredBatch":
+        """What learning needs; the rest is freed."""
+        return replace(self, own=replace(self.own, media=self.own.media.new_empty(0)))
 
 
 def build_scoring_request(rollouts: Rollouts, latents: Tensor | None = None) -> ScoringRequest:
@@ -232,7 +235,7 @@ def build_gallery(step: ScoredBatch) -> list[Shown]:
     for row, group in [*((row, "best") for row in best), *((row, "worst") for row in worst)]:
         pixels, sample = None, step.samples[row]
         if row in own:
-            pixels = step.own.media[row - step.first]
+            pixels = step.own.media[row - step.first].clone()  # does not keep the others
         scores = to_score_dict(table_NF[row], names)
         gallery.append(Shown(pixels, sample.prompt, sample.sample_id, group, scores, fps=step.own.fps))
     return gallery

@@ -45,6 +45,7 @@ from cosmos_rl.rollout.sampler import (
     concat_rollouts,
     group_samples,
     measure_diversity,
+    place_media,
 )
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
@@ -122,6 +123,9 @@ class OnlineTask(TaskBase):
         tables = [self._wait_for_scores(future) for future in pending]
         scored = time.perf_counter()
         batch = self._score(step, own, tables)
+        diversity, gallery = self._mean_diversity(own), self._build_gallery(step, batch)
+        batch = batch.without_media()
+        del own  # or the media, which are large, would stay while the policy learns
         metrics, refusal = self._learn(draws, batch, conditions)
         learnt = time.perf_counter()
         metrics |= {
@@ -129,7 +133,7 @@ class OnlineTask(TaskBase):
             "optim/learning_rate": self.optimizer.learning_rate(step),
             "optim/steps": float(self._optimizer_steps),
             "train/epoch": float(self.epoch(step)),
-            "rollout/diversity": self._mean_diversity(own),
+            "rollout/diversity": diversity,
             "time/rollout": rolled_out - began,
             "time/reward_wait": scored - rolled_out,
             "time/update": learnt - scored,
@@ -137,23 +141,25 @@ class OnlineTask(TaskBase):
         done = step + 1
         guarded, alarm = self.guard.check(done, conditions)
         metrics |= {**guarded, "train/nfe": self._total_nfe()}
-        due = batches.is_gallery_due(done, self.total_steps, self._config.logging.multi_modal_log_interval)
-        gallery = batches.build_gallery(batch) if due else ()
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
 
     @memory_phase("sampling")
     def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable]"]]:
         """This rank's samples; each chunk is being scored while the next one is sampled."""
         local, parts, futures = self.plan.samples, [], []
+        media: Tensor | None = None
         samples = self._samples(step)[self._context.dp_rank * local :][:local]
         conditions.encode_all([sample.key for sample in samples])
         _, purpose, _ = self._draws(step).key("rollout")
         with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
             for first in range(0, len(samples), self.plan.chunk):
                 chunk = samples[first : first + self.plan.chunk]
-                parts.append(self._sampler.sample(chunk, conditions, purpose, step))
-                futures.append(self._submit(self._rewards, parts[-1]))
-        return concat_rollouts(parts), futures
+                made = self._sampler.sample(chunk, conditions, purpose, step)
+                made, media = place_media(made, media, first, len(samples))
+                parts.append(made)
+                futures.append(self._submit(self._rewards, made))
+        assert media is not None
+        return concat_rollouts(parts, media), futures
 
     def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
         """The rewards of all ranks and their advantages."""
@@ -440,6 +446,12 @@ class OnlineTask(TaskBase):
         if rows:
             first = [f"{text_of(prompts[i])[:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in rows]
             logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(first)}")
+
+    def _build_gallery(self, step: int, batch: ScoredBatch) -> Sequence[Shown]:
+        done, interval = step + 1, self._config.logging.multi_modal_log_interval
+        if not batches.is_gallery_due(done, self.total_steps, interval):
+            return ()
+        return batches.build_gallery(batch)
 
     def _mean_diversity(self, own: Rollouts) -> float:
         groups = [sample.group for sample in own.samples]

@@ -150,7 +150,8 @@ def locate_pipeline(name: str, revision: str | None) -> Path:
 
     found = try_to_load_from_cache(name, "model_index.json", revision=revision)
     if not isinstance(found, str):
-        raise Unknown(f"{name} is not in the hub cache; `hf download {name}` fetches it")
+        at = f" --revision {revision}" if revision else ""
+        raise Unknown(f"{name} is not in the hub cache; `hf download {name}{at}` fetches it")
     return Path(found).parent
 
 

@@ -89,6 +89,7 @@ def test_every_recipe_can_be_checked_without_its_model(recipe: Path, capsys: pyt
     code, report, _ = check(capsys, "--config", recipe)
     assert code == 0
     assert "is not in the hub cache" in report
+    assert ("--revision diffusers/base/post-trained` fetches it" in report) == ("cosmos-predict2-5" in recipe.stem)
     assert "unknown, as the sizes are" in report
 
 

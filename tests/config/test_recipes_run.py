@@ -27,8 +27,14 @@ FAMILIES = {
     "wan-2-2-5b": "wan2.2-5b",
     "wan-2-2-a14b": "wan2.2",
 }
-FRAMES = {"ltx": 9, "mochi": 7}
+FRAMES = {"ltx": 9, "ltx-i2v": 9, "mochi": 7}
 """Of families that cannot make 5."""
+FROM_AN_IMAGE = {
+    "wan2.2-5b-i2v": "wan/wan-2-2-5b",
+    "sana-video-i2v": "sana/sana-video",
+    "ltx-i2v": "ltx/ltx-video",
+}
+"""Families with the weights, and so the recipes, of another one."""
 
 
 def family_of(recipe: str) -> str:
@@ -44,10 +50,13 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+RUNS = [(recipe, family_of(recipe)) for recipe in NAMED]
+RUNS += [(f"{recipe}-{job}.toml", family) for family, recipe in FROM_AN_IMAGE.items() for job in ("sft-lora", "nft")]
+
+
 @pytest.mark.zoo
-@pytest.mark.parametrize("recipe", NAMED)
-def test_a_recipe_reaches_its_second_step(recipe: str, tmp_path: Path, image_folder: Path) -> None:
-    family = family_of(recipe)
+@pytest.mark.parametrize(("recipe", "family"), RUNS)
+def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Path, image_folder: Path) -> None:
     frames = FRAMES.get(family, 5)
     options = [
         f"--policy.model_name_or_path={folder_of(family)}",
@@ -60,9 +69,13 @@ def test_a_recipe_reaches_its_second_step(recipe: str, tmp_path: Path, image_fol
         f"--train.output_dir={tmp_path / 'out'}",
         "--train.max_num_steps=2",
     ]
+    if family in FROM_AN_IMAGE:
+        options.append("--policy.diffusers.conditional_frames=[1, 1]")
+    if family == "ltx-i2v":  # in bfloat16 a velocity is not that of the loop, and the checks refuse it
+        options += ["--policy.diffusers.dtype=float32", "--train.param_dtype=float32"]
     if "nft" in recipe:
         prompts = prompt_file(tmp_path)
-        if "i2v" in recipe:
+        if "i2v" in family:
             prompts = image_prompts(tmp_path)
         run = nft_train(
             CONFIGS / recipe,

@@ -11,7 +11,7 @@ from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.driver.rows import Row, find_row
 from cosmos_rl.policy.model.tiny.zoo import MAKERS
 from tests.config.test_recipes import CONFIGS, NAMED, opening
-from tests.config.test_recipes_run import family_of
+from tests.config.test_recipes_run import FROM_AN_IMAGE, family_of
 from tests.support import driven, family_runs
 from tests.support.family_runs import folder_of
 from tests.support.paths import ROOT
@@ -22,8 +22,6 @@ MODEL = re.compile(
     r"\| (\S+(?: \w+)?) \| (\S+(?: \w+)?) \|$",
     re.MULTILINE,
 )
-SAME_WEIGHTS = {"wan2.2-5b-i2v", "sana-video-i2v", "ltx-i2v"}
-"""Families whose published weights are those of another one."""
 GIVEN = {(0, 0): "text", (0, 2): "text, image, video", (1, 1): "image"}
 FAMILY = re.compile(r"^\| `([\w.-]+)` \| (\w+Pipeline)\b.*\| ([^|]+) \| (test|zoo) \|$", re.MULTILINE)
 
@@ -63,8 +61,8 @@ def test_the_models_are_the_families_that_can_be_trained() -> None:
     trained = {one.name: one for one in (family_runs.SD3, *family_runs.ORDINARY, *family_runs.ZOO)}
     kinds = {name: kind for name, kind, _, _ in FAMILY.findall(PAGE)}
     rows = MODEL.findall(PAGE)
-    assert {name for name, *_ in rows} == {*trained, *driven.CONDITIONED} - SAME_WEIGHTS
-    assert all(f"`{name}`" in PAGE.partition("## The models")[2].partition("\n## ")[0] for name in SAME_WEIGHTS)
+    assert {name for name, *_ in rows} == {*trained, *driven.CONDITIONED} - FROM_AN_IMAGE.keys()
+    assert all(f"`{name}`" in PAGE.partition("## The models")[2].partition("\n## ")[0] for name in FROM_AN_IMAGE)
     for name, shown, address, sft, nft, given, *_ in rows:
         assert shown == address
         expected = "LoRA"

@@ -71,8 +71,6 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
     ]
     if family in FROM_AN_IMAGE:
         options.append("--policy.diffusers.conditional_frames=[1, 1]")
-    if family == "ltx-i2v":  # in bfloat16 a velocity is not that of the loop, and the checks refuse it
-        options += ["--policy.diffusers.dtype=float32", "--train.param_dtype=float32"]
     if "nft" in recipe:
         prompts = prompt_file(tmp_path)
         if "i2v" in family:

@@ -208,8 +208,8 @@ class PipelineCalls:
             run.prepare = list(media.prepared), prepared.spec
         run.state, run.leaf, run.positions = state, self.facts.leaf, self.positions(size)
 
-    def positions(self, size: Size) -> Tensor | None:
-        """Where the state's elements are in one row of the tensor that `prepare_latents` gives, flat, int64.
+    def positions(self, size: Size) -> Positions | None:
+        """Where the state's elements are in the tensor that `prepare_latents` gives.
 
         None: the state is the whole of it.
         """
@@ -218,7 +218,7 @@ class PipelineCalls:
         found = self._positions.get(size)
         if found is None:
             found = self._keep(self._positions, size, measure_positions(self, size))
-        return found.index
+        return found
 
     def state_shape(self, size: Size) -> tuple[int, ...] | None:
         """Shape of one row's state where it is a part of what `prepare_latents` gives."""

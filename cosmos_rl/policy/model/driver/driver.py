@@ -385,7 +385,7 @@ class Driver(PipelineCalls):
         made = run.prepared[self.facts.leaf]
         positions, shape = self.positions(size), self.state_shape(size)
         if positions is not None and shape is not None:
-            made = made.flatten(1)[:, positions].reshape(len(noise), *shape)
+            made = made.flatten(1)[:, positions.index].reshape(len(noise), *shape)
         return made / self.facts.scale
 
     @torch.no_grad()

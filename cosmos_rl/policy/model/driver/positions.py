@@ -1,28 +1,18 @@
 """Where a state lies in what `prepare_latents` gives: some pipelines step only the frames that are not given."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver.contract import Size
-from cosmos_rl.policy.model.driver.seams import Run
+from cosmos_rl.policy.model.driver.seams import Positions, Run
 
 if TYPE_CHECKING:
     from cosmos_rl.policy.model.driver.calls import PipelineCalls
 
 _BASES = {True: 1024, False: 16}
 """Positions are sent digit by digit: each must survive the tensor's dtype, float32 or less."""
-
-
-class Positions(NamedTuple):
-    """Where the elements of one row's state are in one row of the tensor."""
-
-    index: Tensor
-    """int64, flat, in the order of the state."""
-    shape: tuple[int, ...]
-    """Of one row's state."""
 
 
 def measure_positions(calls: "PipelineCalls", size: Size, leaf: int | None = None) -> Positions:
@@ -63,7 +53,8 @@ def measure_positions(calls: "PipelineCalls", size: Size, leaf: int | None = Non
     index = found.long()
     if len(index) == 0 or len(index.unique()) != len(index) or int(index.max()) >= count or int(index.min()) < 0:
         raise UserError(f"the first step gets {shape}, which are not elements of what prepare_latents gives")
-    return Positions(index, shape)
+    layout = sorted(range(template.ndim), key=template.stride, reverse=True)
+    return Positions(index, shape, layout)
 
 
 def holds_state(calls: "PipelineCalls", size: Size, leaf: int) -> bool:

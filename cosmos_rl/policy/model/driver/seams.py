@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,17 @@ _NOT_CONDITIONS = {"encode_prompt", "prepare_latents", "prepare_extra_step_kwarg
 """Methods of a pipeline whose name looks like those that turn media into conditions."""
 
 
+class Positions(NamedTuple):
+    """Where the elements of one row's state are in one row of the tensor."""
+
+    index: Tensor
+    """int64, flat, in the order of the state."""
+    shape: tuple[int, ...]
+    """Of one row's state."""
+    layout: Sequence[int]
+    """Axes of the tensor as they follow one another in memory: in half precision kernels round by it."""
+
+
 class Stop(Exception):
     """Ends a call of the pipeline early with what was found. Never leaves this package."""
 
@@ -58,7 +69,7 @@ class Run:
         prepare: flat results to give instead of calling `prepare_latents`, and how to build its result of them.
         state: replaces the tensor at index `leaf` of the flat results of `prepare_latents`, or the elements of it that
             `positions` names.
-        positions: indices into one row of that tensor, flat, in the order of the state; None: the whole of it.
+        positions: where the state is in that tensor; None: it is the whole of it.
         encoded_media: results of the methods that encode media, by name and in the order of the calls, to give instead
             of encoding.
         recorded_media: filled with the results of the real ones.
@@ -77,7 +88,7 @@ class Run:
     spec: tree.TreeSpec | None = None
     state: Tensor | None = None
     leaf: int = 0
-    positions: Tensor | None = None
+    positions: Positions | None = None
     encoded_media: Mapping[str, Sequence[Any]] | None = None
     recorded_media: dict[str, list[Any]] = field(default_factory=dict)
     kept_encodings: dict[Any, Any] | None = None
@@ -145,12 +156,15 @@ class Run:
             self._inside = False
 
 
-def put_state(state: Tensor, leaf: Any, positions: Tensor | None) -> Tensor:
+def put_state(state: Tensor, leaf: Any, positions: Positions | None) -> Tensor:
     """States ``[n, ...]`` in the layout of `prepare_latents`: the elements that are not the state's are the leaf's."""
     if positions is None:
         return state
     rows = leaf.expand(len(state), *leaf.shape[1:])
-    return rows.flatten(1).index_copy(1, positions.to(state.device), state.flatten(1).to(leaf.dtype)).view(rows.shape)
+    index, values = positions.index.to(state.device), state.flatten(1).to(leaf.dtype)
+    filled = rows.flatten(1).index_copy(1, index, values).view(rows.shape)
+    order = positions.layout
+    return filled.permute(*order).contiguous().permute([order.index(axis) for axis in range(leaf.ndim)])
 
 
 def _copy_nested(value: Any) -> Any:
@@ -196,6 +210,7 @@ class _VaeFront(_Front):
 
     def encode(self, media: Tensor, *args: Any, **kwargs: Any) -> Any:
         kept = self._run.kept_encodings
+        media = media.to(self._module.dtype)  # LTX makes them of the dtype of the text features
         if kept is None:
             return self._module.encode(media, *args, **kwargs)
         key = tuple(media.shape), media.dtype

@@ -117,6 +117,17 @@ def flow(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transiti
     return _sde(sigma, following, noise_level * math.sqrt(sigma / max(1.0 - bounded, 1e-9)))
 
 
+def flow_linear(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transition:
+    """The SDE of Flow-GRPO's script for Wan: diffusion ``noise_level * (last + (second - last) * sigma)``.
+
+    ``second`` and ``last`` are sigmas of the run. The last step is the noise-free ODE step.
+    """
+    if _is_last(index, sigmas):
+        return euler(index, sigmas)
+    sigma, last = sigmas[index], sigmas[-1]
+    return _sde(sigma, sigmas[index + 1], noise_level * (last + (sigmas[1] - last) * sigma))
+
+
 def dance(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transition:
     """The SDE of DanceGRPO (Xue et al. 2025, arXiv 2505.07818): constant diffusion ``noise_level``.
 
@@ -134,11 +145,20 @@ def ddim(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transiti
         return euler(index, sigmas)
     kept = following * (1.0 - sigma) / (sigma * (1.0 - following))
     std = noise_level * following * math.sqrt(1.0 - kept**2)
-    predicted = math.sqrt(following**2 - std**2)
-    # (1 - following) (z - sigma v) + predicted (z + (1 - sigma) v)
-    a = 1.0 - following + predicted
-    g = predicted * (1.0 - sigma) - sigma * (1.0 - following)
-    return Transition(a, g, s=std)
+    return _renoise(sigma, following, math.sqrt(following**2 - std**2), std)
+
+
+def cps(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transition:
+    """Coefficients-preserving sampling (Wang & Yu 2025, arXiv 2509.05952), ``noise_level`` in [0, 1].
+
+    Of the noise at the next sigma, the share ``sin(noise_level pi / 2)`` is drawn again, the share ``cos`` of it stays.
+    The last step is the noise-free ODE step.
+    """
+    following = sigmas[index + 1]
+    if _is_last(index, sigmas) or noise_level == 0.0 or following >= sigmas[index]:
+        return euler(index, sigmas)
+    angle = noise_level * math.pi / 2.0
+    return _renoise(sigmas[index], following, following * math.cos(angle), following * math.sin(angle))
 
 
 def dpm2(index: int, sigmas: Sequence[float]) -> Transition:
@@ -159,17 +179,17 @@ def dpm2(index: int, sigmas: Sequence[float]) -> Transition:
     return Transition(1.0 + b, step.g - b * sigma, h=-b)
 
 
-_NOISY = {"flow": flow, "dance": dance, "ddim": ddim}
+_NOISY = {"flow": flow, "flow_linear": flow_linear, "dance": dance, "ddim": ddim, "cps": cps}
 _NOISELESS = {"euler": euler, "dpm1": euler, "dpm2": dpm2}
 
 
 def build_kernel(solver: str, *, noise_level: float, deterministic: bool) -> Kernel:
-    """The kernel of a solver's name: flow, dance, ddim, dpm1, dpm2 or euler.
+    """The kernel of a solver's name: flow, flow_linear, dance, ddim, cps, dpm1, dpm2 or euler.
 
     Args:
         solver: the name.
-        noise_level: strength of the noise between the steps, for flow, dance and ddim.
-        deterministic: no noise between the steps; flow and ddim are then the Euler step.
+        noise_level: strength of the noise between the steps, where a solver has noise.
+        deterministic: no noise between the steps; flow, flow_linear, ddim and cps are then the Euler step.
 
     Raises:
         ValueError: unknown name, or a solver that cannot be (or can only be) deterministic.
@@ -179,8 +199,8 @@ def build_kernel(solver: str, *, noise_level: float, deterministic: bool) -> Ker
             raise ValueError('deterministic with solver "dance": found true; allowed: false')
         if deterministic:
             return euler
-        if solver == "ddim" and not 0.0 <= noise_level <= 1.0:
-            raise ValueError(f'noise_level of solver "ddim": found {noise_level}; allowed: 0 to 1')
+        if solver in ("ddim", "cps") and not 0.0 <= noise_level <= 1.0:
+            raise ValueError(f'noise_level of solver "{solver}": found {noise_level}; allowed: 0 to 1')
         return functools.partial(_NOISY[solver], noise_level=noise_level)
     if solver not in _NOISELESS:
         allowed = ", ".join([*_NOISY, *_NOISELESS, STOCK])
@@ -302,6 +322,12 @@ def _sde(sigma: float, following: float, diffusion: float) -> Transition:
     dt = following - sigma
     drift = diffusion**2 / (2.0 * sigma)
     return Transition(1.0 + drift * dt, (1.0 + drift * (1.0 - sigma)) * dt, s=diffusion * math.sqrt(-dt))
+
+
+def _renoise(sigma: float, following: float, kept: float, std: float) -> Transition:
+    """``(1 - following) clean + kept noise + std eps`` with the predictions of this step,
+    ``clean = z - sigma v`` and ``noise = z + (1 - sigma) v``."""
+    return Transition(1.0 - following + kept, kept * (1.0 - sigma) - sigma * (1.0 - following), s=std)
 
 
 def _log_snr(sigma: float) -> float:

@@ -15,11 +15,13 @@ from cosmos_rl.diffusion.kernels import (
     Transition,
     apply_transition,
     build_kernel,
+    cps,
     dance,
     ddim,
     dpm2,
     euler,
     flow,
+    flow_linear,
     log_ratio,
     predict_clean,
     read_sigmas,
@@ -31,7 +33,7 @@ from cosmos_rl.diffusion.sampling import Sampled, run_sampling
 
 QUARTERS = [1.0, 0.75, 0.5, 0.25, 0.0]
 HARD = [1.0, 0.9, 0.5, 0.1, 0.0]
-noisy = pytest.mark.parametrize("solver", ["flow", "dance", "ddim"])
+noisy = pytest.mark.parametrize("solver", ["flow", "flow_linear", "dance", "ddim", "cps"])
 
 
 def noisy_kernel(solver: str, noise_level: float) -> Kernel:
@@ -53,9 +55,13 @@ def reference(
     if name == "flow":
         q = eta * math.sqrt(s / (1 - (levels[1] if s == 1 else s)))
         return x * (1 + q**2 / (2 * s) * dt) + v * (1 + q**2 * (1 - s) / (2 * s)) * dt, q * math.sqrt(-dt)
-    if name == "dance":
+    if name in ("dance", "flow_linear"):
         score = -(x - (1 - s) * clean) / s**2
-        return x + dt * v - eta**2 / 2 * score * dt, eta * math.sqrt(s - u)
+        q = eta if name == "dance" else eta * (levels[-1] + (levels[1] - levels[-1]) * s)
+        return x + dt * v - q**2 / 2 * score * dt, q * math.sqrt(s - u)
+    if name == "cps":
+        rho = u * math.sin(eta * math.pi / 2)
+        return (1 - u) * clean + math.sqrt(u**2 - rho**2) * (x + (1 - s) * v), rho
     if name == "ddim":
         rho = eta * u * math.sqrt(1 - u**2 * (1 - s) ** 2 / (s**2 * (1 - u) ** 2))
         return (1 - u) * clean + math.sqrt(u**2 - rho**2) * (x - (1 - s) * clean) / s, rho
@@ -69,7 +75,7 @@ def reference(
     return u / s * x - (1 - u) * (math.exp(-h) - 1) * target, 0.0
 
 
-@pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
+@pytest.mark.parametrize("name", ["flow", "flow_linear", "dance", "ddim", "cps", "dpm1", "dpm2"])
 @pytest.mark.parametrize("levels", [QUARTERS, HARD, [0.97, 0.8, 0.55, 0.3, 0.12, 0.04, 0.0]], ids=len)
 @pytest.mark.parametrize("eta", [0.3, 0.7, 1.0])
 def test_a_step_equals_an_independent_computation(name: str, levels: list[float], eta: float) -> None:
@@ -88,7 +94,7 @@ def test_a_step_equals_an_independent_computation(name: str, levels: list[float]
     [
         *(
             (n, [0.359375, -1.9375, 0.189453, -1.820312, 0.103271, -1.655273])
-            for n in ("flow", "ddim", "dpm1", "euler")
+            for n in ("flow", "flow_linear", "ddim", "cps", "dpm1", "euler")
         ),
         ("dpm2", [0.359375, -1.9375, 0.237305, -1.792969, 0.145142, -1.631348]),
     ],
@@ -121,6 +127,56 @@ def test_log_probabilities_are_the_golden_ones(kernel: Kernel, golden: float) ->
     found = transition_log_prob(following, x, v, kernel(1, QUARTERS))
     assert found.shape == (1,)
     assert float(found) == pytest.approx(golden, abs=1e-6)
+
+
+ERRORS = {"new": [0.02, -0.15, 0.25, -0.05], "old": [0.05, -0.1, 0.2, 0.1], "ref": [0.1, -0.2, 0.3, 0.0]}
+DRAWN = torch.tensor([[0.3, -1.1, 0.7, 0.2]], dtype=torch.float64)
+
+
+def policy_velocity(name: str) -> Tensor:
+    """Of a policy that is off by so much about one sample."""
+    exact = torch.tensor([[-0.2 - 0.5, 0.4 + 1.0, 1.0 - 0.25, -1.2 - 2.0]], dtype=torch.float64)
+    return exact + torch.tensor([ERRORS[name]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "g", "s", "ratio", "kl"),
+    [
+        (noisy_kernel("flow", 0.7), -0.1245, 0.2711088342, -6.603772425e-3, 7.486515306e-4),
+        (noisy_kernel("cps", 0.8), -0.2381966011, 0.4755282581, -7.277327070e-3, 8.907315052e-4),
+    ],
+)
+def test_ratio_and_kl_of_two_policies_are_the_golden_ones(
+    kernel: Kernel, g: float, s: float, ratio: float, kl: float
+) -> None:
+    transition = kernel(1, [0.7, 0.6, 0.5, 0.0])
+    assert (transition.g, transition.s) == pytest.approx((g, s), rel=1e-9)
+    new, old = policy_velocity("new"), policy_velocity("old")
+    assert float(log_ratio(new, old, DRAWN, transition)) == pytest.approx(ratio, rel=1e-6)
+    assert float(transition_kl(new, old, transition)) == pytest.approx(kl, rel=1e-6)
+
+
+def test_the_kl_to_another_policy_and_its_gradient_are_the_golden_ones() -> None:
+    transition = noisy_kernel("flow", 0.7)(1, [0.7, 0.6, 0.5, 0.0])
+    assert float(transition_kl(policy_velocity("new"), policy_velocity("ref"), transition)) == pytest.approx(
+        3.664174745e-4, rel=1e-6
+    )
+    student = policy_velocity("old").requires_grad_()
+    transition_kl(student, policy_velocity("ref"), transition).sum().backward()
+    golden = [[-0.0026360969, 0.0052721939, -0.0052721939, 0.0052721939]]
+    assert student.grad is not None
+    np.testing.assert_allclose(student.grad.numpy(), golden, rtol=0, atol=1e-9)
+
+
+def test_the_gradient_of_the_ratio_on_policy_is_the_golden_one() -> None:
+    """``-A (1 + a^2 / 2) sqrt(dt (1 - t) / t) / a * xi / N`` for ``flow``."""
+    transition = noisy_kernel("flow", 0.7)(1, [0.7, 0.6, 0.5, 0.0])
+    new = policy_velocity("old").requires_grad_()
+    loss = -0.8 * log_ratio(new, policy_velocity("old"), DRAWN, transition).exp()
+    loss.sum().backward()
+    golden = [[0.0275535101, -0.101029537, 0.0642915236, 0.0183690067]]
+    assert new.grad is not None
+    np.testing.assert_allclose(new.grad.numpy(), golden, rtol=0, atol=1e-9)
 
 
 @noisy
@@ -206,7 +262,7 @@ def test_a_start_next_to_1_does_not_explode(start: float) -> None:
     assert transition.s < 1.0
 
 
-@pytest.mark.parametrize("name", ["flow", "dance", "ddim", "dpm1", "dpm2"])
+@pytest.mark.parametrize("name", ["flow", "flow_linear", "dance", "ddim", "cps", "dpm1", "dpm2"])
 def test_a_step_between_equal_sigmas_does_not_move(name: str) -> None:
     kernel = build_kernel(name, noise_level=0.9, deterministic=name.startswith("dpm"))
     levels = [1.0, 1.0, 0.6, 0.6, 0.6, 0.2, 0.0]
@@ -224,7 +280,7 @@ def gaussian_variance(t: float, variance: float = 0.25) -> float:
     return (1 - t) ** 2 * variance + t**2
 
 
-@noisy
+@pytest.mark.parametrize("solver", ["flow", "flow_linear", "dance", "ddim"])  # cps has others, see below
 def test_marginals_are_those_of_the_noised_data(solver: str) -> None:
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -243,6 +299,53 @@ def test_marginals_are_those_of_the_noised_data(solver: str) -> None:
     )
     # 2 %: 400 steps (1 % off by themselves), and a standard error of 0.3 % in 200,000 draws
     assert [found[400], found[100], found[10], found[1]] == pytest.approx([1.0] * 4, abs=0.02)
+
+
+def test_cps_keeps_the_coefficients_of_data_and_noise() -> None:
+    clean, noise = seeded(2, 3), seeded(2, 3, seed=1)
+    for index in range(3):
+        sigma, following = HARD[index : index + 2]
+        transition = noisy_kernel("cps", 0.8)(index, HARD)
+        mean = transition.mean((1 - sigma) * clean + sigma * noise, noise - clean)
+        kept = (mean - (1 - following) * clean) / noise
+        torch.testing.assert_close(kept, torch.full_like(kept, following * math.cos(0.4 * math.pi)), rtol=1e-12, atol=0)
+        assert math.hypot(float(kept[0, 0]), transition.s) == pytest.approx(following, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("noise_level", "steps", "std"),
+    [
+        (0.3, 10, 0.4440),
+        (0.3, 40, 0.4862),
+        (0.3, 100, 0.4950),
+        (0.7, 10, 0.4796),
+        (0.7, 40, 0.4974),
+        (0.7, 100, 0.5004),
+    ],
+)
+def test_the_std_of_samples_by_few_steps_is_the_known_one(noise_level: float, steps: int, std: float) -> None:
+    """Data N(1.5, 0.5^2); the recursion of mean and variance in closed form gives these."""
+    found = exact_moments(noisy_kernel("flow", noise_level), torch.linspace(1, 0, steps + 1))
+    assert found == pytest.approx((1.5, std), abs=1e-4)
+
+
+def exact_moments(kernel: Kernel, sigmas: Tensor, start: float = 1.0) -> tuple[float, float]:
+    """Mean and standard deviation of samples by the exact velocity for data N(1.5, 0.25), which is affine in the state.
+
+    So a sample is a constant plus a sum of its draws, each with a weight: row 0 is made of no draw, row k of one.
+    """
+    rows = torch.zeros(len(sigmas) + 1, 1, dtype=torch.float64)
+    rows[1] = start
+
+    def noise(index: int) -> Tensor:
+        return torch.eye(len(rows), dtype=torch.float64)[:, index + 2 : index + 3]
+
+    def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+        t = float(sigma[0])
+        return gaussian_velocity(x - 1.5 * (1 - t), t) - 1.5
+
+    weights = run_sampling(velocity, rows, sigmas, kernel=kernel, noise_fn=noise).latents[:, 0]
+    return float(weights[0]), float((weights[1:] - weights[0]).norm())
 
 
 @pytest.mark.parametrize(("kernel", "order"), [(euler, 1.0), (dpm2, 2.0)])
@@ -414,6 +517,10 @@ def test_a_noise_free_step_has_no_log_probability() -> None:
         ("dance", False, functools.partial(dance, noise_level=0.6)),
         ("ddim", False, functools.partial(ddim, noise_level=0.6)),
         ("ddim", True, euler),
+        ("flow_linear", False, functools.partial(flow_linear, noise_level=0.6)),
+        ("flow_linear", True, euler),
+        ("cps", False, functools.partial(cps, noise_level=0.6)),
+        ("cps", True, euler),
         ("euler", True, euler),
         ("dpm1", True, euler),
         ("dpm2", True, dpm2),
@@ -439,10 +546,16 @@ def test_stock_is_the_schedulers_own_step() -> None:
 @pytest.mark.parametrize(
     ("solver", "deterministic", "level", "message"),
     [
-        ("heun", True, 0.7, 'solver: found "heun"; allowed: flow, dance, ddim, euler, dpm1, dpm2, stock'),
+        (
+            "heun",
+            True,
+            0.7,
+            'solver: found "heun"; allowed: flow, flow_linear, dance, ddim, cps, euler, dpm1, dpm2, stock',
+        ),
         ("dpm2", False, 0.7, 'deterministic with solver "dpm2": found false; allowed: true'),
         ("dance", True, 0.7, 'deterministic with solver "dance": found true; allowed: false'),
         ("ddim", False, 1.2, 'noise_level of solver "ddim": found 1.2; allowed: 0 to 1'),
+        ("cps", False, 1.2, 'noise_level of solver "cps": found 1.2; allowed: 0 to 1'),
     ],
 )
 def test_what_no_kernel_can_do_is_refused(solver: str, deterministic: bool, level: float, message: str) -> None:

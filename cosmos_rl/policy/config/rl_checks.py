@@ -82,10 +82,10 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
             "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0, or "
             "policy.diffusers.sample.deterministic_sampling = true"
         )
-    if sample.solver == "ddim" and not sample.deterministic_sampling and sample.noise_level > 1:
+    if sample.solver in ("ddim", "cps") and not sample.deterministic_sampling and sample.noise_level > 1:
         yield (
             f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "
-            'policy.diffusers.sample.solver = "ddim"'
+            f'policy.diffusers.sample.solver = "{sample.solver}"'
         )
 
 

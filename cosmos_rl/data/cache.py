@@ -62,8 +62,11 @@ class TensorCache:
         self.misses = 0
         """Look-ups that found nothing so far."""
 
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors under ``key`` on the CPU, None when they are not there."""
+    def get(self, key: str, *, remember: bool = True) -> dict[str, Tensor] | None:
+        """The tensors under ``key`` on the CPU, None when they are not there.
+
+        ``remember``: keep them in memory, while there is room.
+        """
         name = _file_name(key)
         if name in self._memory:
             self._memory.move_to_end(name)
@@ -76,7 +79,8 @@ class TensorCache:
             path.unlink(missing_ok=True)
             self.misses += 1
             return None
-        self._remember(name, tensors)
+        if remember:
+            self._remember(name, tensors)
         return tensors
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

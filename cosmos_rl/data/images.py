@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import PIL
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -11,6 +12,9 @@ from cosmos_rl.data.items import BadSample
 from cosmos_rl.data.texts import printable
 
 _PIXELS_AT_ONCE = 2**20
+DECODING = f"1, Pillow {PIL.__version__}"
+"""How files become tensors, for caches of what is made of them: another number when the functions below give other
+pixels."""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -21,12 +21,16 @@ class Item:
     """One training sample."""
 
     visual: Tensor
-    """Image ``[3, H, W]`` (video: ``[3, T, H, W]``), float32 in [-1, 1]."""
+    """Image ``[3, H, W]`` (video: ``[3, T, H, W]``), float32 in [-1, 1]; without elements where ``latent`` is given."""
     prompt: str
     name: str = ""
     """For messages: the file's stem, or the position in a user's data set."""
     fps: float | None = None
     """Frames per second of a video, where it is known."""
+    source: str | None = None
+    """Which file and which frames of it were decoded, and how, where that is known without decoding."""
+    latent: Tensor | None = None
+    """What the VAE made of it, where a cache holds that."""
 
 
 def take(dataset: Any, index: int, sample_id: int | None) -> Any:
@@ -38,6 +42,17 @@ def take(dataset: Any, index: int, sample_id: int | None) -> Any:
     method = getattr(dataset, "take", None)
     if method is None:
         return dataset[index]
+    return method(index, sample_id)
+
+
+def identify(dataset: Any, index: int, sample_id: int | None) -> Item | None:
+    """An element without its image or video, which is not decoded; None: the data set cannot say what it is.
+
+    A data set with a method ``identify(index, sample_id)`` gives an `Item` with ``source``.
+    """
+    method = getattr(dataset, "identify", None)
+    if method is None:
+        return None
     return method(index, sample_id)
 
 
@@ -57,6 +72,10 @@ class Part(Sequence[Any]):
     def take(self, index: int, sample_id: int | None) -> Any:
         """See the function of that name."""
         return take(self._dataset, self._range[index], sample_id)
+
+    def identify(self, index: int, sample_id: int | None) -> Item | None:
+        """See the function of that name."""
+        return identify(self._dataset, self._range[index], sample_id)
 
     @property
     def prompts(self) -> list[str] | None:

@@ -2,10 +2,12 @@
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cosmos_rl.data.images import load_image
+import torch
+
+from cosmos_rl.data.images import DECODING, load_image
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.pair_files import describe_pairs, digest_pairs, list_embedding_folders, load_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
@@ -81,19 +83,51 @@ class LocalPairs(Sequence[Item]):
         if whole is not None:
             return whole
         pair = self.pairs[index]
+        source = self._describe(pair.file, 0)  # before it is read: a file that is written meanwhile is another one
         if self._frames is None:
-            item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name)
+            item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name, source=source)
             return self._keep(index, item)
-        from cosmos_rl.data.videos import load_clip, start_of_middle
+        from cosmos_rl.data.videos import load_clip
 
-        choose = start_of_middle
-        if sample_id is not None:
-            choose = random.Random(f"{self._seed}/window/{sample_id}").randrange
-        clip = load_clip(self.folder / pair.file, self._frames, *self._size, choose)
-        item = Item(clip.visual, pair.prompt, pair.name, clip.fps)
+        clip = load_clip(self.folder / pair.file, self._frames, *self._size, self._window_of(sample_id))
+        source = source and self._describe(pair.file, clip.start)
+        item = Item(clip.visual, pair.prompt, pair.name, clip.fps, source)
         if clip.windows == 1:
             return self._keep(index, item)
         return item
+
+    def identify(self, index: int, sample_id: int | None) -> Item | None:
+        """What ``take`` would give, without its image or video; None: the file cannot be looked at.
+
+        Raises:
+            BadSample: it is a video that is broken or too short.
+        """
+        pair, start, fps = self.pairs[index], 0, None
+        if self._frames is not None:
+            from cosmos_rl.data.videos import find_window
+
+            window = find_window(self.folder / pair.file, self._frames, self._window_of(sample_id))
+            start, fps = window.start, window.fps
+        source = self._describe(pair.file, start)
+        if source is None:
+            return None
+        return Item(torch.empty(0), pair.prompt, pair.name, fps, source)
+
+    def _window_of(self, sample_id: int | None) -> Callable[[int], int]:
+        from cosmos_rl.data.videos import start_of_middle
+
+        if sample_id is None:
+            return start_of_middle
+        return random.Random(f"{self._seed}/window/{sample_id}").randrange
+
+    def _describe(self, file: str, start: int) -> str | None:
+        path = self.folder / file
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        decoded = f"{self._size}/{self._frames or 1} from {start}/{DECODING}"
+        return f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}/{decoded}"
 
     def _keep(self, index: int, item: Item) -> Item:
         """Remember what is the same at every call, while there is room."""

@@ -32,6 +32,18 @@ class Clip:
     """How many first frames there are to choose from."""
 
 
+@dataclass(frozen=True)
+class Window:
+    """Some frames of a video file that were not decoded."""
+
+    start: int
+    """Index of the first frame in the file."""
+    windows: int
+    """How many first frames there are to choose from."""
+    fps: float
+    """Frames per second in the file: its mean rate where it varies."""
+
+
 def count_frames(path: Path) -> int:
     """Number of frames in a video file, without decoding them.
 
@@ -72,16 +84,30 @@ def load_clip(
     """
     with _open(path) as (container, stream):
         times = _list_times(container, stream)
-        windows = len(times) - frames + 1
-        if windows < 1:
-            raise BadSample(f"{printable(str(path))}: {len(times)} frames, need {frames} ({needed_by})")
-        start = choose(windows)
-        wanted = times[start : start + frames]
+        window = _choose_window(path, stream, len(times), frames, choose, needed_by)
+        wanted = times[window.start : window.start + frames]
         decoded = [to_tensor(fit(image, height, width)) for image in _decode(container, stream, wanted)]
         if len(decoded) < frames:
-            raise BadSample(f"{printable(str(path))}: frame {start + len(decoded)} of {len(times)} cannot be decoded")
-        fps = float(stream.average_rate or stream.guessed_rate or UNKNOWN_FPS)
-        return Clip(torch.stack(decoded, 1), fps, start, windows)
+            broken = window.start + len(decoded)
+            raise BadSample(f"{printable(str(path))}: frame {broken} of {len(times)} cannot be decoded")
+        return Clip(torch.stack(decoded, 1), window.fps, window.start, window.windows)
+
+
+def find_window(path: Path, frames: int, choose: Callable[[int], int]) -> Window:
+    """The frames that `load_clip` decodes, without decoding them; the same errors for what shows without it."""
+    with _open(path) as (container, stream):
+        count = len(_list_times(container, stream))
+        return _choose_window(path, stream, count, frames, choose, "policy.diffusers.train_frames")
+
+
+def _choose_window(
+    path: Path, stream: Any, count: int, frames: int, choose: Callable[[int], int], needed_by: str
+) -> Window:
+    windows = count - frames + 1
+    if windows < 1:
+        raise BadSample(f"{printable(str(path))}: {count} frames, need {frames} ({needed_by})")
+    fps = float(stream.average_rate or stream.guessed_rate or UNKNOWN_FPS)
+    return Window(choose(windows), windows, fps)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
@@ -52,6 +54,23 @@ def test_training_with_caches_is_training_and_encodes_each_thing_once(
     assert losses(train(write_toml(), *CACHED)) == losses(cached)
     assert encoded == {"images": [], "texts": []}
     assert (tmp_path / "out" / "cache" / "latents").is_dir()
+
+
+def test_an_image_is_decoded_only_where_its_latent_is_not_in_the_cache(
+    write_toml: Callable[..., Path], tmp_path: Path, image_folder: Path
+) -> None:
+    folder = tmp_path / "images"
+    shutil.copytree(image_folder, folder)
+    options = (*CACHED, f'--train.train_policy.dataset.local_dir="{folder}"')
+    first = losses(train(write_toml(), *options))
+    for path in folder.glob("*.png"):  # no decoder reads them now, and nothing else shows it
+        stat = path.stat()
+        path.write_bytes(b"x" * stat.st_size)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert losses(train(write_toml(), *options)) == first
+    os.utime(folder / "000.png")
+    with pytest.raises(UserError, match=r"000\.png: cannot be read as an image"):
+        train(write_toml(), *options, "--train.train_policy.max_skipped_frac=0")
 
 
 def test_other_sizes_lengths_and_weights_are_other_entries(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cosmos_rl.data.items import BadSample, Part, take
+from cosmos_rl.data.items import BadSample, Part, identify, take
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.data.videos import count_frames, load_clip
@@ -49,6 +49,24 @@ def test_a_clip_of_exactly_the_needed_frames_is_taken_and_a_shorter_one_named(tm
     assert frame_numbers(load_clip(tmp_path / "five.mp4", 5, 32, 32).visual) == [0, 1, 2, 3, 4]
     with pytest.raises(BadSample, match=r"four.mp4: 4 frames, need 5 \(policy.diffusers.train_frames\)"):
         load_clip(tmp_path / "four.mp4", 5, 32, 32)
+
+
+def test_a_window_is_identified_without_decoding_it(tmp_path: Path) -> None:
+    save_clip(tmp_path, "a", 8, fps=24)
+    pairs = LocalPairs(tmp_path, 32, 32, frames=5)
+    whole = Part(pairs, 0, 1)
+    seen: dict[str, list[int]] = {}
+    for sample_id in (None, *range(20)):
+        item, known = take(whole, 0, sample_id), identify(whole, 0, sample_id)
+        assert known is not None
+        assert (known.source, known.fps, known.prompt, known.name) == (item.source, 24, item.prompt, item.name)
+        assert known.visual.numel() == 0
+        assert known.source is not None
+        assert seen.setdefault(known.source, frame_numbers(item.visual)) == frame_numbers(item.visual)
+    assert len(seen) == len({tuple(frames) for frames in seen.values()}) == 4
+    other_size = LocalPairs(tmp_path, 16, 16, frames=5).identify(0, None)
+    assert other_size is not None
+    assert other_size.source not in seen
 
 
 def test_a_variable_rate_changes_neither_count_nor_order(tmp_path: Path) -> None:

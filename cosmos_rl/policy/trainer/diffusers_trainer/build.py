@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cosmos_rl.data.cached_latents import CachedLatents
 from cosmos_rl.data.given import check_media
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
@@ -49,12 +50,14 @@ def build_sft(
         validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
         model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
     check_media(records or (), model.conditional_frames)
-    encoders = model.build_token_counters()
+    encoders, encoding = model.build_token_counters(), Encoding(model, config)
+    if encoding.latent_cache is not None and model.conditional_frames[1] == 0:  # else the first frames are needed too
+        pairs = CachedLatents(pairs, encoding.latent_cache)
     parts = SftParts(
         model=model,
         pairs=Readable(pairs, encoders),
         stream=stream,
-        noising=Noising(model, Encoding(model, config), config),
+        noising=Noising(model, encoding, config),
         held_out=None if held_out is None or records is not None else Readable(held_out, encoders),
         val_prompts=records or (),
         export=lambda: prepare_export(model, keep=context.is_main),

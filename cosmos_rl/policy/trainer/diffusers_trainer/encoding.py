@@ -67,14 +67,16 @@ class Encoding:
         """Latents ``[B, C, ...]`` float32 on the device."""
         if self.latent_cache is None:
             return self._encode_images([item.visual for item in items])
-        keys = [_image_key(item.visual) for item in items]
-        visuals = {key: item.visual for key, item in zip(keys, items, strict=True)}
+        keys = [item.source or _image_key(item.visual) for item in items]
+        found = {key: item.latent for key, item in zip(keys, items, strict=True) if item.latent is not None}
+        visuals = {key: item.visual for key, item in zip(keys, items, strict=True) if key not in found}
 
         def encode(batch: Sequence[Tensor]) -> Iterator[Mapping[str, Tensor]]:
             return ({"latent": latent} for latent in self._encode_images(batch))
 
-        found = _fill_from_cache(self.latent_cache, visuals, self._at_once, encode)
-        return torch.stack([found[key]["latent"] for key in keys]).to(self._model.device)
+        entries = _fill_from_cache(self.latent_cache, visuals, self._at_once, encode)
+        found |= {key: entry["latent"] for key, entry in entries.items()}
+        return torch.stack([found[key] for key in keys]).to(self._model.device)
 
     def _encode_images(self, visuals: Sequence[Tensor]) -> Tensor:
         return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)

@@ -145,7 +145,7 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "captions", "seed"), [(400, 200, 1), pytest.param(8000, 2000, 0, marks=pytest.mark.slow)]
+    ("images", "captions", "seed"), [(400, 200, 1), pytest.param(8000, 2000, 0, marks=pytest.mark.zoo)]
 )
 def test_damaged_files_are_read_or_named(
     tmp_path: Path, tokenizers: list[Tokenizer], images: int, captions: int, seed: int

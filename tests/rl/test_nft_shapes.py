@@ -48,7 +48,8 @@ def test_it_learns_to_count(tmp_path: Path) -> None:
     assert all(row["guard/alarms"] == 0 for row in rows if "guard/alarms" in row)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.zoo) for seed in (1, 2))])
+@pytest.mark.zoo
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_guard_stops_a_run_that_would_collapse(tmp_path: Path, seed: int) -> None:
     """Without KL and at a constant rate right counts collapse by step 60 (`benchmarks/nft_tasks.py` lets them); the
     alarm comes before they fall."""

@@ -31,20 +31,21 @@ def write_media(folder: Path) -> tuple[Path, Path, list[Image.Image]]:
         return image, video, [frame.to_image() for frame in container.decode(video=0)]
 
 
-def make(source: Path, out: Path, *options: str) -> tuple[bytes, np.ndarray]:
-    """The video that the command makes, and its first frame."""
+def make(source: Path, out: Path, *options: str) -> np.ndarray:
+    """The first frame of the video that the command makes: the encoder's bytes differ from run to run."""
     assert main(["sample", str(source), "a cat", *SIZE, "--out", str(out), *options]) == 0
+    assert (out / "000_a-cat.mp4").stat().st_size > 0
     with Image.open(out / "000_a-cat.png") as poster:
-        return (out / "000_a-cat.mp4").read_bytes(), np.asarray(poster)
+        return np.asarray(poster)
 
 
-def draw_with_diffusers(family: str, seed: int, **media: Any) -> bytes:
-    """What the command should make, by the documented call."""
+def draw_with_diffusers(family: str, seed: int, **media: Any) -> np.ndarray:
+    """The first frame of what the command should make, by the documented call."""
     pipe = stock_pipeline(folder_of(family))
     settings = {"height": 32, "width": 32, "num_frames": 13, "num_inference_steps": 3, "guidance_scale": 3.0}
     drawn = {"generator": torch.Generator().manual_seed(seed), "output_type": "pt", "max_sequence_length": 256}
     made = pipe(prompt="a cat", **settings, **drawn, **media, return_dict=False)[0]
-    return encode_clip(to_uint8(made)[0].numpy(), 16.0)
+    return to_uint8(made)[0, 0].numpy()
 
 
 @pytest.mark.zoo
@@ -68,9 +69,10 @@ def test_cosmos_samples_of_texts_images_and_videos_are_those_of_the_stock_call(
     }
     pipe = stock_pipeline(source)
     for clean, (options, media) in cases.items():
-        made = [make(source, tmp_path / f"{clean}_{seed}", *options, "--seed", str(seed))[0] for seed in (0, 1)]
-        assert made[0] == draw_with_diffusers("cosmos-predict2.5", 0, **media)
-        first, second = decoded[-3:-1]
+        made = [make(source, tmp_path / f"{clean}_{seed}", *options, "--seed", str(seed)) for seed in (0, 1)]
+        assert np.array_equal(made[0], draw_with_diffusers("cosmos-predict2.5", 0, **media))
+        first, second, stock = decoded[-3:]
+        assert torch.equal(first, stock)
         assert first.shape[2] == 4
         apart = (first - second).abs().mean((0, 1, 3, 4)).tolist()
         # the stock call moves given frames to their medium by its first sigma, 0.995, as it does without our command
@@ -92,11 +94,11 @@ def encode(pipe: Any, frames: list[Image.Image]) -> torch.Tensor:
 def test_wan_makes_videos_of_an_image_or_of_the_last_frame_of_a_video(tmp_path: Path) -> None:
     image, video, frames = write_media(tmp_path)
     source = folder_of("wan-i2v")
-    of_image = make(source, tmp_path / "a", "--image", str(image))[0]
-    of_video = make(source, tmp_path / "b", "--video", str(video))[0]
-    assert of_image == draw_with_diffusers("wan-i2v", 0, image=Image.open(image))
-    assert of_video == draw_with_diffusers("wan-i2v", 0, image=frames[-1])
-    assert of_image != of_video
+    of_image = make(source, tmp_path / "a", "--image", str(image))
+    of_video = make(source, tmp_path / "b", "--video", str(video))
+    assert np.array_equal(of_image, draw_with_diffusers("wan-i2v", 0, image=Image.open(image)))
+    assert np.array_equal(of_video, draw_with_diffusers("wan-i2v", 0, image=frames[-1]))
+    assert not np.array_equal(of_image, of_video)
 
 
 def test_files_that_cannot_be_used_are_named_before_torch_is_needed(

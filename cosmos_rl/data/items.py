@@ -107,19 +107,40 @@ def list_captions(dataset: Any) -> list[Named]:
     return list(zip(names, prompts, strict=True))
 
 
-class Readable(Sequence[Item]):
-    """A data set whose captions went through the tokenizers when an element is taken: each distinct one once."""
+class Wrapped(Sequence[Any]):
+    """A data set of which each element is changed or made otherwise when it is taken."""
 
-    def __init__(self, dataset: Sequence[Any], encoders: Sequence[TextEncoder]) -> None:
+    def __init__(self, dataset: Sequence[Any]) -> None:
         self._dataset = dataset
-        self._encoders = encoders
-        self._right: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, index: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.take(index, None)
+
+    def take(self, index: int, sample_id: int | None) -> Any:
+        """See the function of that name."""
+        return take(self._dataset, index, sample_id)
+
+    @property
+    def prompts(self) -> Sequence[str] | None:
+        """The captions, where the data set knows them without decoding."""
+        return getattr(self._dataset, "prompts", None)
+
+    @property
+    def digest(self) -> str | None:
+        """Of names and captions, where the data set knows it."""
+        return getattr(self._dataset, "digest", None)
+
+
+class Readable(Wrapped):
+    """A data set whose captions went through the tokenizers when an element is taken: each distinct one once."""
+
+    def __init__(self, dataset: Sequence[Any], encoders: Sequence[TextEncoder]) -> None:
+        super().__init__(dataset)
+        self._encoders = encoders
+        self._right: set[str] = set()
 
     def take(self, index: int, sample_id: int | None) -> Item:
         """See the function of that name."""
@@ -134,16 +155,6 @@ class Readable(Sequence[Item]):
     def find_refusal(self, prompt: str) -> str | None:
         """Why a tokenizer does not take the caption; None: all take it."""
         return find_refusal(prompt, self._encoders)
-
-    @property
-    def prompts(self) -> Sequence[str] | None:
-        """The captions, where the data set knows them without decoding."""
-        return getattr(self._dataset, "prompts", None)
-
-    @property
-    def digest(self) -> str | None:
-        """Of names and captions, where the data set knows it."""
-        return getattr(self._dataset, "digest", None)
 
 
 def to_item(raw: Any, index: int) -> Item:

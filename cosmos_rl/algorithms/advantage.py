@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+AdvantageTransform = Literal["identity", "exp_reward", "centred_exp_reward"]
 
 ROUNDING = 1e-6
 """Numbers that differ by at most this share of their size are equal. Scores are often float32, and equal sums of scores
@@ -25,7 +26,13 @@ def all_equal(values: Tensor) -> bool:
 
 
 def group_advantages(
-    reward_N: Tensor, group_N: Tensor, *, global_std: bool, eps: float = 1e-4, size_N: Tensor | None = None
+    reward_N: Tensor,
+    group_N: Tensor,
+    *,
+    global_std: bool,
+    eps: float = 1e-4,
+    size_N: Tensor | None = None,
+    temperature: float | None = None,
 ) -> Tensor:
     """``(reward - mean of its group) / (std + eps)``, float64 ``[N]``; NaN where the reward is missing.
 
@@ -36,6 +43,7 @@ def group_advantages(
         eps: added to the standard deviation.
         size_N: ``[N]`` size of what each reward was computed from, where that is larger than the reward: the sum of
             the sizes of its terms. It says how far rewards may be apart by rounding alone.
+        temperature: what to divide by in place of the standard deviation and ``eps``.
 
     Groups whose rewards are all equal, those with one reward, and a reward that is the mean of its group, each but for
     rounding (``ROUNDING``), give exactly 0, so that no mode makes something of the sign of a rounding error.
@@ -45,6 +53,8 @@ def group_advantages(
     if size_N is None:
         size_N = groups.reward_N
     deviation_N = groups.drop_rounding(deviation_N, size_N)
+    if temperature is not None:
+        return torch.where(groups.valid_N, deviation_N / temperature, torch.nan)
     if global_std:
         valid = groups.reward_N[groups.valid_N]
         std_N = (valid.std(correction=0) if len(valid) else valid.sum()).expand_as(deviation_N)
@@ -62,7 +72,12 @@ def mean_group_std(reward_N: Tensor, group_N: Tensor) -> float:
 
 
 def combine_advantages(
-    rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_N: Tensor, *, global_std: bool
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    group_N: Tensor,
+    *,
+    global_std: bool,
+    temperature: float | None = None,
 ) -> Tensor:
     """Normalise each reward by itself, then add up with the weights; float64 ``[N]``.
 
@@ -77,7 +92,7 @@ def combine_advantages(
     stacked = torch.stack([rewards[name].double() for name in counted])
     stacked = torch.where(stacked.isfinite().all(0), stacked, torch.nan)
     parts = [
-        weight * group_advantages(reward_N, group_N, global_std=global_std)
+        weight * group_advantages(reward_N, group_N, global_std=global_std, temperature=temperature)
         for reward_N, weight in zip(stacked, counted.values(), strict=True)
     ]
     stacked_KN = torch.stack(parts)
@@ -103,6 +118,23 @@ def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
     if mode == "binary":
         return torch.where(advantage_N.isnan(), advantage_N, advantage_N.sign())
     raise ValueError(f'advantage mode: found "{mode}"; allowed: all, positive_only, negative_only, one_only, binary')
+
+
+def transform_advantages(advantage_N: Tensor, transform: AdvantageTransform) -> Tensor:
+    """DDRL's monotone transform (arXiv 2512.04332) of advantages ``[N]``; NaN stays NaN.
+
+    ``exp_reward``: ``-exp(-A)``, whose optimum is the data times ``exp(A)``; ``centred_exp_reward``: ``1 - exp(-A)``,
+    with the same expected gradient, and 0 for a sample like the mean of its group; ``identity``: ``A``.
+    """
+    if transform == "identity":
+        return advantage_N
+    if transform == "exp_reward":
+        return -torch.exp(-advantage_N)
+    if transform == "centred_exp_reward":
+        return -torch.expm1(-advantage_N)
+    raise ValueError(
+        f'transform of the advantage: found "{transform}"; allowed: identity, exp_reward, centred_exp_reward'
+    )
 
 
 def optimality(advantage_N: Tensor, low: float, high: float) -> Tensor:

@@ -7,7 +7,7 @@ good samples and its mirror image ``v- = (1 + beta) v_old - beta v`` to bad ones
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.elements import element_mean, widen
+from cosmos_rl.diffusion.elements import check_rows, check_shapes, element_mean, widen
 
 _MIN_WEIGHT = 1e-5
 
@@ -50,8 +50,8 @@ def nft_loss(
     Raises:
         ValueError: shapes that do not fit; nothing is broadcast over the rows.
     """
-    _check_shapes(velocity, velocity_old, clean, noised)
-    _check_rows(len(velocity), sigma_B, optimality_B, *([] if weight_B is None else [weight_B]))
+    check_shapes(velocity, velocity_old, clean, noised)
+    check_rows(len(velocity), sigma_B, optimality_B, *([] if weight_B is None else [weight_B]))
     new, old, clean, noised = (widen(value) for value in (velocity, velocity_old, clean, noised))
     row_weight_B = torch.ones_like(sigma_B, dtype=new.dtype) if weight_B is None else weight_B.to(new)
     # the reward of a row of weight 0 may be missing, and NaN times 0 were NaN
@@ -79,7 +79,7 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | N
 
     Up to a factor of the noise level it is the KL divergence of the two policies' sampling steps.
     """
-    _check_shapes(velocity, velocity_ref)
+    check_shapes(velocity, velocity_ref)
     return element_mean((widen(velocity) - widen(velocity_ref)) ** 2, element_mask)
 
 
@@ -88,7 +88,7 @@ def norm_ratio(velocity: Tensor, velocity_ref: Tensor, element_mask: Tensor | No
 
     Reinforcement learning raises it by 5 to 15 percent, together with harsh contrast and colours (arXiv 2606.27771).
     """
-    _check_shapes(velocity, velocity_ref)
+    check_shapes(velocity, velocity_ref)
     squares = [element_mean(widen(value) ** 2, element_mask) for value in (velocity, velocity_ref)]
     return (squares[0] / squares[1]).sqrt()
 
@@ -106,14 +106,3 @@ def _element_max(value: Tensor, element_mask: Tensor | None) -> Tensor:
     if element_mask is not None:
         value = value * element_mask.to(value)
     return value.flatten(1).amax(1)
-
-
-def _check_shapes(first: Tensor, *others: Tensor) -> None:
-    if any(other.shape != first.shape for other in others):
-        raise ValueError(f"all of one shape [B, C, ...], found {[list(value.shape) for value in (first, *others)]}")
-
-
-def _check_rows(rows: int, *values: Tensor) -> None:
-    """A value per row of another shape would silently be broadcast to [B, B]."""
-    if any(value.shape != (rows,) for value in values):
-        raise ValueError(f"one value per row, [{rows}], found {[list(value.shape) for value in values]}")

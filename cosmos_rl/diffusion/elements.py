@@ -19,3 +19,22 @@ def element_mean(value: Tensor, element_mask: Tensor | None = None) -> Tensor:
         return value.flatten(1).mean(1)
     mask = element_mask.to(value).expand_as(value).flatten(1)
     return (value.flatten(1) * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+
+
+def check_shapes(first: Tensor, *others: Tensor) -> None:
+    """
+    Raises:
+        ValueError: not all are of one shape.
+    """
+    if any(other.shape != first.shape for other in others):
+        raise ValueError(f"all of one shape [B, C, ...], found {[list(value.shape) for value in (first, *others)]}")
+
+
+def check_rows(rows: int, *values: Tensor) -> None:
+    """A value per row of another shape would silently be broadcast to [B, B].
+
+    Raises:
+        ValueError: not all are ``[rows]``.
+    """
+    if any(value.shape != (rows,) for value in values):
+        raise ValueError(f"one value per row, [{rows}], found {[list(value.shape) for value in values]}")

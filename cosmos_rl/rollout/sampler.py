@@ -11,7 +11,9 @@ from torch import Tensor
 from cosmos_rl.data.given import Given, PromptKey, choose_given, join_key
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.diffusion.steps import StepRecorder
 from cosmos_rl.distributed import randomness
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.diffusers.flow_model import TEXT_KEYWORDS, FlowModel
 
@@ -54,6 +56,8 @@ class RolloutSpec:
     height: int
     width: int
     frames: int | None = None
+    same_initial_noise: bool = False
+    """Of the samples of a group."""
 
     @classmethod
     def training(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -61,7 +65,8 @@ class RolloutSpec:
         sample = config.sample
         frames = config.train_frames if config.is_video else None
         solver = (sample.solver, sample.noise_level, sample.deterministic_sampling)
-        return cls(sample.num_steps, sample.guidance_scale, *solver, *config.inference_size, frames)
+        size = (*config.inference_size, frames)
+        return cls(sample.num_steps, sample.guidance_scale, *solver, *size, sample.same_initial_noise)
 
     @classmethod
     def evaluation(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -102,20 +107,32 @@ class RolloutSampler:
         self.spec = spec
         self._seed = seed
 
-    def sample(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> Rollouts:
+    def sample(
+        self,
+        samples: Sequence[Sample],
+        conditions: Conditions,
+        purpose: str,
+        step: int,
+        recorder: StepRecorder | None = None,
+    ) -> Rollouts:
         """Make all ``samples`` in one call; noise is keyed by (seed, purpose, step, sample id).
+
+        ``recorder``: a new one, which keeps some of the steps for training.
 
         Raises:
             ValueError: the model's sampler gives other shapes than asked for.
+            UserError: steps are to be recorded of a sampler that is a user's own.
         """
         cond = self._condition(samples, conditions)
-        visuals, states = self._call_model(samples, cond, purpose, step, keep=False)
-        latents = states[-1].to("cpu", torch.float32)
+        visuals, states = self._call_model(samples, cond, purpose, step, keep=False, recorder=recorder)
+        latents, recorded = states[-1].to("cpu", torch.float32), {}
+        if recorder is not None:
+            recorded = recorder.recorded()
         if visuals is None:
             media, finite = self._model.decode_media(states[-1], cond)
         else:
             media, finite = self._model.to_media(visuals), are_finite(visuals)
-        return Rollouts(tuple(samples), latents, media, finite, self._model.fps)
+        return Rollouts(tuple(samples), latents, media, finite, self._model.fps, recorded)
 
     def trajectory(self, samples: Sequence[Sample], conditions: Conditions, purpose: str, step: int) -> list[Tensor]:
         """The states ``[N, C, ...]`` of the sampling loop, from the start noise to the clean latents, on the device."""
@@ -127,7 +144,14 @@ class RolloutSampler:
         return conditions([sample.key for sample in samples], negative if any(negative) else None)
 
     def _call_model(
-        self, samples: Sequence[Sample], cond: Any, purpose: str, step: int, *, keep: bool
+        self,
+        samples: Sequence[Sample],
+        cond: Any,
+        purpose: str,
+        step: int,
+        *,
+        keep: bool,
+        recorder: StepRecorder | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Media where a user's own sampler makes them, and states; with ``keep`` false perhaps only the last one."""
         spec, model = self.spec, self._model
@@ -150,6 +174,13 @@ class RolloutSampler:
             keywords |= self._noise(keywords["generator"], samples, purpose, step)
         if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
+        if recorder is not None:
+            if own_sampler:
+                raise UserError(
+                    f"{type(model).__name__} has a pipeline_with_logprob of its own, whose steps cannot be recorded; "
+                    "leave it out, or use an algorithm that needs no steps (diffusion_nft)"
+                )
+            keywords["recorder"] = recorder
         with torch.no_grad():
             if not own_sampler:
                 keywords["output_type"] = "latent"
@@ -177,6 +208,8 @@ class RolloutSampler:
     def _generator(self, sample: Sample, purpose: str, step: int) -> torch.Generator:
         if sample.seed is not None:
             return torch.Generator().manual_seed(sample.seed)
+        if self.spec.same_initial_noise:
+            return randomness.generator(self._seed, f"{purpose}/group", step, sample.group)
         return randomness.generator(self._seed, purpose, step, sample.sample_id)
 
 

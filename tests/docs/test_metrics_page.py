@@ -57,7 +57,7 @@ def test_what_the_progress_line_shows_is_on_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_metrics_of_two_runs_and_no_others(
+def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     tmp_path: Path, write_toml: Callable[..., Path], write_nft_toml: Callable[..., Path], image_folder: Path
 ) -> None:
     from tests.support.nft_runs import nft_train
@@ -81,7 +81,19 @@ def test_the_page_has_the_metrics_of_two_runs_and_no_others(
         f"{job}data_term.batch_size=4",
         f"{job}data_term.local_dir={image_folder}",
     )
-    logged = {name for run in (sft, nft) for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
+    flow = (
+        *short,
+        "--train.ckpt.enable_checkpoint=false",
+        f"{job}trainer_type=flow_grpo",
+        f"{job}norm_penalty=0.1",
+        "--policy.diffusers.sample.solver=flow",
+        "--policy.diffusers.sample.deterministic_sampling=false",
+        f"{job}reward_hacking_guard.enable=false",
+    )
+    clipped, masked = (nft_train(write_nft_toml(), *flow, *more) for more in ((), (f"{job}kl_mask_threshold=1e-5",)))
+    forward = nft_train(write_nft_toml(), *short, "--train.ckpt.enable_checkpoint=false", f"{job}trainer_type=epg")
+    runs = (sft, nft, clipped, masked, forward)
+    logged = {name for run in runs for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []
     logged |= {"data/fps_mean"}  # of videos: tests/trainer/test_video_folders.py
     stale = [name for name in documented() if not any(re.fullmatch(pattern(name), other) for other in logged)]

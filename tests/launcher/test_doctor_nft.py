@@ -38,6 +38,21 @@ def test_a_sound_job_passes(write_nft_toml: Toml, capsys: pytest.CaptureFixture[
     assert ("fresh adapter" in found) == lora
 
 
+@pytest.mark.parametrize("trainer", ["flow_grpo", "epg"])
+def test_a_sound_job_of_another_algorithm_passes(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], trainer: str
+) -> None:
+    options = [
+        f"--train.train_policy.trainer_type={trainer}",
+        "--policy.diffusers.sample.solver=flow",
+        "--policy.diffusers.sample.deterministic_sampling=false",
+    ]
+    code, found, out = marks(capsys, "--config", write_nft_toml(), *options)
+    assert code == 0, out
+    expected = [subject for subject in ALWAYS if subject != "old policy"]
+    assert {subject: found.get(subject) for subject in expected} == dict.fromkeys(expected, "ok"), out
+
+
 def test_half_precision_and_guidance_pass_too(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--train.param_dtype=bfloat16", "--policy.diffusers.sample.guidance_scale=3.0"]
     code, found, out = marks(capsys, "--config", write_nft_toml(), *options)

@@ -219,10 +219,10 @@ def recorded() -> Iterator[list[StepRecord]]:
         return found
 
     def our_sample(
-        self: RolloutSampler, samples: Sequence[Sample], conditions: Any, purpose: str, step: int
+        self: RolloutSampler, samples: Sequence[Sample], conditions: Any, purpose: str, *more: Any
     ) -> Rollouts:
         noises.clear()
-        made = sample(self, samples, conditions, purpose, step)
+        made = sample(self, samples, conditions, purpose, *more)
         if steps and purpose.startswith("rollout"):
             steps[-1].noise |= {str(sample.sample_id): noise for sample, noise in zip(samples, noises, strict=True)}
         return made

@@ -315,7 +315,7 @@ def data_trainer(beta: float, loss: Callable[[OnlineTask], Tensor]) -> OnlineTas
     tables = {"train.train_policy.data_term": {"beta": beta, "local_dir": "pairs"}}
     trainer = plane_trainer(tables if beta else {})
 
-    def shares(step: int, number: int) -> Iterator[Tensor]:
+    def shares(step: int, number: int, levels: Level) -> Iterator[Tensor]:
         yield loss(trainer) * 0.25
         yield loss(trainer) * 0.75
 

@@ -9,7 +9,15 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.chunks import rows_per_sample
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import DECODED_PIXELS, GALLERY, KEPT_BYTES, plan_online
+from cosmos_rl.policy.config.plan import (
+    DECODED_PIXELS,
+    GALLERY,
+    KEPT_BYTES,
+    STEP_TRAINERS,
+    keeps_reference,
+    moves_reference,
+    plan_online,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,10 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         Unknown: the sizes of latents cannot be known.
     """
     job, plan = online_table(config), plan_online(config)
-    lora, share = config.policy.lora, 4 * trained // shards
+    lora, share, moving = config.policy.lora, 4 * trained // shards, moves_reference(job)
     copies = {
         "old policy": share * (lora is None and plan.keeps_old),
-        "reference": share * (job.kl_beta > 0 and (lora is None or not lora.starts_as_base)),
+        "reference": share * (keeps_reference(job) and (lora is None or moving or not lora.starts_as_base)),
     }
     media = (*config.policy.diffusers.inference_size, frames_of(config))
     clip, latent = 3 * math.prod(media), 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
@@ -59,15 +67,18 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     if guard.enable and not guard.local_dir:
         held_out = guard.samples * latent
     shown = clip * min(2 * GALLERY, plan.samples)
-    saved = (lora is not None or plan.keeps_old) + (lora is not None and copies["reference"] > 0)
+    saved = (lora is not None or plan.keeps_old) + ((lora is not None or moving) and copies["reference"] > 0)
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)
+    recorded = 0
+    if job.trainer_type in STEP_TRAINERS:
+        recorded = plan.pairs * latent * (2 + (plan.keeps_old or plan.optimizer_steps > 1))  # state, noise, velocity
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
         saved=4 * trained * saved + held_out,
-        latents=plan.samples * latent + held_out,
+        latents=plan.samples * latent + recorded + held_out,
         media=clip * plan.samples + max(clip * _copied(config) + _in_flight(config, clip, latent), shown),
-        learnt=plan.pairs * latent + shown,
+        learnt=max(plan.pairs * latent, recorded) + shown,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows,
     )

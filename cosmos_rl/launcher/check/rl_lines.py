@@ -8,7 +8,7 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind, online_table
-from cosmos_rl.policy.config.plan import GUARD_SIGMAS, OnlinePlan, plan_online
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS, STEP_TRAINERS, OnlinePlan, plan_online
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 
 
@@ -27,10 +27,7 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
         f"rollout: {chunks} of {plan.chunk} samples x {sample.num_steps} sampling "
         f'steps ("{sample.solver}") = {plan.rollout_forwards} forward passes{guided}'
     )
-    yield (
-        f"{plan.sigmas} of {sample.num_steps} noise levels are trained, int({sample.num_steps} x "
-        f"{diffusers.timesteps_fraction:g}): {plan.pairs} pairs of sample and level"
-    )
+    yield _trained(config, plan)
     passes = ""
     if job.mu_iterations > 1:
         passes = f", {job.mu_iterations} times"
@@ -43,6 +40,21 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
     if job.data_term.beta > 0:
         yield f"and {job.data_term.batch_size} real samples of {job.data_term.local_dir} per optimiser step"
     yield from _validation(config)
+
+
+def _trained(config: Config, plan: OnlinePlan) -> str:
+    job, diffusers = online_table(config), config.policy.diffusers
+    steps = diffusers.sample.num_steps
+    if job.trainer_type in STEP_TRAINERS:
+        preset = "" if job.preset is None else f' by the preset "{job.preset}"'
+        return (
+            f'{plan.sigmas} of {steps} sampling steps are trained ("{job.steps.choose}"{preset}): {plan.pairs} pairs '
+            "of sample and step"
+        )
+    return (
+        f"{plan.sigmas} of {steps} noise levels are trained, int({steps} x {diffusers.timesteps_fraction:g}): "
+        f"{plan.pairs} pairs of sample and level"
+    )
 
 
 def _policies(config: Config, plan: OnlinePlan) -> Iterator[str]:

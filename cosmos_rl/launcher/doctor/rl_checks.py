@@ -19,6 +19,7 @@ from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, cho
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.config.plan import keeps_reference
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
@@ -54,14 +55,16 @@ def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
     guided = config.policy.diffusers.sample.guidance_scale > 1
     conditions = _texts_alone(model, guided=guided)
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
-    policies = model.policies(keep_old=False, keep_reference=False)
-    with policies.using("old"), model.eval_mode():
-        made = RolloutSampler(model, spec, seed).sample(samples, conditions, _PURPOSE, 0)
+    policies, algorithm = model.policies(keep_old=False, keep_reference=False), build_algorithm(config)
+    with policies.using(algorithm.rollout_policy), model.eval_mode():
+        recorder = algorithm.recorder(Draws(seed, 0))
+        made = RolloutSampler(model, spec, seed).sample(samples, conditions, _PURPOSE, 0, recorder)
     yield (rollout := _rollout(made))
     if rollout.mark == FAIL:
         return
     yield _agreement(config, model, spec, samples)
-    yield _old_policy(model, made, conditions)
+    if algorithm.rollout_policy == "old":
+        yield _old_policy(model, made, conditions)
     yield from _rewards(config, model, made)
     yield from _learning(config, job, model, Sampled(made, conditions))
 
@@ -233,7 +236,7 @@ def _encode_probes(model: PipelineModel, videos: Tensor) -> Tensor:
 
 def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampled: Sampled) -> Iterator[Finding]:
     """The gradient of one micro-batch in which samples are good and bad in turns."""
-    policies = model.policies(keep_old=True, keep_reference=job.kl_beta > 0)
+    policies = model.policies(keep_old=True, keep_reference=keeps_reference(job))
     made, algorithm = sampled.made, build_algorithm(config)
     count = min(job.mini_batch, len(made.samples))
     few = made.samples[:count]

@@ -68,7 +68,8 @@ def notes(config: Config) -> list[str]:
     if not config.train.ckpt.enable_checkpoint:
         lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
     rl = config.train.train_policy
-    if isinstance(rl, GrpoPolicyConfig) and rl.advantage_low != -rl.advantage_high:
+    is_nft = rl.trainer_type == "diffusion_nft"
+    if isinstance(rl, GrpoPolicyConfig) and is_nft and rl.advantage_low != -rl.advantage_high:
         lines.append(
             f"train.train_policy.advantage_low = {rl.advantage_low} is not -advantage_high: DiffusionNFT scales by "
             f"advantage_high = {rl.advantage_high} alone"

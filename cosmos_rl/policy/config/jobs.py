@@ -64,9 +64,20 @@ DIFFUSION_NFT = JobKind(
     algorithm="cosmos_rl.policy.trainer.rl.nft:DiffusionNft.from_config",
     adapters=("default", "old"),
 )
+FLOW_GRPO = replace(
+    DIFFUSION_NFT, algorithm="cosmos_rl.policy.trainer.rl.flow_grpo:FlowGrpo.from_config", adapters=("default",)
+)
+DDRL = replace(FLOW_GRPO, algorithm="cosmos_rl.policy.trainer.rl.flow_grpo:Ddrl.from_config")
+FORWARD = replace(DIFFUSION_NFT, algorithm="cosmos_rl.policy.trainer.rl.forward:ForwardObjective.from_config")
 JOBS: dict[tuple[str, str], JobKind] = {
     ("sft", "sft"): SFT,
     ("grpo", "diffusion_nft"): DIFFUSION_NFT,
+    ("grpo", "flow_grpo"): FLOW_GRPO,
+    ("grpo", "ddrl"): DDRL,
+    ("grpo", "epg"): FORWARD,
+    ("grpo", "pepg"): FORWARD,
+    ("grpo", "par"): FORWARD,
+    ("grpo", "awm"): FORWARD,
 }
 """By `train.train_policy.type` and `train.train_policy.trainer_type`."""
 SCRIPTS: Mapping[str, DataForm] = {kind.script: kind.data for kind in JOBS.values()}

@@ -10,6 +10,8 @@ from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
+STEP_TRAINERS = ("flow_grpo", "ddrl")
+"""Trainers that learn from recorded sampling steps; the others learn from finished samples."""
 GUARD_SIGMAS = (0.125, 0.375, 0.625, 0.875)
 """Noise levels at which the guard against reward hacking measures; each is the middle of a quarter of all levels."""
 KEPT_BYTES = 256 * 2**20
@@ -83,7 +85,7 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     samples = total // ranks
-    chunk, sigmas = rollout_chunk(config), diffusers.trained_levels
+    chunk, sigmas = rollout_chunk(config), trained_steps(config)
     each_step = (job.batch_size_per_optimize or samples) * sigmas // job.mini_batch
     steps = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations
     dropout = _acts_dropout(config, transformer)
@@ -94,8 +96,12 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     always_copied = diffusers.weight_copy_decay_type == 0
     if always_copied:
         old_forwards = old_while_copied
-    if job.kl_beta > 0:
+    if keeps_reference(job):
         reference_forwards = passes
+    keeps_old = not always_copied or steps > 1
+    if job.trainer_type in STEP_TRAINERS:
+        old_forwards = old_while_copied = 0  # its velocities are recorded
+        keeps_old = samples_with_old(config)
     return OnlinePlan(
         total=total,
         items=total // group,
@@ -107,12 +113,50 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
         rollout_forwards=math.ceil(samples / chunk) * diffusers.sample.num_steps,
         sigmas=sigmas,
         pairs=samples * sigmas,
-        keeps_old=not always_copied or steps > 1,
+        keeps_old=keeps_old,
         old_forwards=old_forwards,
         old_while_copied=old_while_copied,
         reference_forwards=reference_forwards,
         dropout=dropout,
     )
+
+
+def trained_steps(config: Config) -> int:
+    """Noise levels, or sampling steps, at which each sample is trained."""
+    job, diffusers = config.train.train_policy, config.policy.diffusers
+    if not isinstance(job, GrpoPolicyConfig) or job.trainer_type not in STEP_TRAINERS:
+        return diffusers.trained_levels
+    if job.steps.choose == "list":
+        return len(job.steps.indices)
+    if job.steps.choose in ("window", "moving_window"):
+        return job.steps.size
+    return min(diffusers.trained_levels, diffusers.sample.num_steps - 1)
+
+
+def last_trained_step(config: Config) -> int:
+    """Trained steps lie before this one, which has no noise or lies outside `steps.within`."""
+    job, num_steps = config.train.train_policy, config.policy.diffusers.sample.num_steps
+    assert isinstance(job, GrpoPolicyConfig)
+    if job.steps.choose in ("first", "list"):
+        return num_steps - 1
+    return min(math.floor(round(num_steps * job.steps.within, 9)), num_steps - 1)
+
+
+def keeps_reference(job: GrpoPolicyConfig) -> bool:
+    """Whether the loss asks for the reference's velocities."""
+    return job.kl_beta > 0 or job.norm_penalty > 0
+
+
+def moves_reference(job: GrpoPolicyConfig) -> bool:
+    """Whether the reference becomes another one in the course of the run."""
+    return keeps_reference(job) and job.reference_reset_interval is not None
+
+
+def samples_with_old(config: Config) -> bool:
+    """Of a trainer on sampling steps: whether another policy than the trained one makes the samples."""
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    return not job.on_policy and config.policy.diffusers.weight_copy_decay_type != 0
 
 
 def _acts_dropout(config: Config, transformer: Mapping[str, Any] | None) -> bool | None:

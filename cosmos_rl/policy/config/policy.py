@@ -88,6 +88,8 @@ class SampleConfig(Table):
     """Sample without noise between the steps; "dpm1", "dpm2" and "euler" need it, "dance" cannot have it."""
     noise_level: ForRl[NonNegativeFloat] = 1.0
     """Strength of the noise between the steps; at most 1 with "ddim" and "cps"."""
+    same_initial_noise: ForRl[StrictBool] = False
+    """The samples of a prompt start from one noise, and differ by that between the steps."""
     global_std: ForRl[StrictBool] = True
     """Divide advantages by the standard deviation of all rewards of a step; false: by that of the prompt's own."""
 

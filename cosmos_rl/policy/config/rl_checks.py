@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.plan import STEP_TRAINERS, last_trained_step, samples_with_old, trained_steps
 from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
@@ -20,6 +21,7 @@ def rl_rules(config: Config) -> list[str]:
     return [
         *_placement(config, job),
         *_sampling(config.policy.diffusers.sample),
+        *_trained_steps(config, job),
         *_levels(config.policy.diffusers),
         *_advantages(config, job),
         *_batches(config, job),
@@ -89,6 +91,35 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
         )
 
 
+def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """Of trainers on sampling steps: the steps must have noise, and there must be that many."""
+    sample, key = config.policy.diffusers.sample, "train.train_policy.steps"
+    if job.trainer_type not in STEP_TRAINERS:
+        if job.on_policy:
+            yield f'train.train_policy.on_policy: found true; allowed: false with "{job.trainer_type}"'
+        return
+    if sample.deterministic_sampling or sample.solver in _NOISELESS:
+        yield (
+            f'policy.diffusers.sample.solver: found "{sample.solver}"; allowed: one with noise ("flow", "cps", ...), '
+            f'and deterministic_sampling = false, for "{job.trainer_type}", which learns from the noise of the steps'
+        )
+    count, last = trained_steps(config), last_trained_step(config)
+    if not 1 <= count <= last:
+        yield (
+            f"{key}: found {count} trained steps; allowed: 1 to {last} of policy.diffusers.sample.num_steps = "
+            f"{sample.num_steps}, as the last one has no noise and windows lie in {key}.within = {job.steps.within}"
+        )
+    listed = [index for index in job.steps.indices if index >= 0]
+    if len(set(listed)) != len(listed) or any(index >= last for index in listed):
+        yield f"{key}.indices: found {list(job.steps.indices)}; allowed: different ones from 0 to {last - 1}, or -1"
+    lora = config.policy.lora
+    if samples_with_old(config) and lora is not None and "old" not in lora.lora_names:
+        yield (
+            f'policy.lora.lora_names: found {list(lora.lora_names)}; allowed: a list with "default" and "old", which '
+            "samples, or train.train_policy.on_policy = true"
+        )
+
+
 def _levels(diffusers: DiffusersConfig) -> Iterator[str]:
     if diffusers.trained_levels < 1:
         fraction, steps = diffusers.timesteps_fraction, diffusers.sample.num_steps
@@ -139,6 +170,11 @@ def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     term, ranks, key = job.data_term, data_ranks(config.policy.parallelism), "train.train_policy.data_term"
+    if job.trainer_type == "ddrl" and (term.beta == 0 or job.kl_beta > 0):
+        yield (
+            f'{key}.beta: found {term.beta}; allowed: more than 0 with "ddrl", and train.train_policy.kl_beta = 0, as '
+            "the samples take the place of a reference"
+        )
     if term.beta == 0:
         return
     if not term.local_dir:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, RewardFunction, Table
 from cosmos_rl.policy.config.policy import ParallelismConfig, PolicyConfig
+from cosmos_rl.policy.config.presets import fill_in_preset
 from cosmos_rl.policy.config.problems import ConfigError, validate
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.train import TrainConfig
@@ -189,6 +190,11 @@ class Config(Table):
     """Distillation of language models."""
     vla: NoEffect[AnyTable] = Field(default_factory=dict)
     """Vision-language-action models."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, values: object) -> object:
+        return fill_in_preset(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "Config":

@@ -16,11 +16,26 @@ from cosmos_rl.policy.config.base import (
     OpenFraction,
     Planned,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     RewardFunction,
     Table,
 )
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+
+Preset = Literal[
+    "flow_grpo",
+    "flow_grpo_fast",
+    "flow_grpo_fast_sde",
+    "flow_cps",
+    "grpo_guard",
+    "flow_dppo",
+    "flow_dppo_cps",
+    "dance_grpo",
+    "mix_grpo",
+    "ddrl",
+]
+"""Names of `presets.PRESETS`."""
 
 
 class DatasetConfig(Table):
@@ -140,9 +155,33 @@ class DataTermConfig(Table):
     beta: NonNegativeFloat = 0.0
     """Weight of their flow-matching loss; 0: none are read."""
     local_dir: str = ""
-    """Folder of pairs, as for supervised fine-tuning."""
+    """Folder of pairs, as for supervised fine-tuning: real ones, or samples of the model as it was."""
     batch_size: PositiveInt = 16
     """Samples per optimiser step over all ranks; a multiple of the number of data parallel ranks."""
+    levels: Literal["training", "trained_steps"] = "training"
+    """Noise levels: drawn as in supervised fine-tuning, or those of the sampling steps that are trained."""
+    per_step: StrictBool = False
+    """Each sample at as many noise levels as there are trained sampling steps; false: at one."""
+
+
+class StepsConfig(Table):
+    """`[train.train_policy.steps]`: which sampling steps FlowGRPO and DDRL train; never the last one."""
+
+    choose: Literal["first", "random", "list", "window", "moving_window"] = "first"
+    """"first" or "random": the share policy.diffusers.timesteps_fraction of all. "list": `indices`. "window": `size`
+    neighbours, another place in each training step. "moving_window": neighbours that move on every `interval` steps."""
+    indices: tuple[Annotated[StrictInt, Field(ge=-1)], ...] = ()
+    """Steps of "list", from 0 (noise) on; -1 is another, random one."""
+    size: PositiveInt = 3
+    """Steps of a window."""
+    within: PositiveFraction = 1.0
+    """Windows and random steps lie in this share of all steps, counted from the noise."""
+    stride: PositiveInt = 1
+    """Sampling steps by which a moving window moves."""
+    interval: PositiveInt = 25
+    """Training steps between two of its moves."""
+    noise_elsewhere: StrictBool = True
+    """Also the steps that are not trained have noise; false: they are those of the ODE."""
 
 
 class RewardHackingGuardConfig(Table):
@@ -185,7 +224,10 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     type: Literal["grpo"] = "grpo"
     """Reinforcement learning."""
     trainer_type: str = "grpo"
-    """Name of the trainer: "diffusion_nft" for diffusers pipelines."""
+    """Name of the trainer: "diffusion_nft", "flow_grpo", "ddrl", "epg", "pepg", "par" or "awm" for diffusers
+    pipelines."""
+    preset: Preset | None = None
+    """Published settings, which hold wherever your file says nothing: trainer, sampler, trained steps and loss."""
     variant: Literal["grpo", "gspo", "dapo"] = "grpo"
     """Only "grpo" for diffusers pipelines."""
     uncentralized_training: StrictBool = False
@@ -224,13 +266,31 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """Real samples that are fine-tuned on in addition to the reward."""
     reward_hacking_guard: RewardHackingGuardConfig = RewardHackingGuardConfig()
     """Detects that the policy exploits the reward."""
-    epsilon_low: NoEffect[NonNegativeFloat] = 0.2
-    """How far the likelihood ratio may fall below 1."""
-    epsilon_high: NoEffect[NonNegativeFloat] = 0.2
-    """How far the likelihood ratio may rise above 1."""
-    on_policy: Planned[StrictBool] = False
-    """Sample with the weights that are trained."""
-    reference_reset_interval: Planned[PositiveInt | None] = None
+    steps: StepsConfig = StepsConfig()
+    """Which sampling steps FlowGRPO and DDRL train."""
+    epsilon_low: NonNegativeFloat | None = None
+    """FlowGRPO, DDRL: how far the likelihood ratio may fall below 1; unset: 1e-4."""
+    epsilon_high: NonNegativeFloat | None = None
+    """FlowGRPO, DDRL: how far the likelihood ratio may rise above 1; unset: epsilon_low."""
+    kl_mask_threshold: PositiveFloat | None = None
+    """FlowGRPO, DDRL: in place of the clip, samples that move away from the policy that made them give no gradient
+    beyond this KL divergence per element of the latents (Flow-DPPO: 1e-5, for long runs 1e-6). Unset: the clip."""
+    kl_mask_direction: Literal["ratio", "first_order"] = "ratio"
+    """What moving away means: by the ratio, or by the sign of the change of the KL divergence."""
+    logprob_weight: Literal["normalised", "unit", "ve", "guard"] = "normalised"
+    """FlowGRPO, DDRL: how the steps count against each other: by their log-probabilities, by squared distances of the
+    latents, by those in coordinates of exploding variance, or by GRPO-Guard's ratio, whose spread no step changes."""
+    advantage_transform: Literal["identity", "exp_reward", "centred_exp_reward"] = "identity"
+    """FlowGRPO, DDRL: use of an advantage A: A, -exp(-A) or 1 - exp(-A), within its bounds before and after."""
+    advantage_temperature: PositiveFloat | None = None
+    """Advantages are rewards minus the mean of their group over this, in place of a standard deviation (EPG, PEPG, PAR:
+    10)."""
+    norm_penalty: NonNegativeFloat = 0.0
+    """Weight of the square by which the velocities' root mean square exceeds that of the reference."""
+    on_policy: StrictBool = False
+    """FlowGRPO, DDRL: sample with the weights that are trained; false: with the old policy, which follows by
+    policy.diffusers.weight_copy_decay_type (0: it is the trained one too)."""
+    reference_reset_interval: PositiveInt | None = None
     """Steps after which the reference becomes the present model; unset: never."""
     reset_optimizer_with_reference: Planned[StrictBool] = False
     """Forget the optimiser's moments then."""

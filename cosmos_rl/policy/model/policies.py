@@ -33,6 +33,10 @@ class Policies(Protocol):
         """``old = decay * old + (1 - decay) * default``."""
         ...
 
+    def reset_reference(self) -> None:
+        """The reference becomes the trained policy as it is now; only where it was made to move."""
+        ...
+
     def old_state(self) -> Mapping[str, Tensor]:
         """The old policy's weights by the names of the trained parameters; empty when none are kept."""
         ...
@@ -92,6 +96,10 @@ class AdapterPolicies:
         _blend(self._old_params, self._default_params, decay)
         self.old_equals_current = decay == 0.0
 
+    def reset_reference(self) -> None:
+        """``reference = default``."""
+        _move_reference(self._reference, self._default_params)
+
     def old_state(self) -> Mapping[str, Tensor]:
         """The old adapter's weights by the names of the trained ones."""
         return {name: param.detach() for name, param in self._old_params.items()}
@@ -105,9 +113,18 @@ class CopyPolicies:
     """Policies as copies of all trained parameters, exchanged with the live ones while they are in use."""
 
     def __init__(
-        self, transformer: nn.Module, params: Mapping[str, nn.Parameter], *, keep_old: bool, keep_reference: bool
+        self,
+        transformer: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        *,
+        keep_old: bool,
+        keep_reference: bool,
+        moving_reference: bool = False,
     ) -> None:
-        """Without ``keep_old`` the old policy is the trained one; both must then never differ where it is used."""
+        """Without ``keep_old`` the old policy is the trained one; both must then never differ where it is used.
+
+        ``moving_reference``: it will not always be the model at the start of the run.
+        """
         self._transformer = transformer
         self._params = dict(params)
         self._copies: dict[str, dict[str, Tensor]] = {}
@@ -116,6 +133,7 @@ class CopyPolicies:
         if keep_reference:
             self._copies["reference"] = {name: p.detach().clone() for name, p in self._params.items()}
         self._keeps_old = keep_old
+        self._moving_reference = moving_reference
         self.old_equals_current = True
 
     @contextlib.contextmanager
@@ -138,12 +156,18 @@ class CopyPolicies:
             _blend(self._copies["old"], self._params, decay)
         self.old_equals_current = decay == 0.0
 
+    def reset_reference(self) -> None:
+        """``reference = default``."""
+        _move_reference(self._copies.get("reference", {}), self._params)
+
     def old_state(self) -> Mapping[str, Tensor]:
         """The old policy's weights; empty when it is always the trained one."""
         return self._copies.get("old", {})
 
     def reference_state(self) -> Mapping[str, Tensor]:
-        """Nothing: the start of the run is the base model itself."""
+        """Nothing while the reference is the start of the run, the base model itself."""
+        if self._moving_reference:
+            return self._copies.get("reference", {})
         return {}
 
 
@@ -155,6 +179,12 @@ def _exchange(transformer: nn.Module, params: Mapping[str, Tensor], other: Mappi
         param.detach().copy_(other[name])
         other[name].copy_(held)
     free_gathered(transformer)
+
+
+def _move_reference(reference: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    if not reference:
+        raise ValueError("this model keeps no copy as its reference")
+    _blend(reference, new, 0.0)
 
 
 @torch.no_grad()

@@ -12,7 +12,16 @@ from cosmos_rl.tracking.report.images import Pairs
 from cosmos_rl.tracking.report.measures import format_change, list_main_keys, list_reward_names, measure, read_limit
 from cosmos_rl.tracking.report.record import Record
 
-_ALGORITHMS = {"diffusion_nft": "DiffusionNFT", "grpo": "FlowGRPO", "flow_grpo": "FlowGRPO", "ddrl": "DDRL"}
+_ALGORITHMS = {
+    "diffusion_nft": "DiffusionNFT",
+    "grpo": "FlowGRPO",
+    "flow_grpo": "FlowGRPO",
+    "ddrl": "DDRL",
+    "epg": "EPG",
+    "pepg": "PEPG",
+    "par": "PAR",
+    "awm": "AWM",
+}
 _SECRET = r"[\w.-]*(?:password|passwd|secret|token|api_?key|credential)[\w.-]*"
 
 

@@ -26,6 +26,7 @@ from cosmos_rl.diffusion.kernels import (
     stock_step,
 )
 from cosmos_rl.diffusion.sampling import Sampled, hold_given, run_sampling
+from cosmos_rl.diffusion.steps import StepRecorder
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
@@ -337,15 +338,19 @@ class FlowModel(abc.ABC):
         num_frames: int | None = None,
         latents: Tensor | None = None,
         keep_trajectory: bool = True,
+        recorder: StepRecorder | None = None,
     ) -> Visuals:
-        """``pipeline_with_logprob`` for conditions of any form, N samples each, as ``encode_prompts`` makes them."""
+        """``pipeline_with_logprob`` for conditions of any form, N samples each, as ``encode_prompts`` makes them.
+
+        ``recorder``: what keeps some of the steps, and says which ones are without noise.
+        """
         if latents is None:
             shape = self.latent_shape(height, width)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generator])
         start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
-        kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler)
+        kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler, recorder)
         sampled = self._integrate(
             cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
@@ -380,13 +385,21 @@ class FlowModel(abc.ABC):
         return step_with_log_prob(kernel(index, sigmas), latents, velocity, history, noise)
 
     def _kernel_and_step(
-        self, solver: str, noise_level: float, deterministic: bool, scheduler: Any
+        self,
+        solver: str,
+        noise_level: float,
+        deterministic: bool,
+        scheduler: Any,
+        recorder: StepRecorder | None = None,
     ) -> tuple[Kernel, StepFn]:
         """The transition, and what takes a step: the model's own method, or the scheduler for ``stock``."""
         if solver == STOCK:
             return euler, stock_step(scheduler)
         kernel = build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
-        return kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
+        if recorder is None:
+            return kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
+        kernel = recorder.restrict(kernel)
+        return kernel, recorder.wrap(functools.partial(self.sde_step_with_logprob, kernel=kernel))
 
     def _integrate(
         self,
@@ -448,18 +461,22 @@ class FlowModel(abc.ABC):
         """Trained parameters by their full names in ``transformer``, in a fixed order."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
-    def policies(self, *, keep_old: bool, keep_reference: bool) -> Policies:
+    def policies(self, *, keep_old: bool, keep_reference: bool, moving_reference: bool = False) -> Policies:
         """The old policy and the reference of the trained one; both start as the weights are now.
 
         With LoRA ``old`` is the adapter of that name; the reference is the base, or a copy of an adapter that does
-        something from the start.
+        something from the start. ``moving_reference``: it is a copy, which ``reset_reference`` renews.
         """
         if self.lora_config is None:
             return CopyPolicies(
-                self.transformer, self.trainable_parameters(), keep_old=keep_old, keep_reference=keep_reference
+                self.transformer,
+                self.trainable_parameters(),
+                keep_old=keep_old,
+                keep_reference=keep_reference,
+                moving_reference=moving_reference,
             )
         old = "old" if "old" in self.lora_config.lora_names else None
-        copied = keep_reference and not self.lora_config.starts_as_base
+        copied = keep_reference and (moving_reference or not self.lora_config.starts_as_base)
         return AdapterPolicies(self.transformer, self.primary_adapter, old, copy_reference=copied)
 
     def set_gradient_sync(self, wanted: bool) -> None:

@@ -1,17 +1,19 @@
 """Pairs -> what flow matching trains on: latents, conditions, sigmas and noise, all draws keyed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from cosmos_rl.algorithms.flow_matching import flow_matching_loss
 from cosmos_rl.data.given import GivenPrompt, PromptKey, count_clean, first_frames
 from cosmos_rl.data.items import Item
-from cosmos_rl.diffusion.schedule import density, index_from_density
+from cosmos_rl.diffusion.schedule import density, index_from_density, mix
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 
 
@@ -35,6 +37,12 @@ class NoisedSamples:
         """Flow-matching ``(sum, weight)``."""
         return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
 
+    def loss_at(self, model: PipelineModel, level: Level) -> tuple[Tensor, Tensor]:
+        """Flow-matching ``(sum, weight)`` at levels ``[B]`` of the sampler."""
+        level = level.to(self.clean.device)
+        velocity = model.velocity(mix(self.clean, self.noise, level.sigma), level, self.cond)
+        return flow_matching_loss(velocity, self.clean, self.noise, element_mask=self.cond.element_mask)
+
 
 class Noising:
     """Encodes items and draws their sigmas and noise."""
@@ -49,20 +57,29 @@ class Noising:
         self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], dropout: float
     ) -> NoisedSamples:
         """All draws are keyed by (seed, purpose, step, id); ``dropout`` is the share of captions that become empty."""
-        config = self._config
         clean = self.encoding.latents(items)
         prompts = [item.prompt for item in items]
         if dropout > 0.0:
             drawn = randomness.uniform(self._seed, f"{purpose}/caption", step, ids)
             prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
         cond = self.encoding.conditions(self._give(purpose, step, ids, items, prompts))
+        noise, index = self._draw(purpose, step, ids, clean)
+        return NoisedSamples(clean, cond, noise, index)
+
+    def redraw(self, samples: NoisedSamples, purpose: str, step: int, ids: Sequence[int]) -> NoisedSamples:
+        """The same samples with other sigmas and noise."""
+        noise, index = self._draw(purpose, step, ids, samples.clean)
+        return replace(samples, noise=noise, index=index)
+
+    def _draw(self, purpose: str, step: int, ids: Sequence[int], clean: Tensor) -> tuple[Tensor, Tensor]:
+        config = self._config
         noise = randomness.normal(clean.shape[1:], self._seed, f"{purpose}/noise", step, ids).to(clean.device)
         if config.weighting_scheme == "logit_normal":
             draw = randomness.scalar_normal(self._seed, f"{purpose}/level", step, ids)
         else:
             draw = randomness.uniform(self._seed, f"{purpose}/level", step, ids)
         u = density(draw, config.weighting_scheme, config.logit_mean, config.logit_std, config.mode_scale)
-        return NoisedSamples(clean, cond, noise, index_from_density(u, self._model.train_sampling_steps))
+        return noise, index_from_density(u, self._model.train_sampling_steps)
 
     def _give(
         self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], prompts: Sequence[str]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.given import PromptKey
+from cosmos_rl.diffusion.steps import StepRecorder
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 
@@ -89,12 +90,24 @@ class Algorithm(Protocol):
     name: ClassVar[str]
     purpose: ClassVar[str]
     """What the keys of its random draws begin with."""
-    rollout_policy: ClassVar[PolicyName]
-    """Which policy makes the samples."""
     neutral: ClassVar[float]
     """The value of a sample that gives no gradient at the first step."""
     maxima: ClassVar[tuple[str, ...]]
     """Terms of which the largest value is reported too."""
+
+    @property
+    def rollout_policy(self) -> PolicyName:
+        """Which policy makes the samples."""
+        ...
+
+    @property
+    def guidance(self) -> float:
+        """Of the velocities that are trained; 1: none."""
+        ...
+
+    def recorder(self, draws: Draws) -> StepRecorder | None:
+        """What keeps the sampling steps that are trained, a new one for each rollout; None: none are."""
+        ...
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """Policies whose velocity the loss needs; never one that is the trained one, or that has no weight."""

@@ -105,8 +105,7 @@ def score_batch(
     advantage_N = used_N = torch.zeros_like(reward_N)
     kept_N = torch.ones(len(reward_N), dtype=torch.bool)
     if not job.bypass_reward:
-        each = job.normalise_rewards == "each"
-        advantage_N = _advantages(reward_N, scores, group_N, rewards, each=each, std=global_std)
+        advantage_N = _advantages(reward_N, scores, group_N, rewards, job=job, std=global_std)
         used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
         whole_groups = job.on_missing_reward == "drop_group"
         kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
@@ -115,14 +114,21 @@ def score_batch(
 
 
 def _advantages(
-    reward_N: Tensor, scores: Mapping[str, Tensor], group_N: Tensor, rewards: Rewards, *, each: bool, std: bool
+    reward_N: Tensor,
+    scores: Mapping[str, Tensor],
+    group_N: Tensor,
+    rewards: Rewards,
+    *,
+    job: GrpoPolicyConfig,
+    std: bool,
 ) -> Tensor:
     """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
     counted = clip_scores(rewards, scores)
-    if each:
-        return combine_advantages(counted, rewards.weights, group_N, global_std=std)
+    temperature = job.advantage_temperature
+    if job.normalise_rewards == "each":
+        return combine_advantages(counted, rewards.weights, group_N, global_std=std, temperature=temperature)
     size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
-    return group_advantages(reward_N, group_N, global_std=std, size_N=size_N)
+    return group_advantages(reward_N, group_N, global_std=std, size_N=size_N, temperature=temperature)
 
 
 def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable], job: GrpoPolicyConfig) -> None:

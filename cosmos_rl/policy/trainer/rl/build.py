@@ -11,12 +11,14 @@ from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Skipped, load_batches
+from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
@@ -27,7 +29,7 @@ from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
 
-DataLoss = Callable[[int, int], Iterator[Tensor]]
+DataLoss = Callable[[int, int, Level], Iterator[Tensor]]
 
 
 def build_algorithm(config: Config) -> Algorithm:
@@ -120,8 +122,8 @@ def _give_own(model: PipelineModel, item: Item, number: int) -> PromptKey:
 def _data_loss(
     config: Config, job: GrpoPolicyConfig, context: Context, model: PipelineModel, encoding: Encoding
 ) -> DataLoss | None:
-    """(training step, number of the optimiser step in it) -> this rank's shares of the mean loss of real samples, one
-    for each micro-batch."""
+    """(training step, number of the optimiser step in it, trained levels) -> this rank's shares of the mean loss of
+    real samples, one for each micro-batch."""
     term = job.data_term
     if term.beta == 0.0:
         return None
@@ -142,7 +144,7 @@ def _data_loss(
     skipped = Skipped(len(pairs), job.max_skipped_frac)
     per_step = plan_online(config).optimizer_steps
 
-    def losses(step: int, number: int) -> Iterator[Tensor]:
+    def losses(step: int, number: int, levels: Level) -> Iterator[Tensor]:
         index = step * per_step + number
         batches = load_batches(
             readable, stream, index, index + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
@@ -150,10 +152,28 @@ def _data_loss(
         own = next(batches)
         ids = [position.sample_id for position in own.positions]
         whole = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout)
-        for first in range(0, len(ids), job.mini_batch):
-            part = whole.rows(slice(first, first + job.mini_batch))
-            loss_sum, _ = part.loss(model)
-            model.num_evaluations += 2 * len(part.clean)  # of the backward pass
-            yield loss_sum / term.batch_size
+        times = len(levels.sigma) if term.per_step else 1
+        for time in range(times):
+            if time > 0:
+                whole = noising.redraw(whole, f"data_term/{time}", 0, ids)
+            level = _data_levels(config, levels, ids, time)
+            for first in range(0, len(ids), job.mini_batch):
+                which = slice(first, first + job.mini_batch)
+                part = whole.rows(which)
+                loss_sum, _ = part.loss(model) if level is None else part.loss_at(model, level.rows(which))
+                model.num_evaluations += 2 * len(part.clean)  # of the backward pass
+                yield loss_sum / (term.batch_size * times)
 
     return losses
+
+
+def _data_levels(config: Config, levels: Level, ids: Sequence[int], time: int) -> Level | None:
+    """Of real samples that are trained on for the ``time``-th time: one of the trained levels ``[K]`` each, or, once
+    per level, all at the same; None: as supervised fine-tuning draws them."""
+    term = online_table(config).data_term
+    if term.levels == "training":
+        return None
+    if term.per_step:
+        return levels.rows(time).expand(len(ids))
+    drawn = randomness.uniform(config.train.seed, "data_term/step", 0, ids)
+    return levels.rows((drawn * len(levels.sigma)).long())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import optimality
 from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.algorithms.forward_process import norm_penalty
 from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
 from cosmos_rl.distributed import randomness
@@ -33,10 +34,13 @@ class DiffusionNft:
     num_sigmas: int
     """Sigmas at which each sample is trained."""
     adaptive_weight: bool = True
+    norm_weight: float = 0.0
+    """Of the penalty on velocities that are larger than the reference's."""
 
     name: ClassVar[str] = "DiffusionNFT"
     purpose: ClassVar[str] = "nft"
     rollout_policy: ClassVar[PolicyName] = "old"
+    guidance: ClassVar[float] = 1.0
     neutral: ClassVar[float] = 0.5
     maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "unweighted_policy_loss", "kl_loss")
 
@@ -45,14 +49,18 @@ class DiffusionNft:
         """The keys of ``[policy.diffusers]`` and ``[train.train_policy]`` that it reads."""
         job, diffusers = online_table(config), config.policy.diffusers
         bounds = (job.advantage_low, job.advantage_high)
-        return cls(diffusers.nft_beta, *bounds, diffusers.weight_copy_decay_type, diffusers.trained_levels)
+        decay, levels = diffusers.weight_copy_decay_type, diffusers.trained_levels
+        return cls(diffusers.nft_beta, *bounds, decay, levels, norm_weight=job.norm_penalty)
+
+    def recorder(self, draws: Draws) -> None:
+        """Finished samples are enough."""
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """The old policy where it is another one, the reference where its distance has a weight."""
         names: list[PolicyName] = []
         if not old_is_current:
             names.append("old")
-        if kl_beta > 0.0:
+        if kl_beta > 0.0 or self.norm_weight > 0.0:
             names.append("reference")
         return tuple(names)
 
@@ -92,7 +100,25 @@ class DiffusionNft:
     ) -> tuple[Tensor, Terms]:
         """Policy loss, plus ``kl_beta`` times the distance to the reference where it was run."""
         old = micro.frozen.get("old", velocity.detach())
-        loss, terms = nft_loss(
+        loss, terms = self.policy_loss(velocity, old, micro, element_mask)
+        reference = micro.frozen.get("reference")
+        if reference is not None:
+            kl_B = velocity_kl(velocity, reference, element_mask)
+            loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
+            terms["kl_loss"] = kl_B.detach()
+            terms["old_kl"] = velocity_kl(old, reference, element_mask)
+            terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
+        if reference is not None and self.norm_weight > 0.0:
+            norm_B = norm_penalty(velocity, reference, element_mask)
+            loss = loss + self.norm_weight * (norm_B * micro.weight.to(norm_B)).sum()
+            terms["norm_loss"] = norm_B.detach()
+        return loss, terms
+
+    def policy_loss(
+        self, velocity: Tensor, old: Tensor, micro: MicroBatch, element_mask: Tensor | None
+    ) -> tuple[Tensor, Terms]:
+        """The sum of the rows' losses without the distance to the reference, and their terms."""
+        return nft_loss(
             velocity,
             old,
             micro.data["clean"],
@@ -105,14 +131,6 @@ class DiffusionNft:
             adaptive_weight=self.adaptive_weight,
             weight_B=micro.weight,
         )
-        reference = micro.frozen.get("reference")
-        if reference is not None:
-            kl_B = velocity_kl(velocity, reference, element_mask)
-            loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
-            terms["kl_loss"] = kl_B.detach()
-            terms["old_kl"] = velocity_kl(old, reference, element_mask)
-            terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
-        return loss, terms
 
     def after_step(self, policies: Policies, optimizer_steps: int) -> None:
         """The old policy follows by the decay of its type."""

@@ -20,8 +20,9 @@ from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, validation_chunk
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import plan_online
+from cosmos_rl.policy.config.plan import keeps_reference, moves_reference, plan_online
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
@@ -65,8 +66,8 @@ class Parts:
     """None: those of training."""
     held_out: HeldOut | None = None
     """Samples for the guard; None: samples of the model at the start."""
-    data_loss: Callable[[int, int], Iterator[Tensor]] | None = None
-    """(step, number of the optimiser step) -> this rank's shares of the mean loss of real samples."""
+    data_loss: Callable[[int, int, Level], Iterator[Tensor]] | None = None
+    """(step, number of the optimiser step, trained levels) -> this rank's shares of the mean loss of real samples."""
     export: Callable[[], WriteExport] | None = None
     """Copies the weights as they are now; its result writes them into a step's folder. None: no export."""
 
@@ -91,7 +92,8 @@ class OnlineTask(TaskBase):
         steps = self.stream.steps_per_epoch
         params = parts.model.trainable_parameters()
         super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
-        self.policies = parts.model.policies(keep_old=self.plan.keeps_old, keep_reference=job.kl_beta > 0.0)
+        kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
+        self.policies = parts.model.policies(**kept, moving_reference=moves_reference(job))
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
@@ -139,6 +141,8 @@ class OnlineTask(TaskBase):
             "time/update": learnt - scored,
         }
         done = step + 1
+        if moves_reference(self._job) and done % (self._job.reference_reset_interval or 1) == 0:
+            self.policies.reset_reference()
         guarded, alarm = self.guard.check(done, conditions)
         metrics |= {**guarded, "train/nfe": self._total_nfe()}
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
@@ -154,7 +158,8 @@ class OnlineTask(TaskBase):
         with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
             for first in range(0, len(samples), self.plan.chunk):
                 chunk = samples[first : first + self.plan.chunk]
-                made = self._sampler.sample(chunk, conditions, purpose, step)
+                recorder = self.algorithm.recorder(self._draws(step))
+                made = self._sampler.sample(chunk, conditions, purpose, step, recorder)
                 made, media = place_media(made, media, first, len(samples))
                 parts.append(made)
                 futures.append(self._submit(self._rewards, made))
@@ -232,7 +237,7 @@ class OnlineTask(TaskBase):
         conditions.encode_all(rows.prompts)
         self._seed_dropout(draws, number)
         total_weight = float(len(indices) * (len(rows.prompts) // len(share.prompts)))
-        data_share = self._data_term(step, number, total_weight)
+        data_share = self._data_term(draws, number, total_weight)
         current = self.policies.old_equals_current and not self.model.has_dropout()
         terms = accumulate_gradient(
             self.model,
@@ -269,14 +274,17 @@ class OnlineTask(TaskBase):
             torch.tensor(own.weights),
         )
 
-    def _data_term(self, step: int, number: int, total_weight: float) -> float | None:
+    def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:
         """Add ``total_weight`` times the gradient of real samples; this rank's share of their mean loss."""
         beta = self._job.data_term.beta
         if self._data_loss is None or beta == 0.0:
             return None
         self.model.set_gradient_sync(False)
         factor, total = beta * total_weight * self.optimizer.loss_factor, 0.0
-        for loss in self._data_loss(step, number):
+        recorder, levels = self.algorithm.recorder(draws), self._levels
+        if recorder is not None:
+            levels = levels.rows(torch.tensor(recorder.indices))
+        for loss in self._data_loss(draws.step, number, levels):
             (factor * loss).backward()
             total += float(loss.detach())
         return total
@@ -412,7 +420,9 @@ class OnlineTask(TaskBase):
     @property
     def _loss_weights(self) -> dict[str, float]:
         """The parts of the loss by their names among the terms."""
-        return {"policy_loss": 1.0, "kl_loss": self._kl_beta, "data_loss": self._job.data_term.beta}
+        job = self._job
+        weights = {"policy_loss": 1.0, "kl_loss": self._kl_beta, "norm_loss": job.norm_penalty}
+        return {**weights, "data_loss": job.data_term.beta}
 
     def _seed_dropout(self, draws: Draws, number: int) -> None:
         seed, purpose, step = draws.key("dropout")

@@ -39,12 +39,14 @@ def accumulate_gradient(
     for block in _blocks(slices, rows, micro_batch):
         micros = [algorithm.micro_batch(rows, which, model.device) for which in block]
         for name in frozen:
-            micros = _add_velocities(model, policies, name, micros, conditions)
+            micros = _add_velocities(model, policies, name, micros, conditions, algorithm.guidance)
         for micro in micros:
             model.set_gradient_sync(len(found) + 1 == len(slices))
             cond = conditions(micro.prompts)
-            velocity = model.velocity(micro.state, micro.level, cond)
-            model.num_evaluations += 2 * len(velocity)  # a backward pass is as much work as two forward passes
+            forwards = -model.num_evaluations
+            velocity = model.velocity(micro.state, micro.level, cond, guidance=algorithm.guidance)
+            forwards += model.num_evaluations
+            model.num_evaluations += 2 * forwards  # a backward pass is as much work as two forward passes
             loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
             (loss_factor * loss).backward()
             found.append(terms)
@@ -69,7 +71,8 @@ def _add_velocities(
     name: PolicyName,
     micros: Sequence[MicroBatch],
     conditions: Conditions,
+    guidance: float,
 ) -> list[MicroBatch]:
     with policies.using(name), model.eval_mode():
-        found = [model.velocity(m.state, m.level, conditions(m.prompts)) for m in micros]
+        found = [model.velocity(m.state, m.level, conditions(m.prompts), guidance=guidance) for m in micros]
     return [replace(m, frozen={**m.frozen, name: v}) for m, v in zip(micros, found, strict=True)]

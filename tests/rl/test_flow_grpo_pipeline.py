@@ -1,0 +1,125 @@
+"""FlowGRPO on tiny pipelines: what is recorded in a rollout is what training computes there, guidance included."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.model.tiny import build
+from tests.support.nft_runs import Job, nft_toml, nft_train, nft_trainer, run_forked
+from tests.support.states import assert_same_state, drop_steps_after, saved_state
+
+FLOW = (
+    "--train.train_policy.trainer_type=flow_grpo",
+    "--policy.lora.target_modules=all-linear",
+    "--policy.diffusers.weight_copy_decay_type=0",
+    "--policy.diffusers.sample.solver=flow",
+    "--policy.diffusers.sample.noise_level=0.7",
+    "--policy.diffusers.sample.deterministic_sampling=false",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd3", "sana"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_training_replays_the_rollout(tmp_path: Path, family: str, guidance: float) -> None:
+    base = build(family, tmp_path / family, "unit", seed=0)
+    options = (*FLOW, f"--policy.diffusers.sample.guidance_scale={guidance}", "--train.optm_lr=1e-12")
+    config = nft_toml(tmp_path, base)
+    on_policy = nft_trainer(config, *options).train_step(0)
+    assert on_policy.applied
+    assert on_policy.metrics["train/ratio_deviation_max"] == 0.0
+    assert on_policy.metrics["optim/grad_norm"] > 1e-4
+    two = (*options, "--train.train_policy.batch_size_per_optimize=8")
+    replayed = nft_trainer(config, *two).train_step(0).metrics
+    assert replayed["optim/steps"] == 2
+    assert 0 <= replayed["train/ratio_deviation_max"] < 2e-5
+    moved = nft_trainer(config, *two, "--train.optm_lr=1e-2").train_step(0).metrics
+    assert moved["train/ratio_deviation_max"] > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "all weights"])
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
+    """A lagging policy that samples, a reference that moves, random windows and several optimiser steps."""
+    options = (
+        *(option for option in FLOW if lora or "lora" not in option),
+        "--policy.diffusers.weight_copy_decay_type=1",
+        "--train.train_policy.reference_reset_interval=2",
+        '--train.train_policy.steps.choose="window"',
+        "--train.train_policy.steps.size=2",
+        "--train.train_policy.batch_size_per_optimize=8",
+    )
+    config = nft_toml(tmp_path, tiny_sd3, lora=lora)
+    run = nft_train(config, *options)
+    state = saved_state(run, 3)
+    assert any(key.startswith("reference.") for key in state)
+    drop_steps_after(run, 1)
+    nft_train(config, *options, resume=(run, 1))
+    assert_same_state(saved_state(run, 3), state)
+
+
+@pytest.mark.process
+def test_two_ranks_train_like_one(tmp_path: Path, tiny_sd3: Path) -> None:
+    """Recorded steps are shared out like the samples: shuffled batches give a rank those of the other one too."""
+    options = (
+        *(option for option in FLOW if "lora" not in option),
+        '--train.train_policy.steps.choose="random"',
+        "--train.train_policy.mini_batch=2",
+        "--train.optm_lr=1e-4",
+    )
+    config, states = nft_toml(tmp_path, tiny_sd3, lora=False), []
+    for ranks in (1, 2):
+        job = Job(
+            config, tmp_path / str(ranks), (*options, f"--train.train_policy.batch_size_per_optimize={8 // ranks}")
+        )
+        run_forked([job], ranks, tmp_path)
+        states.append(saved_state(job.folder, 3))
+    one, two = states
+    start = saved_state(tmp_path / "1", 1)
+    keys = [key for key in one if key.startswith("model.")]
+    apart = sum(float((two[key] - one[key]).double().square().sum()) for key in keys)
+    moved = sum(float((one[key] - start[key]).double().square().sum()) for key in keys)
+    assert moved > 0
+    assert (apart / moved) ** 0.5 <= 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_step", [True, False])
+@pytest.mark.parametrize("levels", ["training", "trained_steps"])
+def test_real_samples_at_the_trained_steps(
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, levels: str, per_step: bool
+) -> None:
+    """Two of four sampling steps are trained: the data term is at both of them, or at one for each sample."""
+    term = f'{{beta = 0.5, local_dir = "{image_folder}", batch_size = 4, levels = "{levels}", per_step = '
+    options = (
+        *FLOW,
+        "--train.train_policy.trainer_type=ddrl",
+        "--train.train_policy.kl_beta=0.0",
+        f"--train.train_policy.data_term={term}{str(per_step).lower()}}}",
+    )
+    trainer, sigmas = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options), []
+    velocity = trainer.model.velocity
+
+    def recording(latents: Tensor, level: Level, cond: Any, **given: Any) -> Tensor:
+        found = velocity(latents, level, cond, **given)
+        if found.requires_grad:
+            sigmas.append(level.sigma.tolist())
+        return found
+
+    trainer.model.velocity = recording
+    metrics = trainer.train_step(0).metrics
+    times = 2 if per_step else 1
+    assert metrics["train/nfe"] == 16 * 4 + 16 * 2 * 3 + 4 * times * 3
+    assert 0.1 < metrics["train/data_loss_mean"] < 10
+    trained = trainer.model.sampling_levels(4).sigma[:2].tolist()
+    of_data = sigmas[:-8]  # before the rows of the policy loss
+    if levels == "training":
+        assert of_data == []  # by the step of supervised fine-tuning
+    elif per_step:
+        assert of_data == [[sigma] * 4 for sigma in trained]
+    else:
+        assert len(of_data) == 1
+        assert set(of_data[0]) <= set(trained)

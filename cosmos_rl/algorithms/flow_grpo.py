@@ -17,6 +17,9 @@ from cosmos_rl.diffusion.elements import check_rows, check_shapes, element_mean,
 RatioScale = Literal["normalised", "unit", "ve", "guard"]
 MaskDirection = Literal["ratio", "first_order"]
 
+STOPPED = ("clipped", "masked_positive", "masked_negative")
+"""Terms that are 1 for rows which give no gradient."""
+
 
 @dataclass(frozen=True)
 class StepRows:

@@ -14,7 +14,9 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import cross_check
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.trainer.rl.algorithm import Rows
 from cosmos_rl.policy.trainer.rl.flow_grpo import FlowGrpo
+from cosmos_rl.policy.trainer.rl.meter import count_moving
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
 from tests.support.toy_models import PlaneModel
@@ -350,3 +352,18 @@ def test_the_reference_is_renewed(trainer: str, lora: dict[str, Any]) -> None:
     before = {name: value.clone() for name, value in fresh.trainer.extra_tensors()["reference"].items()}
     fresh.trainer.train_step(0)
     assert all(torch.equal(before[name], value) for name, value in fresh.trainer.extra_tensors()["reference"].items())
+
+
+def test_rows_that_a_trust_region_stops_are_no_reason_to_expect_a_gradient() -> None:
+    rows = Rows(
+        prompts=[POINT.prompt] * 4,
+        level=PlaneModel().training_level(torch.full((4,), 0.5)),
+        weight=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        value=torch.tensor([0.0, 2.0, -1.0, 3.0]),
+        data={},
+    )
+    assert count_moving({}, rows, 0.0) == 2
+    assert count_moving({"clipped": torch.tensor([0.0, 1.0, 0.0, 0.0])}, rows, 0.0) == 1
+    masked = {"masked_positive": torch.tensor([0.0, 1.0, 0.0, 0.0]), "masked_negative": torch.tensor([0.0, 0, 1.0, 0])}
+    assert count_moving(masked, rows, 0.0) == 0
+    assert count_moving({}, rows, 2.0) == 2

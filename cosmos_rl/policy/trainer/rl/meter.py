@@ -5,11 +5,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cosmos_rl.algorithms.flow_grpo import STOPPED
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.trainer.rl.algorithm import Rows, Terms
 from cosmos_rl.policy.trainer.rl.guard_rules import compute_norm_metrics
 
 _NORM_RATIO = "velocity_norm_ratio"
+
+
+def count_moving(terms: Terms, rows: Rows, neutral: float) -> float:
+    """How many rows should give a gradient at the first step: they count, have another value than the neutral one, and
+    no trust region stops them."""
+    moving_R = (rows.weight > 0) & (rows.value != neutral)
+    for name in STOPPED:
+        if name in terms:
+            moving_R = moving_R & (terms[name].cpu() == 0)
+    return float(moving_R.sum())
 
 
 class Meter:

@@ -32,7 +32,7 @@ from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut, digest_texts
-from cosmos_rl.policy.trainer.rl.meter import Meter
+from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
@@ -255,9 +255,10 @@ class OnlineTask(TaskBase):
         if data_share is not None:
             sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
             meter.add_sum("data_loss", sums["data_loss"])
-        parts = context.sum_over_ranks([sums.get(name, 0.0) for name in self._loss_weights])
+        moving = count_moving(terms, rows, algorithm.neutral)
+        *parts, moving = context.sum_over_ranks([*(sums.get(name, 0.0) for name in self._loss_weights), moving])
         loss = sum(weight * part for weight, part in zip(self._loss_weights.values(), parts, strict=True))
-        differ = parts[-1] > 0.0 or bool((value_N[list(indices)] != algorithm.neutral).any())
+        differ = parts[-1] > 0.0 or moving > 0.0
         result = self.apply_gradient(step, weight=total_weight, loss=loss / total_weight, expects_gradient=differ)
         if result.applied:
             self.policies.old_equals_current = False

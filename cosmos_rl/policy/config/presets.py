@@ -12,6 +12,7 @@ _SAMPLE = "policy.diffusers.sample"
 _FLOW_GRPO: Mapping[str, Any] = {
     f"{_JOB}.type": "grpo",
     f"{_JOB}.trainer_type": "flow_grpo",
+    f"{_JOB}.on_policy": True,
     f"{_JOB}.epsilon_low": 1e-4,
     f"{_JOB}.kl_beta": 0.0,
     f"{_SAMPLE}.solver": "flow",

@@ -145,7 +145,7 @@ def ddim(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transiti
         return euler(index, sigmas)
     kept = following * (1.0 - sigma) / (sigma * (1.0 - following))
     std = noise_level * following * math.sqrt(1.0 - kept**2)
-    return _renoise(sigma, following, math.sqrt(following**2 - std**2), std)
+    return renoise(sigma, following, math.sqrt(following**2 - std**2), std)
 
 
 def cps(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transition:
@@ -158,7 +158,7 @@ def cps(index: int, sigmas: Sequence[float], *, noise_level: float) -> Transitio
     if _is_last(index, sigmas) or noise_level == 0.0 or following >= sigmas[index]:
         return euler(index, sigmas)
     angle = noise_level * math.pi / 2.0
-    return _renoise(sigmas[index], following, following * math.cos(angle), following * math.sin(angle))
+    return renoise(sigmas[index], following, following * math.cos(angle), following * math.sin(angle))
 
 
 def dpm2(index: int, sigmas: Sequence[float]) -> Transition:
@@ -324,7 +324,7 @@ def _sde(sigma: float, following: float, diffusion: float) -> Transition:
     return Transition(1.0 + drift * dt, (1.0 + drift * (1.0 - sigma)) * dt, s=diffusion * math.sqrt(-dt))
 
 
-def _renoise(sigma: float, following: float, kept: float, std: float) -> Transition:
+def renoise(sigma: float, following: float, kept: float, std: float) -> Transition:
     """``(1 - following) clean + kept noise + std eps`` with the predictions of this step,
     ``clean = z - sigma v`` and ``noise = z + (1 - sigma) v``."""
     return Transition(1.0 - following + kept, kept * (1.0 - sigma) - sigma * (1.0 - following), s=std)

@@ -1,0 +1,122 @@
+"""The sampler of EDM (Karras et al. 2022, arXiv 2206.00364, algorithm 2) with its noise, as transitions.
+
+EDM adds noise to a state before each step. As transitions, states are those after the noise was added: the grid is that
+of the raised sigmas, and a step is the deterministic one to the next sigma followed by the noise that raises it.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.diffusion.kernels import Kernel, Transition, euler, renoise
+from cosmos_rl.diffusion.solver_names import refuse_sampling_only
+
+_MOST_GROWTH = math.sqrt(1.2) - 1.0
+"""Of one step; the paper has sqrt(2) - 1, Cosmos this."""
+_ORDERS = {"1euler": 1, "2ab": 2}
+
+
+@dataclass(frozen=True)
+class Churn:
+    """How much noise is added where. Bounds are sigmas of the exploding variance, ``sigma / (1 - sigma)`` of ours."""
+
+    strength: float = 1.0
+    """``s_churn``; a sigma is raised by the factor ``1 + strength / (number of intervals + 1)``, at most 1.095."""
+    noise_scale: float = 1.0
+    """``s_noise``, the factor of the added noise."""
+    least: float = 0.0
+    """``s_t_min``; at and below it no noise is added."""
+    most: float = math.inf
+    """``s_t_max``; at and above it no noise is added."""
+
+
+def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, rho: float = 7.0) -> Tensor:
+    """The grid of EDM (eq. 5) between two sigmas of the exploding variance, as flow sigmas, and 0.
+
+    Args:
+        num_steps: calls of the model; the last one goes from ``least`` to clean.
+        most, least: ``sigma_max`` and ``sigma_min``.
+        rho: larger is denser at low sigmas.
+
+    Returns:
+        ``[num_steps + 1]`` descending float64.
+    """
+    ramp = torch.linspace(0.0, 1.0, num_steps, dtype=torch.float64)
+    exploding = (most ** (1.0 / rho) + ramp * (least ** (1.0 / rho) - most ** (1.0 / rho))) ** rho
+    return torch.cat([exploding / (1.0 + exploding), torch.zeros(1, dtype=torch.float64)])
+
+
+def build_churn(solver: str, sigmas: Tensor, churn: Churn) -> tuple[Tensor, Kernel]:
+    """The grid of the states and the kernel on it.
+
+    Args:
+        solver: ``1euler`` or ``2ab``, the exponential Adams-Bashforth step of second order.
+        sigmas: ``[S + 1]``, descending flow sigmas with 0 at the end.
+        churn: the noise.
+
+    Returns:
+        ``[S + 1]`` float64, raised where noise is added, and the transitions between them. The run starts from standard
+        normal noise times the first of them. The last two steps have no noise.
+
+    Raises:
+        ValueError: a solver of another name.
+    """
+    refuse_sampling_only(solver)
+    if solver not in _ORDERS:
+        raise ValueError(f'solver: found "{solver}"; allowed: {", ".join(_ORDERS)}')
+    levels: list[float] = sigmas.double().tolist()
+    growth = _read_growth(levels, churn)
+    raised = [sigma * (1.0 + more) / (1.0 + more * sigma) for sigma, more in zip(levels, growth, strict=True)]
+    kernel = functools.partial(
+        edm_churn, growth=growth, noise_scale=churn.noise_scale, second_order=_ORDERS[solver] == 2
+    )
+    return torch.tensor(raised, dtype=torch.float64), kernel
+
+
+def edm_churn(
+    index: int, sigmas: Sequence[float], *, growth: Sequence[float], noise_scale: float, second_order: bool
+) -> Transition:
+    """A step of EDM on the raised sigmas; the first one, the one after a start at 1 and the last one are first-order.
+
+    First order, with the noise scale 1, is `kernels.cps` with ``cos(noise_level pi / 2) = 1 / (1 + growth)``.
+
+    Args:
+        growth: of each sigma, by which share of itself it was raised in ``sigma / (1 - sigma)``.
+        noise_scale: factor of the noise that raises the next sigma.
+        second_order: extrapolate with the clean prediction of the step before.
+    """
+    sigma, following = sigmas[index], sigmas[index + 1]
+    if index == len(sigmas) - 2:
+        return euler(index, sigmas)
+    factor = 1.0 + growth[index + 1]
+    step = euler(index, sigmas)
+    if factor > 1.0:
+        kept = following / factor
+        step = renoise(sigma, following, kept, noise_scale * kept * math.sqrt(factor**2 - 1.0))
+    if not second_order or index == 0 or not sigma < sigmas[index - 1] < 1.0:
+        return step
+    # in lambda = -ln(sigma / (1 - sigma)), to the next sigma before it was raised
+    length = _log_exploding(sigma) - _log_exploding(following) + math.log(factor)
+    if length <= 0.0:
+        return step
+    before = _log_exploding(sigmas[index - 1]) - _log_exploding(sigma)
+    b = (1.0 - following) * (1.0 + math.expm1(-length) / length) * length / before
+    return Transition(step.a + b, step.g - b * sigma, h=-b, s=step.s)
+
+
+def _read_growth(levels: Sequence[float], churn: Churn) -> list[float]:
+    intervals = len(levels) - 2
+    most = min(churn.strength / (intervals + 1), _MOST_GROWTH)
+    growth = [0.0] * len(levels)
+    for index, sigma in enumerate(levels[:intervals]):
+        if sigma < 1.0 and churn.least < sigma / (1.0 - sigma) < churn.most:
+            growth[index] = most
+    return growth
+
+
+def _log_exploding(sigma: float) -> float:
+    return math.log(sigma / (1.0 - sigma))

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl.diffusion.kernels import Kernel, Transition, euler, renoise
-from cosmos_rl.diffusion.solver_names import refuse_sampling_only
+from cosmos_rl.diffusion.kernels import Kernel, Transition, build_kernel, euler, renoise
+from cosmos_rl.diffusion.solver_names import SAMPLING_ONLY, explain_sampling_only
 
 _MOST_GROWTH = math.sqrt(1.2) - 1.0
 """Of one step; the paper has sqrt(2) - 1, Cosmos this."""
-_ORDERS = {"1euler": 1, "2ab": 2}
+CHURNED = ("1euler", "2ab")
+"""Solvers of EDM's sampler."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,34 @@ def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, r
     return torch.cat([exploding / (1.0 + exploding), torch.zeros(1, dtype=torch.float64)])
 
 
+def build_transitions(solver: str, sigmas: Tensor, *, noise_level: float, deterministic: bool) -> tuple[Tensor, Kernel]:
+    """Any solver on a pipeline's grid: the grid of the states, and the kernel on it.
+
+    Args:
+        solver: `CHURNED`, or a name that `build_kernel` knows.
+        sigmas: ``[S + 1]``, those of the pipeline's scheduler.
+        noise_level: the churn's strength for `CHURNED`, else as in `build_kernel`.
+        deterministic: no noise between the steps.
+
+    Returns:
+        ``sigmas`` itself where no noise is added before the steps, and the transitions between the sigmas.
+
+    Raises:
+        ValueError: a solver that there is not, or that cannot do it.
+    """
+    if solver in SAMPLING_ONLY:
+        raise ValueError(f'solver: found "{solver}"; {explain_sampling_only(solver)}')
+    if solver not in CHURNED:
+        return sigmas, build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
+    strength = noise_level
+    if deterministic:
+        strength = 0.0
+    raised, kernel = build_churn(solver, sigmas, Churn(strength))
+    if strength == 0.0:
+        return sigmas, kernel
+    return raised, kernel
+
+
 def build_churn(solver: str, sigmas: Tensor, churn: Churn) -> tuple[Tensor, Kernel]:
     """The grid of the states and the kernel on it.
 
@@ -65,15 +94,12 @@ def build_churn(solver: str, sigmas: Tensor, churn: Churn) -> tuple[Tensor, Kern
     Raises:
         ValueError: a solver of another name.
     """
-    refuse_sampling_only(solver)
-    if solver not in _ORDERS:
-        raise ValueError(f'solver: found "{solver}"; allowed: {", ".join(_ORDERS)}')
+    if solver not in CHURNED:
+        raise ValueError(f'solver: found "{solver}"; allowed: {", ".join(CHURNED)}')
     levels: list[float] = sigmas.double().tolist()
     growth = _read_growth(levels, churn)
     raised = [sigma * (1.0 + more) / (1.0 + more * sigma) for sigma, more in zip(levels, growth, strict=True)]
-    kernel = functools.partial(
-        edm_churn, growth=growth, noise_scale=churn.noise_scale, second_order=_ORDERS[solver] == 2
-    )
+    kernel = functools.partial(edm_churn, growth=growth, noise_scale=churn.noise_scale, second_order=solver == "2ab")
     return torch.tensor(raised, dtype=torch.float64), kernel
 
 

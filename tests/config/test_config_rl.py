@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from cosmos_rl.diffusion.kernels import build_kernel
+from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
 from cosmos_rl.policy.config import ConfigError, load_config, notes, unsupported_settings
 from cosmos_rl.policy.config.policy import Solver
 
@@ -65,11 +65,20 @@ def test_the_configuration_takes_the_solvers_that_can_be_built(
         f"policy.diffusers.sample.noise_level={noise_level}",
     ]
     try:
-        build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
+        build_transitions(solver, karras_sigmas(4), noise_level=noise_level, deterministic=deterministic)
     except ValueError:
         assert any("policy.diffusers.sample" in problem for problem in problems_of(path, *overrides))
     else:
         load_config(path, overrides)
+
+
+def test_a_solver_that_can_only_sample_is_refused_with_the_reason(path: Path) -> None:
+    (line,) = problems_of(path, "policy.diffusers.sample.solver=3kutta_naive")
+    assert line.endswith(
+        '; "3kutta_naive" calls the model 3 times in a step, so the mean of the step is not affine in one velocity, as '
+        'training needs; of its kind "2ab" (second order, one call) and "1euler" are trained'
+    )
+    assert len(problems_of(path, 'policy.diffusers.sample.solver=["2mid"]')) == 1
 
 
 def test_the_former_name_of_the_guard_is_refused_with_its_present_one(path: Path) -> None:
@@ -189,6 +198,10 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
         (
             ["policy.diffusers.weight_copy_decay_type=3"],
             "policy.diffusers.weight_copy_decay_type: found 3; allowed: one of 0",
+        ),
+        (
+            ["policy.diffusers.sample.solver=2mid"],
+            'policy.diffusers.sample.solver: found "2mid"; allowed: one of "flow", "flow_linear", ',
         ),
         (
             ["policy.diffusers.sample.solver=nope"],

@@ -9,9 +9,9 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from cosmos_rl.diffusion.churn import Churn, build_churn, karras_sigmas
-from cosmos_rl.diffusion.kernels import cps, euler, read_sigmas
-from cosmos_rl.diffusion.sampling import run_sampling
+from cosmos_rl.diffusion.churn import Churn, build_churn, build_transitions, karras_sigmas
+from cosmos_rl.diffusion.kernels import cps, euler, read_sigmas, step_with_log_prob
+from cosmos_rl.diffusion.sampling import Sampled, hold_given, run_sampling
 
 TEN = [200, 115.3, 63.38, 32.95, 16.01, 7.162, 2.885, 1.0145, 0.2968, 0.0668, 0.01]
 
@@ -161,8 +161,83 @@ def test_the_std_of_samples_is_the_published_one(solver: str, steps: int, std: f
 
 @pytest.mark.parametrize("solver", ["2mid", "2mid_stable", "2heun_edm", "2heun_naive", "3kutta_naive"])
 def test_solvers_of_several_calls_are_refused_with_the_reason(solver: str) -> None:
-    with pytest.raises(ValueError, match=f'solver: found "{solver}", which calls the model {max(int(solver[0]), 2)} t'):
-        build_churn(solver, karras_sigmas(4), Churn())
+    with pytest.raises(ValueError, match=rf'found "{solver}"; "{solver}" calls the model {solver[0]} times in a step'):
+        build_transitions(solver, karras_sigmas(4), noise_level=1.0, deterministic=False)
+
+
+def test_given_elements_move_straight_and_the_others_as_if_they_were_alone() -> None:
+    """As with frames that a medium gives: only the others are drawn, and only they count in the log-probability."""
+    grid, kernel = build_transitions("2ab", karras_sigmas(6), noise_level=1.0, deterministic=False)
+    start = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 6)))
+    noise = torch.from_numpy(np.random.default_rng(1).standard_normal((6, 2, 6)))
+    mask = torch.tensor([[True, True, False, True, False, True]])
+
+    def run(columns: Tensor, *, hold: bool) -> Sampled:
+        def step(
+            velocity: Tensor,
+            latents: Tensor,
+            index: int,
+            sigmas: Sequence[float],
+            *,
+            history: Tensor | None,
+            noise: Tensor | None,
+        ) -> tuple[Tensor, Tensor | None]:
+            return step_with_log_prob(kernel(index, sigmas), latents, velocity, history, noise)
+
+        return run_sampling(
+            lambda z, sigma: torch.sin(3 * z) + float(sigma[0]) * z,
+            start[:, columns],
+            grid,
+            kernel=kernel,
+            step_fn=hold_given(step, kernel, mask) if hold else step,
+            noise_fn=lambda index: noise[index][:, columns],
+        )
+
+    held, alone = run(torch.arange(6), hold=True), run(mask[0].nonzero()[:, 0], hold=False)
+    torch.testing.assert_close(held.latents[:, mask[0]], alone.latents, rtol=1e-12, atol=0)
+    for ours, theirs in zip(held.log_probs, alone.log_probs, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+    assert [log_prob is None for log_prob in held.log_probs] == [False] * 4 + [True] * 2
+    given = start[:, ~mask[0]]
+    first = torch.sin(3 * given) + float(grid[:1].float()) * given
+    torch.testing.assert_close(held.latents[:, ~mask[0]], given - grid[0] * first, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("solver", "noise_level", "deterministic"), [("2ab", 1.0, True), ("1euler", 0.0, False)])
+def test_without_noise_the_pipelines_own_grid_stays(solver: str, noise_level: float, deterministic: bool) -> None:
+    sigmas = karras_sigmas(5).float()
+    grid, kernel = build_transitions(solver, sigmas, noise_level=noise_level, deterministic=deterministic)
+    assert grid is sigmas
+    assert all(kernel(index, sigmas.tolist()).s == 0.0 for index in range(5))
+
+
+def test_a_solver_of_the_pipelines_grid_is_itself() -> None:
+    sigmas = karras_sigmas(5).float()
+    grid, kernel = build_transitions("cps", sigmas, noise_level=0.8, deterministic=False)
+    assert grid is sigmas
+    assert kernel(1, sigmas.tolist()) == cps(1, sigmas.tolist(), noise_level=0.8)
+
+
+@pytest.mark.parametrize(("solver", "order"), [("1euler", 1.0), ("2ab", 2.0)])
+def test_order_of_convergence_on_a_gaussian(solver: str, order: float) -> None:
+    """Steps equal in log-SNR from 0.95 to 0.05, data N(0, 4); the ODE keeps x / sqrt(its variance)."""
+
+    def velocity(z: Tensor, sigma: Tensor) -> Tensor:
+        t = float(sigma[0])
+        return z * (t - (1 - t) * 4) / ((1 - t) ** 2 * 4 + t**2)
+
+    def error(steps: int) -> float:
+        end = math.log(0.95 / 0.05)
+        sigmas = torch.sigmoid(torch.linspace(end, -end, steps + 1, dtype=torch.float64))
+        grid, kernel = build_transitions(solver, sigmas, noise_level=0.0, deterministic=True)
+        found = run_sampling(velocity, torch.ones(1, 1, dtype=torch.float64), grid, kernel=kernel).latents
+        exact = math.sqrt((0.95**2 * 4 + 0.05**2) / (0.05**2 * 4 + 0.95**2))
+        return abs(float(found) - exact)
+
+    orders = [math.log2(error(steps) / error(2 * steps)) for steps in (32, 64)]
+    assert orders == pytest.approx([order] * 2, abs=0.15)  # reached in the limit only
 
 
 def test_other_names_are_refused() -> None:

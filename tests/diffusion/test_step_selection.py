@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cosmos_rl.diffusion.churn import Churn, build_churn, karras_sigmas
-from cosmos_rl.diffusion.kernels import build_kernel, dpm2, euler
+from cosmos_rl.diffusion.kernels import Kernel, build_kernel, dpm2, euler
 from cosmos_rl.diffusion.step_selection import (
     Window,
     choose_fraction,
@@ -121,7 +121,7 @@ def test_a_random_window_is_drawn_from_its_bounds_by_its_key_alone() -> None:
 
 
 @pytest.mark.parametrize("outside", [euler, dpm2])
-def test_outside_of_the_trained_steps_another_kernel_runs(outside: functools.partial) -> None:
+def test_outside_of_the_trained_steps_another_kernel_runs(outside: Kernel) -> None:
     kernel = build_kernel("flow", noise_level=0.7, deterministic=False)
     composed = with_noise_only_at(kernel, (1, 2), outside)
     for index in range(4):

@@ -13,7 +13,8 @@ from torch import Tensor
 from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompt_sets import load_prompts
-from cosmos_rl.diffusion.kernels import build_kernel, predict_clean
+from cosmos_rl.diffusion.churn import build_transitions
+from cosmos_rl.diffusion.kernels import Kernel, predict_clean
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
@@ -102,7 +103,8 @@ def _agreement(config: Config, model: PipelineModel, spec: RolloutSpec, samples:
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
         cond = conditions([sample.prompt for sample in few])
         sigmas = levels.sigma.tolist()
-        followed = _follow_trained(states, sigmas, solver)
+        _, kernel = build_transitions(solver, levels.sigma, noise_level=0.0, deterministic=True)
+        followed = _follow_trained(states, sigmas, kernel)
         apart = [
             relative_distance(velocity, model.velocity(state, levels.rows(index).expand(len(few)), cond))
             for index, (velocity, state) in enumerate(zip(followed, states, strict=False))
@@ -116,9 +118,9 @@ def _agreement(config: Config, model: PipelineModel, spec: RolloutSpec, samples:
     return Finding(FAIL, "rollout = training", text, fix)
 
 
-def _follow_trained(states: Sequence[Tensor], sigmas: Sequence[float], solver: str) -> list[Tensor]:
+def _follow_trained(states: Sequence[Tensor], sigmas: Sequence[float], kernel: Kernel) -> list[Tensor]:
     """``v`` of each step ``z' = a z + g v + h d_prev``."""
-    kernel, found, history = build_kernel(solver, noise_level=0.0, deterministic=True), [], None
+    found, history = [], None
     for index, (state, following) in enumerate(pairwise(states)):
         step = kernel(index, sigmas)
         rest = following - step.a * state - (0.0 if history is None else step.h * history)

@@ -28,7 +28,7 @@ LoraInit = Annotated[
     StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")],
     Description('true, false, "gaussian", "eva", "olora", "pissa" or "pissa_niter_<number>"'),
 ]
-Solver = Literal["flow", "flow_linear", "euler", "dance", "ddim", "cps", "dpm1", "dpm2"]
+Solver = Literal["flow", "flow_linear", "euler", "dance", "ddim", "cps", "dpm1", "dpm2", "1euler", "2ab"]
 
 
 class LoraConfig(Table):
@@ -87,7 +87,7 @@ class SampleConfig(Table):
     deterministic_sampling: ForRl[StrictBool] = False
     """Sample without noise between the steps; "dpm1", "dpm2" and "euler" need it, "dance" cannot have it."""
     noise_level: ForRl[NonNegativeFloat] = 1.0
-    """Strength of the noise between the steps; at most 1 with "ddim" and "cps"."""
+    """Strength of the noise between the steps; at most 1 with "ddim" and "cps", the churn of "1euler" and "2ab"."""
     same_initial_noise: ForRl[StrictBool] = False
     """The samples of a prompt start from one noise, and differ by that between the steps."""
     global_std: ForRl[StrictBool] = True

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from cosmos_rl.diffusion.solver_names import SAMPLING_ONLY, explain_sampling_only
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.aliases import RENAMED, rename_old_keys
 from cosmos_rl.policy.config.keys import describe_allowed, find_field, find_field_in, list_tables, suggestion
@@ -96,7 +97,11 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
         kinds = {"a table": None}
     if isinstance(holder, Mapping) and path[-1] not in holder:
         return Problem(key, f"missing; allowed: {' or '.join(kinds)}")
-    return Problem(key, f"found {format_value(_value_at(tree, path))}; allowed: {' or '.join(kinds)}")
+    value = _value_at(tree, path)
+    reason = ""
+    if path[-1] == "solver" and isinstance(value, str) and value in SAMPLING_ONLY:
+        reason = f"; {explain_sampling_only(value)}"
+    return Problem(key, f"found {format_value(value)}; allowed: {' or '.join(kinds)}{reason}")
 
 
 def _unknown(model: type[BaseModel], tables: list[type[BaseModel]], holder: object, path: tuple[str, ...]) -> str:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.data.images import are_finite, to_uint8
+from cosmos_rl.diffusion.churn import build_transitions
 from cosmos_rl.diffusion.kernels import (
     STOCK,
     Kernel,
     StepFn,
-    build_kernel,
     euler,
     read_sigmas,
     step_with_log_prob,
@@ -230,7 +230,7 @@ class FlowModel(abc.ABC):
         """
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_steps, scheduler)
-        kernel, step = self._kernel_and_step(solver, 0.0, True, scheduler)
+        levels, kernel, step = self._plan_steps(solver, 0.0, True, levels, scheduler)
         cond, noise = cond.to(self.device), noise.to(self.device)
         return self._integrate(cond, self.start_state(noise), levels, kernel, step, guidance).latents
 
@@ -293,7 +293,7 @@ class FlowModel(abc.ABC):
                 noise of the steps.
             num_inference_steps: transformer calls per sample.
             guidance_scale: 1 or less switches guidance off.
-            solver, noise_level, deterministic: the transition, see ``build_kernel``.
+            solver, noise_level, deterministic: the transition, see ``build_transitions``.
             output_type: ``pt`` for media ``[N, 3, H, W]`` in [0, 1], ``latent`` for the last state.
             num_frames: of videos.
             latents: start noise ``[N, C, ...]``.
@@ -350,7 +350,7 @@ class FlowModel(abc.ABC):
         start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
-        kernel, step = self._kernel_and_step(solver, noise_level, deterministic, scheduler, recorder)
+        levels, kernel, step = self._plan_steps(solver, noise_level, deterministic, levels, scheduler, recorder)
         sampled = self._integrate(
             cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
@@ -384,22 +384,36 @@ class FlowModel(abc.ABC):
         """
         return step_with_log_prob(kernel(index, sigmas), latents, velocity, history, noise)
 
-    def _kernel_and_step(
+    def transitions(
+        self, solver: str, levels: Level, *, noise_level: float, deterministic: bool
+    ) -> tuple[Level, Kernel]:
+        """The transitions of a solver, and the levels of the states between which they are: those of sampling, or
+        higher ones where a solver adds noise before its steps."""
+        sigmas, kernel = build_transitions(solver, levels.sigma, noise_level=noise_level, deterministic=deterministic)
+        (changed,) = torch.nonzero(sigmas != levels.sigma, as_tuple=True)
+        if len(changed) == 0:
+            return levels, kernel
+        raised = self.training_level(sigmas[changed].float())
+        t = levels.t.to(raised.t.dtype).index_copy(0, changed, raised.t)
+        return Level(t, levels.sigma.index_copy(0, changed, raised.sigma)), kernel
+
+    def _plan_steps(
         self,
         solver: str,
         noise_level: float,
         deterministic: bool,
+        levels: Level,
         scheduler: Any,
         recorder: StepRecorder | None = None,
-    ) -> tuple[Kernel, StepFn]:
-        """The transition, and what takes a step: the model's own method, or the scheduler for ``stock``."""
+    ) -> tuple[Level, Kernel, StepFn]:
+        """`transitions`, and what takes a step: the model's own method, or the scheduler for ``stock``."""
         if solver == STOCK:
-            return euler, stock_step(scheduler)
-        kernel = build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
+            return levels, euler, stock_step(scheduler)
+        levels, kernel = self.transitions(solver, levels, noise_level=noise_level, deterministic=deterministic)
         if recorder is None:
-            return kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
+            return levels, kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
         kernel = recorder.restrict(kernel)
-        return kernel, recorder.wrap(functools.partial(self.sde_step_with_logprob, kernel=kernel))
+        return levels, kernel, recorder.wrap(functools.partial(self.sde_step_with_logprob, kernel=kernel))
 
     def _integrate(
         self,

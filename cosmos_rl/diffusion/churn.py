@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.diffusion.kernels import Kernel, Transition, build_kernel, euler, renoise
-from cosmos_rl.diffusion.solver_names import SAMPLING_ONLY, explain_sampling_only
+from cosmos_rl.diffusion.solver_names import CHURNED, SAMPLING_ONLY, explain_sampling_only
 
 _MOST_GROWTH = math.sqrt(1.2) - 1.0
 """Of one step; the paper has sqrt(2) - 1, Cosmos this."""
-CHURNED = ("1euler", "2ab")
-"""Solvers of EDM's sampler."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Names of solvers that need no torch to be known."""
 
+CHURNED = ("1euler", "2ab")
+"""Solvers of EDM's sampler."""
 SAMPLING_ONLY = {"2mid": 2, "2mid_stable": 2, "2heun_edm": 2, "2heun_naive": 2, "3kutta_naive": 3}
 """Runge-Kutta solvers, and how often they call the model in a step. They are for sampling alone."""
 

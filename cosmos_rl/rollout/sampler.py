@@ -11,7 +11,7 @@ from torch import Tensor
 from cosmos_rl.data.given import Given, PromptKey, choose_given, join_key
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
-from cosmos_rl.diffusion.steps import StepRecorder
+from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig

@@ -91,7 +91,7 @@ def test_on_policy_the_ratio_is_exactly_1(lora: dict[str, Any], options: dict[st
         stopped = [value for key, value in report.metrics.items() if "clipped" in key or "masked" in key]
         assert stopped
         assert not any(stopped)
-    assert set(run.recorded[0]) == {"state", "noise", "step"}  # no velocities: nothing asks for them
+    assert set(run.recorded[0]) == {"state", "noise", "step", "g", "s", "next"}  # no velocities: nothing asks for them
 
 
 @POLICIES
@@ -145,7 +145,7 @@ def test_micro_batches_do_not_change_the_gradient(size: int) -> None:
 def test_several_optimiser_steps_compare_with_the_recorded_velocities() -> None:
     run = Run(tables_of(**{JOB + "batch_size_per_optimize": 8, JOB + "mu_iterations": 2}))
     report = run.trainer.train_step(0)
-    assert set(run.recorded[0]) == {"state", "noise", "step", "velocity"}
+    assert "velocity" in run.recorded[0]
     assert report.metrics["optim/steps"] == 4
     assert 1e-4 < report.metrics["train/ratio_deviation_max"] < 1
     assert report.metrics["train/step_kl_max"] > 0
@@ -181,7 +181,7 @@ def test_a_lagging_policy_makes_the_samples(lora: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
 def test_the_number_of_function_evaluations(guidance: float, kl_beta: float) -> None:
     """Per trained step forwards 1, backwards 2 and the reference 1; all twice with guidance, in training too."""
-    steps = {"choose": "window", "size": 3, "noise_elsewhere": False}
+    steps = {"choose": "window", "size": 3, "elsewhere": "euler"}
     sample = {**FLOW, "guidance_scale": guidance}
     run = Run(tables_of(**{"policy.diffusers.sample": sample, JOB + "kl_beta": kl_beta, JOB + "steps": steps}))
     nfe = run.trainer.train_step(0).metrics["train/nfe"]
@@ -233,7 +233,7 @@ def test_the_reward_rises(options: dict[str, Any]) -> None:
     assert rewards[-1] > rewards[0] + 0.1, rewards
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_a_distance_to_the_reference_keeps_the_samples_near_it() -> None:
     ends = []
     for kl_beta in (0.0, 1.0):

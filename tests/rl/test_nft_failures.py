@@ -22,6 +22,7 @@ from cosmos_rl.launcher.ranks.worker_process import supervise
 from cosmos_rl.policy.config.jobs import DIFFUSION_NFT, JOBS
 from cosmos_rl.policy.trainer.rl.algorithm import Terms
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
+from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import nft_toml, nft_train, nft_trainer
 from tests.support.paths import ROOT
@@ -68,13 +69,11 @@ def test_the_threads_of_the_rewards_end_with_the_run(tmp_path: Path, tiny_sd3: P
 def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Path) -> None:
     from concurrent.futures import Future
 
-    trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3))
-    trainer.plan = replace(trainer.plan, chunk=0)
-    trainer._job = trainer._job.model_copy(
-        update={"remote_reward": trainer._job.remote_reward.model_copy(update={"timeout_s": -29.9})}
-    )
+    scoring = nft_trainer(nft_toml(tmp_path, tiny_sd3))._scoring
+    job = scoring._job
+    hasty = job.model_copy(update={"remote_reward": job.remote_reward.model_copy(update={"timeout_s": -29.9})})
     with pytest.raises(TrainingStoppedError, match=r"the rewards smooth of 0 samples have not arrived after 0.2 s"):
-        trainer._wait_for_scores(Future())
+        Scoring(scoring.rewards, scoring._model, hasty, chunk=0).wait(Future())
 
 
 class Infinite(DiffusionNft):

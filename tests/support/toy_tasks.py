@@ -1,7 +1,8 @@
 """Tasks with a known optimum on the toy models: configuration, rewards, and what is measured."""
 
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.loop import TrainLoop
-from cosmos_rl.policy.trainer.rl.build import build_algorithm
+from cosmos_rl.policy.trainer.rl.build import DataLoss, build_algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.reward import batch_reward
@@ -81,6 +84,7 @@ def toy_trainer(
     *,
     reward_fns: Mapping[str, Any] | None = None,
     held_out: HeldOut | None = None,
+    data_loss: DataLoss | None = None,
 ) -> OnlineTask:
     """The shipped trainer on a toy model, validated on its own prompts; its export is the network's weights."""
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
@@ -101,6 +105,7 @@ def toy_trainer(
         encode=lambda texts, negatives: model.encode_prompts(texts, negatives if guided else None),
         val_prompts=prompts if config.validation.enable else (),
         held_out=held_out,
+        data_loss=data_loss,
         export=export,
     )
     return close_after_test(OnlineTask(config, Context(torch.device("cpu")), build_algorithm(config), parts))
@@ -169,10 +174,23 @@ def plane_samples(model: PlaneModel, count: int, seed: int = 1) -> Tensor:
 
 
 def plane_task(seed: int, steps: int, tables: Mapping[str, Any] | None = None) -> tuple[OnlineTask, PlaneModel]:
-    """``steps`` steps on the bounded reward, and the model that they train."""
+    """``steps`` steps on the bounded reward, and the model that they train; a data term is on the mixture itself."""
     model = PlaneModel(seed=seed)
     config = toy_config({**plane_tables(seed, steps), **(tables or {})})
-    return toy_trainer(config, model, [POINT], reward_fns={"bump": bump}), model
+    data_loss = functools.partial(plane_data_loss, model, seed, online_table(config).data_term.batch_size)
+    return toy_trainer(config, model, [POINT], reward_fns={"bump": bump}, data_loss=data_loss), model
+
+
+def plane_data_loss(
+    model: PlaneModel, seed: int, count: int, step: int, number: int, levels: Level
+) -> Iterator[Tensor]:
+    """Flow matching on ``count`` points of the mixture, each at one of the levels; per element."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + 1_009 * step + number)
+    clean, noise = FOUR_MODES.draw(count, generator), torch.randn(count, 2, generator=generator)
+    level = levels.rows(torch.randint(len(levels.sigma), (count,), generator=generator))
+    sigma = level.sigma[:, None]
+    velocity = model.velocity((1 - sigma) * clean + sigma * noise, level, model.encode_prompts([POINT.prompt] * count))
+    yield ((velocity - (noise - clean)) ** 2).mean()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cosmos_rl.diffusion.solver_names import CHURNED
 from cosmos_rl.policy.config.chunks import rollout_chunk
+from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
@@ -128,18 +130,26 @@ def trained_steps(config: Config) -> int:
         return diffusers.trained_levels
     if job.steps.choose == "list":
         return len(job.steps.indices)
-    if job.steps.choose in ("window", "moving_window"):
+    if job.steps.choose == "window":
         return job.steps.size
-    return min(diffusers.trained_levels, diffusers.sample.num_steps - 1)
+    return min(diffusers.trained_levels, noisy_steps(diffusers.sample))
+
+
+def noisy_steps(sample: SampleConfig) -> int:
+    """How many sampling steps, from the first one on, have noise: all but the last; of EDM's sampler, which adds noise
+    before a step, all but the last two."""
+    if sample.solver in CHURNED:
+        return sample.num_steps - 2
+    return sample.num_steps - 1
 
 
 def last_trained_step(config: Config) -> int:
     """Trained steps lie before this one, which has no noise or lies outside `steps.within`."""
-    job, num_steps = config.train.train_policy, config.policy.diffusers.sample.num_steps
+    job, sample = config.train.train_policy, config.policy.diffusers.sample
     assert isinstance(job, GrpoPolicyConfig)
     if job.steps.choose in ("first", "list"):
-        return num_steps - 1
-    return min(math.floor(round(num_steps * job.steps.within, 9)), num_steps - 1)
+        return noisy_steps(sample)
+    return min(math.floor(round(sample.num_steps * job.steps.within, 9)), noisy_steps(sample))
 
 
 def keeps_reference(job: GrpoPolicyConfig) -> bool:

@@ -33,14 +33,14 @@ _WINDOW: Mapping[str, Any] = {
     f"{_JOB}.steps.choose": "window",
     f"{_JOB}.steps.size": 3,
     f"{_JOB}.steps.within": 0.5,
-    f"{_JOB}.steps.noise_elsewhere": False,
+    f"{_JOB}.steps.elsewhere": "euler",
 }
 _DPPO: Mapping[str, Any] = {
     **_FLOW_GRPO,
     f"{_JOB}.kl_mask_threshold": 1e-5,
     f"{_JOB}.steps.choose": "random",
     f"{_JOB}.steps.within": 0.5,
-    f"{_JOB}.steps.noise_elsewhere": False,
+    f"{_JOB}.steps.elsewhere": "euler",
     "policy.diffusers.timesteps_fraction": 0.3,
     "rollout.n_generation": 16,
 }
@@ -82,11 +82,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_GROUPS,
         f"{_SAMPLE}.num_steps": 25,
         f"{_JOB}.normalise_rewards": "each",
-        f"{_JOB}.steps.choose": "moving_window",
+        f"{_JOB}.steps.choose": "window",
         f"{_JOB}.steps.size": 4,
+        f"{_JOB}.steps.order": "progressive",
         f"{_JOB}.steps.stride": 1,
         f"{_JOB}.steps.interval": 25,
-        f"{_JOB}.steps.noise_elsewhere": False,
+        f"{_JOB}.steps.elsewhere": "euler",
     },
     # arXiv 2512.04332; the weight of the data is to be tuned
     "ddrl": {

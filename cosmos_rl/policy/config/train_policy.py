@@ -165,23 +165,28 @@ class DataTermConfig(Table):
 
 
 class StepsConfig(Table):
-    """`[train.train_policy.steps]`: which sampling steps FlowGRPO and DDRL train; never the last one."""
+    """`[train.train_policy.steps]`: which sampling steps FlowGRPO and DDRL train; never those without noise."""
 
-    choose: Literal["first", "random", "list", "window", "moving_window"] = "first"
+    choose: Literal["first", "random", "list", "window"] = "first"
     """"first" or "random": the share policy.diffusers.timesteps_fraction of all. "list": `indices`. "window": `size`
-    neighbours, another place in each training step. "moving_window": neighbours that move on every `interval` steps."""
+    neighbours."""
     indices: tuple[Annotated[StrictInt, Field(ge=-1)], ...] = ()
     """Steps of "list", from 0 (noise) on; -1 is another, random one."""
     size: PositiveInt = 3
     """Steps of a window."""
     within: PositiveFraction = 1.0
     """Windows and random steps lie in this share of all steps, counted from the noise."""
+    order: Literal["random", "progressive", "decay"] = "random"
+    """Where a window is: at a random place in each training step; or moving from the noise to the data, then from the
+    start again, with a move every `interval` training steps ("progressive") or ever sooner ("decay")."""
     stride: PositiveInt = 1
-    """Sampling steps by which a moving window moves."""
+    """Sampling steps by which a window moves."""
     interval: PositiveInt = 25
-    """Training steps between two of its moves."""
-    noise_elsewhere: StrictBool = True
-    """Also the steps that are not trained have noise; false: they are those of the ODE."""
+    """Training steps between two moves; of "decay" at the first place."""
+    least_interval: PositiveInt = 1
+    """Training steps that a "decay" window stays at its last place."""
+    elsewhere: Literal["noise", "euler", "dpm2"] = "noise"
+    """How the steps that are not trained are sampled: with noise as well, or by one of the solvers without noise."""
 
 
 class RewardHackingGuardConfig(Table):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.distributed.sharding import local_part
+from cosmos_rl.policy.config import LoraConfig
 
 PolicyName = Literal["default", "old", "reference"]
 
@@ -172,6 +173,32 @@ class CopyPolicies:
 
 
 @torch.no_grad()
+def build_policies(
+    transformer: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    lora: LoraConfig | None,
+    *,
+    keep_old: bool,
+    keep_reference: bool,
+    moving_reference: bool = False,
+) -> Policies:
+    """The old policy and the reference of the trained one; both start as the weights are now.
+
+    With LoRA ``old`` is the adapter of that name; the reference is the base, or a copy of an adapter that does
+    something from the start.
+
+    Args:
+        params: what is trained.
+        moving_reference: the reference is a copy, which ``reset_reference`` renews.
+    """
+    if lora is None:
+        kept = {"keep_old": keep_old, "keep_reference": keep_reference, "moving_reference": moving_reference}
+        return CopyPolicies(transformer, params, **kept)
+    old = "old" if "old" in lora.lora_names else None
+    copied = keep_reference and (moving_reference or not lora.starts_as_base)
+    return AdapterPolicies(transformer, lora.active_adapter, old, copy_reference=copied)
+
+
 def _exchange(transformer: nn.Module, params: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     free_gathered(transformer)
     for name, param in params.items():

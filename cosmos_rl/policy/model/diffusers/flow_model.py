@@ -26,12 +26,12 @@ from cosmos_rl.diffusion.kernels import (
     stock_step,
 )
 from cosmos_rl.diffusion.sampling import Sampled, hold_given, run_sampling
-from cosmos_rl.diffusion.steps import StepRecorder
+from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.driver.contract import Level, Medium
-from cosmos_rl.policy.model.policies import AdapterPolicies, CopyPolicies, Policies, free_gathered
+from cosmos_rl.policy.model.policies import Policies, build_policies, free_gathered
 
 TEXT_KEYWORDS = {
     "prompt_embeds": "encoder_hidden_states",
@@ -476,22 +476,9 @@ class FlowModel(abc.ABC):
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     def policies(self, *, keep_old: bool, keep_reference: bool, moving_reference: bool = False) -> Policies:
-        """The old policy and the reference of the trained one; both start as the weights are now.
-
-        With LoRA ``old`` is the adapter of that name; the reference is the base, or a copy of an adapter that does
-        something from the start. ``moving_reference``: it is a copy, which ``reset_reference`` renews.
-        """
-        if self.lora_config is None:
-            return CopyPolicies(
-                self.transformer,
-                self.trainable_parameters(),
-                keep_old=keep_old,
-                keep_reference=keep_reference,
-                moving_reference=moving_reference,
-            )
-        old = "old" if "old" in self.lora_config.lora_names else None
-        copied = keep_reference and (moving_reference or not self.lora_config.starts_as_base)
-        return AdapterPolicies(self.transformer, self.primary_adapter, old, copy_reference=copied)
+        """See ``build_policies``."""
+        kept = {"keep_old": keep_old, "keep_reference": keep_reference, "moving_reference": moving_reference}
+        return build_policies(self.transformer, self.trainable_parameters(), self.lora_config, **kept)
 
     def set_gradient_sync(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks: only a step's last micro-batch needs it."""

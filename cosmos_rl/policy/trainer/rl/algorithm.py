@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.data.given import PromptKey
-from cosmos_rl.diffusion.steps import StepRecorder
+from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 

@@ -1,6 +1,7 @@
 """Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) and DDRL (arXiv 2512.04332): sample with noise between the steps, keep
 some of the steps, and make those more likely that led to good samples. See ``algorithms/flow_grpo.py`` for the loss."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -12,16 +13,19 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.algorithms.flow_grpo import StepRows, TrustRegion, flow_grpo_loss, step_divergence, step_scales
 from cosmos_rl.algorithms.forward_process import norm_penalty
 from cosmos_rl.algorithms.nft import norm_ratio
-from cosmos_rl.diffusion.kernels import Kernel, build_kernel
-from cosmos_rl.diffusion.steps import StepRecorder, StepSelection
+from cosmos_rl.diffusion.kernels import Kernel, dpm2, euler
+from cosmos_rl.diffusion.step_recorder import StepRecorder
+from cosmos_rl.diffusion.step_selection import StepSelection
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import last_trained_step, plan_online, samples_with_old, trained_steps
+from cosmos_rl.policy.config.plan import last_trained_step, noisy_steps, plan_online, samples_with_old, trained_steps
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
 
+ELSEWHERE: Mapping[str, Kernel | None] = {"noise": None, "euler": euler, "dpm2": dpm2}
+"""Kernels of the steps that are not trained; None: the kernel of those that are."""
 CLIP = 1e-4
 """Of the ratio where the configuration has none: that of Flow-GRPO's authors."""
 
@@ -35,14 +39,14 @@ class FlowGrpo:
     Then the ratio is 1 exactly, although a forward pass of another batch size has other last bits.
     """
 
-    kernel: Kernel
     selection: StepSelection
     region: TrustRegion
     guidance: float
     """Of sampling and of training: the ratio is that of the policy that sampled."""
     transform: AdvantageTransform
     advantage_bounds: tuple[float, float]
-    noise_elsewhere: bool
+    elsewhere: Kernel | None
+    """Of the steps that are not trained; None: the same kernel."""
     decay_type: int
     lagged: bool
     """The old policy makes the samples, and is another one than the trained policy."""
@@ -63,23 +67,22 @@ class FlowGrpo:
         high = low if job.epsilon_high is None else job.epsilon_high
         mask = (job.kl_mask_threshold, job.kl_mask_direction)
         return cls(
-            kernel=build_kernel(
-                sample.solver, noise_level=sample.noise_level, deterministic=sample.deterministic_sampling
-            ),
             selection=StepSelection(
-                sample.num_steps,
+                noisy_steps(sample),
                 steps.choose,
                 trained_steps(config),
                 steps.indices,
                 end=last_trained_step(config),
+                order=steps.order,
                 stride=steps.stride,
                 interval=steps.interval,
+                least_interval=steps.least_interval,
             ),
             region=TrustRegion(low, high, *mask, scale=job.logprob_weight),
             guidance=sample.guidance_scale,
             transform=job.advantage_transform,
             advantage_bounds=(job.advantage_low, job.advantage_high),
-            noise_elsewhere=steps.noise_elsewhere,
+            elsewhere=ELSEWHERE[steps.elsewhere],
             decay_type=diffusers.weight_copy_decay_type,
             lagged=lagged,
             keep_velocity=lagged or plan_online(config).optimizer_steps > 1,
@@ -97,7 +100,7 @@ class FlowGrpo:
         """One choice of steps for all samples of a training step."""
         seed, purpose, step = draws.key(f"{self.purpose}/steps")
         chosen = self.selection.choose(step, randomness.generator(seed, purpose, step))
-        return StepRecorder(chosen, keep_velocity=self.keep_velocity, noise_elsewhere=self.noise_elsewhere)
+        return StepRecorder(chosen, keep_velocity=self.keep_velocity, elsewhere=self.elsewhere)
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """The reference where its distance has a weight; the old policy's velocities are recorded."""
@@ -114,15 +117,10 @@ class FlowGrpo:
         count, size = share.data["step"].shape
         row_R, column_R = torch.arange(count).repeat(size), torch.arange(size).repeat_interleave(count)
         step_R = share.data["step"][row_R, column_R]
-        sigmas = [*levels.sigma.double().tolist(), 0.0]
-        transitions = [self.kernel(index, sigmas) for index in range(len(sigmas) - 1)]
-        names = ["state", "noise"]
+        names = ["state", "noise", "g", "s", "next"]
         if self.lagged or number > 0:
             names.append("velocity")
         data = {name: share.data[name][row_R, column_R] for name in names}
-        for name in ("g", "s"):
-            data[name] = torch.tensor([getattr(one, name) for one in transitions], dtype=torch.float64)[step_R]
-        data["next"] = torch.tensor(sigmas[1:], dtype=torch.float64)[step_R]
         return Rows(
             prompts=[share.prompts[row] for row in row_R.tolist()],
             level=levels.rows(step_R),

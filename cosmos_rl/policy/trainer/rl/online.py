@@ -3,7 +3,7 @@ scores into advantages, learn from them. What is learnt, and from which policy's
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +16,25 @@ from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
-from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig, validation_chunk
+from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import keeps_reference, moves_reference, plan_online
+from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
-from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, optimizer_batches, split_evenly
+from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
-from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
-from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut, digest_texts
+from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
 from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving
+from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
+from cosmos_rl.policy.trainer.rl.validation import Validator
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import (
@@ -42,7 +43,6 @@ from cosmos_rl.rollout.sampler import (
     RolloutSampler,
     RolloutSpec,
     Sample,
-    build_validation_samples,
     concat_rollouts,
     group_samples,
     measure_diversity,
@@ -82,12 +82,12 @@ class OnlineTask(TaskBase):
         """
         job = online_table(config)
         self._job, self.algorithm, self.model = job, algorithm, parts.model
-        self._prompts, self._val_prompts, self._encode = parts.prompts, parts.val_prompts, parts.encode
+        self._prompts, self._encode = parts.prompts, parts.encode
         self._prompts_digest = digest_prompts(parts.prompts)  # every save asks for it
         self._give = Giving(parts.model.conditional_frames, config.train.seed)
-        self._rewards, self._val_rewards = parts.rewards, parts.val_rewards or parts.rewards
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
+        self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk)
         self.stream = _prompt_stream(len(parts.prompts), self.plan.items, job)
         steps = self.stream.steps_per_epoch
         params = parts.model.trainable_parameters()
@@ -96,14 +96,22 @@ class OnlineTask(TaskBase):
         self.policies = parts.model.policies(**kept, moving_reference=moves_reference(job))
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
-        self._evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
-        self._levels = parts.model.sampling_levels(diffusers.sample.num_steps).rows(slice(-1))
+        evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
+        self._val_scoring, self._validator = self._scoring, None
+        if parts.val_rewards is not None:
+            self._val_scoring = Scoring(parts.val_rewards, parts.model, job, self.plan.chunk)
+        if parts.val_prompts:
+            trained = parts.rewards.weights
+            self._validator = Validator(
+                config, context, parts.model, evaluator, parts.val_prompts, self._val_scoring, trained
+            )
+        self._levels = _trained_levels(parts.model, diffusers.sample)
         probe = GuardProbe(
             job.reward_hacking_guard,
             parts.model,
             context,
             sampler=self._sampler,
-            evaluator=self._evaluator,
+            evaluator=evaluator,
             prompts=parts.prompts,
             seed=self._seed,
             micro_batch=job.mini_batch,
@@ -122,7 +130,7 @@ class OnlineTask(TaskBase):
         began = time.perf_counter()
         own, pending = self._roll_out(step, conditions)
         rolled_out = time.perf_counter()
-        tables = [self._wait_for_scores(future) for future in pending]
+        tables = [self._scoring.wait(future) for future in pending]
         scored = time.perf_counter()
         batch = self._score(step, own, tables)
         diversity, gallery = self._mean_diversity(own), self._build_gallery(step, batch)
@@ -162,7 +170,7 @@ class OnlineTask(TaskBase):
                 made = self._sampler.sample(chunk, conditions, purpose, step, recorder)
                 made, media = place_media(made, media, first, len(samples))
                 parts.append(made)
-                futures.append(self._submit(self._rewards, made))
+                futures.append(self._scoring.submit(made))
         assert media is not None
         return concat_rollouts(parts, media), futures
 
@@ -172,7 +180,7 @@ class OnlineTask(TaskBase):
             self._samples(step),
             own,
             tables,
-            rewards=self._rewards,
+            rewards=self._scoring.rewards,
             job=self._job,
             global_std=self._config.policy.diffusers.sample.global_std,
             context=self._context,
@@ -298,49 +306,14 @@ class OnlineTask(TaskBase):
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
-        if not self._val_prompts:
+        if self._validator is None:
             return ValidationReport()
-        config, names, context = self._config, self._val_rewards.names, self._context
-        samples = build_validation_samples(
-            self._val_prompts, config.validation.n_generation, Giving(self.model.conditional_frames)
-        )
-        conditions = self._new_conditions()
-        mine, own_media = samples[context.dp_rank :: context.dp_size], OwnMedia(context)
-        conditions.encode_all([sample.key for sample in mine], [sample.negative for sample in mine])
-
-        def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
-            notify("pre_per_step_validation_hook", {"batch_index": number})
-            chunk = [samples[i] for i in indices]
-            rollouts = self._evaluator.sample(chunk, conditions, "validation/rollout", 0)
-            table = self._wait_for_scores(self._submit(self._val_rewards, rollouts))
-            about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
-            notify("post_per_step_validation_hook", about)
-            return own_media.keep(indices, rollouts.media), rollouts.finite, batches.stack_columns(table, names)
-
-        size = validation_chunk(config, len(self._val_prompts))
         with self.use_averaged_weights(), self.policies.using("default"), self.model.eval_mode():
-            blank, finite, reward_NF = gather_over_ranks(len(samples), size, context, make)
+            validated = self._validator.run(self._new_conditions(), notify)
         self._total_nfe()  # here, so that a checkpoint of this step holds them
-        metrics = batches.compute_validation_metrics(reward_NF, names)
-        self._note_untrained(step, reward_NF)
-        scores = [batches.to_score_dict(row, names) for row in reward_NF]
-        images = [
-            Shown(own_media[i], one.prompt, one.sample_id, "fixed", scores[i], whole, empty, self.model.fps)
-            for i, (one, whole, empty) in enumerate(zip(samples, finite.tolist(), blank.tolist(), strict=True))
-            if own_media.are_images
-        ]
-        return ValidationReport(metrics, images, objective=-metrics["val/reward/mean"])
-
-    def _note_untrained(self, step: int, reward_NF: Tensor) -> None:
-        """Show the guard the scores of a validation that training does not use."""
-        names, terms, weights = self._val_rewards.names, self._val_rewards.terms, self._rewards.weights
-        untrained = {name: 1 + i for i, name in enumerate(names) if not weights.get(name) and name not in terms}
-        if not untrained:
-            return
-        made = (self._seed, self._evaluator.spec, self._config.validation.n_generation)
-        origins = [self._val_rewards.origins[name] for name in untrained]
-        of = digest_texts(*made, digest_prompts(self._val_prompts), *origins)
-        self.guard.note_validation(step, {name: reward_NF[:, i] for name, i in untrained.items()}, of)
+        if validated.untrained:
+            self.guard.note_validation(step, validated.untrained, validated.made_from)
+        return validated.report
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -371,7 +344,7 @@ class OnlineTask(TaskBase):
             "evaluations": self._num_evaluations,
             "old_equals_current": self.policies.old_equals_current,
             "guard": self.guard.state_dict(),
-            "rewards": self._reward_settings(),
+            "rewards": self._scoring.settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -381,14 +354,7 @@ class OnlineTask(TaskBase):
         self.policies.old_equals_current = bool(state["old_equals_current"])
         self.guard.load_state_dict(state["guard"])
         self.optimizer.lr_factor = self.guard.lr_factor
-        before, now = state["rewards"], self._reward_settings()
-        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        if changed:
-            logger.warning(
-                "the rewards are not those of the run that is resumed (%s: other function or weight, new, or gone); "
-                "scores before and after do not compare",
-                ", ".join(changed),
-            )
+        self._scoring.warn_if_changed(state["rewards"])
 
     def on_rewind(self, step: int, rewinds: int) -> None:
         """Learning rate, KL weight and the random draws depend on how often the run was rewound."""
@@ -397,9 +363,9 @@ class OnlineTask(TaskBase):
 
     def close(self) -> None:
         """End what scores samples."""
-        self._rewards.close()
-        if self._val_rewards is not self._rewards:
-            self._val_rewards.close()
+        self._scoring.rewards.close()
+        if self._val_scoring is not self._scoring:
+            self._val_scoring.rewards.close()
 
     # ---- small parts -------------------------------------------------------------------------------------------
 
@@ -428,23 +394,6 @@ class OnlineTask(TaskBase):
     def _seed_dropout(self, draws: Draws, number: int) -> None:
         seed, purpose, step = draws.key("dropout")
         torch.manual_seed(randomness.torch_seed(seed, purpose, step, number, self._context.dp_rank))
-
-    def _submit(self, rewards: Rewards, rollouts: Rollouts) -> "Future[RewardTable]":
-        latents = None
-        if rewards.sends_latents:
-            latents = self.model.reward_latents(rollouts.latents)
-        return rewards.submit(batches.build_scoring_request(rollouts, latents))
-
-    def _wait_for_scores(self, future: "Future[RewardTable]") -> RewardTable:
-        """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not."""
-        job, calls = self._job, self.plan.chunk * max(len(self._rewards.names), 1)
-        seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
-        if not wait([future], seconds).done:
-            raise TrainingStoppedError(
-                f"the rewards {', '.join(self._rewards.names)} of {self.plan.chunk} samples have not arrived after "
-                f"{seconds:g} s (the sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
-            )
-        return future.result()
 
     def _warn_if_broken(
         self, step: int, terms: Mapping[str, Tensor], prompts: Sequence[PromptKey], sigma_R: Tensor, weight_R: Tensor
@@ -477,10 +426,6 @@ class OnlineTask(TaskBase):
         self._num_evaluations += int(count)
         return float(self._num_evaluations)
 
-    def _reward_settings(self) -> dict[str, list[Any]]:
-        weights, origins = self._rewards.weights, self._rewards.origins
-        return {name: [weights[name], origins[name]] for name in weights if name not in self._rewards.terms}
-
     def _describe(self) -> None:
         count = sum(p.numel() for p in self.params.values())
         what = "whole transformer"
@@ -490,8 +435,19 @@ class OnlineTask(TaskBase):
             f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
             f"{self.stream.length} prompts, {self.stream.batch} per step x {self.plan.group} samples = "
             f"{self.plan.total}, {self.plan.sigmas} of {len(self._levels.sigma)} noise "
-            f"levels each, rewards {', '.join(self._rewards.names)}; {self.total_steps} steps"
+            f"levels each, rewards {', '.join(self._scoring.rewards.names)}; {self.total_steps} steps"
         )
+
+
+def _trained_levels(model: FlowModel, sample: SampleConfig) -> Level:
+    """Of the states that the sampler passes through, without the clean one."""
+    levels, _ = model.transitions(
+        sample.solver,
+        model.sampling_levels(sample.num_steps),
+        noise_level=sample.noise_level,
+        deterministic=sample.deterministic_sampling,
+    )
+    return levels.rows(slice(-1))
 
 
 def _prompt_stream(prompts: int, per_step: int, job: GrpoPolicyConfig) -> MapStream:

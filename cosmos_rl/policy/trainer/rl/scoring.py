@@ -1,0 +1,61 @@
+"""Scores of rollouts, asked for while the next samples are made, each with a deadline."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+from cosmos_rl.errors import TrainingStoppedError
+from cosmos_rl.policy.config import GrpoPolicyConfig
+from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
+from cosmos_rl.policy.trainer.rl.batch import build_scoring_request
+from cosmos_rl.reward.table import Rewards, RewardTable
+from cosmos_rl.rollout.sampler import Rollouts
+from cosmos_rl.utils.logging import logger
+
+
+class Scoring:
+    """The rewards of a task, asked for the samples of its model."""
+
+    def __init__(self, rewards: Rewards, model: FlowModel, job: GrpoPolicyConfig, chunk: int) -> None:
+        """``chunk``: samples in one request."""
+        self.rewards = rewards
+        self._model, self._job, self._chunk = model, job, chunk
+
+    def submit(self, rollouts: Rollouts) -> "Future[RewardTable]":
+        """Begin to score one chunk."""
+        latents = None
+        if self.rewards.sends_latents:
+            latents = self._model.reward_latents(rollouts.latents)
+        return self.rewards.submit(build_scoring_request(rollouts, latents))
+
+    def wait(self, future: "Future[RewardTable]") -> RewardTable:
+        """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not.
+
+        Raises:
+            TrainingStoppedError: nothing has arrived in the sum of the times that the configuration allows.
+        """
+        job, names = self._job, self.rewards.names
+        calls = self._chunk * max(len(names), 1)
+        seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
+        if not wait([future], seconds).done:
+            raise TrainingStoppedError(
+                f"the rewards {', '.join(names)} of {self._chunk} samples have not arrived after {seconds:g} s (the "
+                "sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
+            )
+        return future.result()
+
+    def settings(self) -> dict[str, list[Any]]:
+        """Weight and origin of each reward: what scores before and after a resume depend on."""
+        weights, origins = self.rewards.weights, self.rewards.origins
+        return {name: [weights[name], origins[name]] for name in weights if name not in self.rewards.terms}
+
+    def warn_if_changed(self, before: Mapping[str, Any]) -> None:
+        """Compare with the ``settings`` of the run that is resumed."""
+        now = self.settings()
+        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if changed:
+            logger.warning(
+                "the rewards are not those of the run that is resumed (%s: other function or weight, new, or gone); "
+                "scores before and after do not compare",
+                ", ".join(changed),
+            )

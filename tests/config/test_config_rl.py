@@ -7,6 +7,7 @@ import pytest
 
 from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
 from cosmos_rl.policy.config import ConfigError, load_config, notes, unsupported_settings
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import Solver
 
 NFT = """
@@ -98,9 +99,15 @@ def test_a_diffusion_nft_job_is_valid_and_runnable(path: Path) -> None:
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(path: Path) -> None:
     assert problems_of(path, "train.train_batch_per_replica=1000") == [
-        "train.train_batch_per_replica: found 1000; allowed: a multiple of rollout.n_generation x data parallel ranks "
-        "= 24 x 8 = 192, the nearest 960 or 1152"
+        "train.train_batch_per_replica: found 1000; allowed: a multiple of rollout.n_generation = 24 and of the 8 data "
+        "parallel ranks, the nearest 984 or 1008"
     ]
+
+
+def test_the_samples_of_a_prompt_may_lie_on_several_ranks(path: Path) -> None:
+    options = ["train.train_batch_per_replica=24", "train.train_policy.mini_batch=1"]
+    plan = plan_online(load_config(path, options))
+    assert (plan.items, plan.samples, plan.chunk) == (1, 3, 3)
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path: Path) -> None:
@@ -111,10 +118,10 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic(path:
 
 
 def test_the_global_batch_replaces_the_replica_batch(path: Path) -> None:
-    overrides = ["train.global_batch_size=48", "policy.parallelism.dp_shard_size=1", "train.train_policy.mini_batch=48"]
-    load_config(path, overrides)
-    [line] = problems_of(path, *overrides[:1])
-    assert line.startswith("train.global_batch_size: found 48; allowed: a multiple of rollout.n_generation")
+    overrides = ["policy.parallelism.dp_shard_size=1", "train.train_policy.mini_batch=48"]
+    load_config(path, ["train.global_batch_size=48", *overrides])
+    [line] = problems_of(path, "train.global_batch_size=60")
+    assert line.startswith("train.global_batch_size: found 60; allowed: a multiple of rollout.n_generation")
 
 
 def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:

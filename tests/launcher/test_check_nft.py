@@ -178,11 +178,11 @@ def test_a_batch_for_8_gpus_is_checked_for_the_one_rank_of_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cosmos_rl.launcher.machine.gpus", lambda: 0)
-    few = ["--train.global_batch_size=8", "--rollout.n_generation=4", "--train.train_policy.mini_batch=4"]
+    few = ["--train.global_batch_size=4", "--rollout.n_generation=4", "--train.train_policy.mini_batch=4"]
     code, printed, _ = check(capsys, "--config", RECIPE, *few)
     assert code == 0  # as a launch here, which takes one rank
     assert "for 1 rank, which a launch on this machine takes without a GPU" in printed
-    assert "train.global_batch_size: found 8; allowed: a multiple of" in printed
+    assert "train.global_batch_size: found 4; allowed: a multiple of" in printed
     assert check(capsys, "--nproc-per-node", 1, "--config", RECIPE, *few)[0] == 0
     code, _, printed = check(capsys, "--config", RECIPE, "--train.global_batch_size=7")
     assert (code, "for 1 rank" in printed) == (2, False)

@@ -43,7 +43,7 @@ def rollout_chunk(config: Config) -> int:
     calls = 1
     if isinstance(job, GrpoPolicyConfig) and job.use_remote_reward and not job.bypass_reward:
         calls = _OVERLAPPING
-    return _even(own, group, _most(config), calls)
+    return min(_even(own, group, _most(config), calls), own)
 
 
 def validation_chunk(config: Config, prompts: int) -> int:

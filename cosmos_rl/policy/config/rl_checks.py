@@ -1,5 +1,6 @@
 """Rules between keys of reinforcement learning on diffusers pipelines."""
 
+import math
 from collections.abc import Iterator
 
 from cosmos_rl.policy.config.jobs import job_kind, online_table
@@ -139,15 +140,19 @@ def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 
 def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    """Samples of a step = prompts x samples per prompt, split evenly over the ranks, in whole micro-batches."""
+    """Samples of a step = prompts x samples per prompt, split evenly over the ranks, in whole micro-batches.
+
+    The samples of a prompt may lie on several ranks.
+    """
     total, key = config.train.train_batch_per_replica, "train.train_batch_per_replica"
     if config.train.global_batch_size is not None:
         total, key = config.train.global_batch_size, "train.global_batch_size"
     group, ranks = config.rollout.n_generation, data_ranks(config.policy.parallelism)
-    if total % (group * ranks):
+    step = math.lcm(group, ranks)
+    if total % step:
         yield (
-            f"{key}: found {total}; allowed: a multiple of rollout.n_generation x data parallel ranks = "
-            f"{group} x {ranks} = {group * ranks}, the nearest {_nearest(total, group * ranks)}"
+            f"{key}: found {total}; allowed: a multiple of rollout.n_generation = {group} and of the {ranks} data "
+            f"parallel ranks, the nearest {_nearest(total, step)}"
         )
         return
     local = total // ranks

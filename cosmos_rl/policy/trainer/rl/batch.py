@@ -1,6 +1,7 @@
 """A step's samples with their rewards: gathered over the ranks, turned into advantages, described, shown."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from cosmos_rl.policy.config.plan import GALLERY
 from cosmos_rl.policy.trainer.data_parallel import split_evenly
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, Sample
+from cosmos_rl.rollout.sampler import Rollouts, Sample, measure_diversity
 from cosmos_rl.tracking.media import TOTAL, Shown, pick_best_and_worst
 
 GALLERY_INTERVAL = 10
@@ -70,6 +71,14 @@ def build_scoring_request(rollouts: Rollouts, latents: Tensor | None = None) -> 
         fps=rollouts.fps,
         latents=latents,
     )
+
+
+def mean_diversity(own: Rollouts, context: Context) -> float:
+    """Over the prompts of all ranks, each by its samples on one rank, so that no media travel."""
+    groups = [sample.group for sample in own.samples]
+    count = float(sum(size > 1 for size in Counter(groups).values()))
+    total, count = context.sum_over_ranks([count * measure_diversity(own.media, groups), count])
+    return total / max(count, 1.0)
 
 
 def stack_columns(table: RewardTable, names: Sequence[str]) -> Tensor:

@@ -45,7 +45,6 @@ from cosmos_rl.rollout.sampler import (
     Sample,
     concat_rollouts,
     group_samples,
-    measure_diversity,
     place_media,
 )
 from cosmos_rl.tracking.media import Shown
@@ -133,7 +132,7 @@ class OnlineTask(TaskBase):
         tables = [self._scoring.wait(future) for future in pending]
         scored = time.perf_counter()
         batch = self._score(step, own, tables)
-        diversity, gallery = self._mean_diversity(own), self._build_gallery(step, batch)
+        diversity, gallery = batches.mean_diversity(own, self._context), self._build_gallery(step, batch)
         batch = batch.without_media()
         del own  # or the media, which are large, would stay while the policy learns
         metrics, refusal = self._learn(draws, batch, conditions)
@@ -412,11 +411,6 @@ class OnlineTask(TaskBase):
         if not batches.is_gallery_due(done, self.total_steps, interval):
             return ()
         return batches.build_gallery(batch)
-
-    def _mean_diversity(self, own: Rollouts) -> float:
-        groups = [sample.group for sample in own.samples]
-        (total,) = self._context.sum_over_ranks([measure_diversity(own.media, groups)])
-        return total / self._context.dp_size
 
     def _total_nfe(self) -> float:
         """Network evaluations of all ranks since the start of the run; a backward pass counts as two. All ranks must

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cosmos_rl.data.images import load_image, to_uint8
 from cosmos_rl.data.pair_files import IMAGE_SUFFIXES
-from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.prompts import BEGINNING, PromptRecord
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
-_KEYS = ("image", "video")
+_KEYS = ("image", "video", BEGINNING)
 """Keys of a prompt's row that name a file, relative to the file of prompts."""
 _SHOWN = 5
 """Rows that a message names."""
@@ -27,6 +27,8 @@ class Given:
     clean: int
     """How many latent frames it gives; 0: none, the sample is made of its text alone."""
     path: Path | None = field(default=None, compare=False)
+    at_start: bool = False
+    """Of a video its first frames are given, not its last ones."""
     frames: Tensor | None = field(default=None, compare=False, repr=False)
     """uint8 ``[k, H, W, 3]``, where they are decoded already."""
 
@@ -108,7 +110,8 @@ def choose_given(record: PromptRecord, clean_frames: tuple[int, int], u: float =
     clean = count_clean(clean_frames, u)
     if _is_image(path):
         clean = min(clean, 1)
-    return Given(str(path), clean, path)
+    at_start = not any(record.metadata.get(key) for key in _KEYS if key != BEGINNING)
+    return Given(str(path), clean, path, at_start)
 
 
 def first_frames(visual: Tensor, name: str, clean: int, count: int) -> Given:
@@ -123,7 +126,7 @@ def load_given(
     given: Given, count: int, height: int, width: int, *, needed_by: str = "policy.diffusers.conditional_frames"
 ) -> Tensor:
     """The frames ``[count, height, width, 3]`` uint8: an image, or the last ``count`` frames of a video, which the
-    sample continues.
+    sample continues, or the first ones.
 
     Args:
         needed_by: what asks for so many frames, for the message.
@@ -137,9 +140,12 @@ def load_given(
     if _is_image(given.path):
         visual = load_image(given.path, height, width).unsqueeze(1)
     else:
-        from cosmos_rl.data.videos import load_clip, start_of_last
+        from cosmos_rl.data.videos import load_clip, start_of_first, start_of_last
 
-        visual = load_clip(given.path, count, height, width, start_of_last, needed_by=needed_by).visual
+        choose = start_of_last
+        if given.at_start:
+            choose = start_of_first
+        visual = load_clip(given.path, count, height, width, choose, needed_by=needed_by).visual
     return to_uint8((visual.movedim(0, 1) + 1.0) / 2.0)
 
 

@@ -109,6 +109,11 @@ def scan_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
     return pairs, problems
 
 
+def has_video_layout(folder: Path) -> bool:
+    """Whether it is laid out as Cosmos-Predict's folders of captioned videos."""
+    return (folder / METAS).is_dir() and (folder / _VIDEOS.folder).is_dir()
+
+
 def list_embedding_folders(folder: Path) -> list[str]:
     """The folders of text features that lie next to the captions."""
     return [name for name in EMBEDDINGS if (folder / name).is_dir()]

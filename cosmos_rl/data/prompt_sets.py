@@ -1,14 +1,17 @@
-"""Prompt sets by name, which are fetched once, and the files of prompts that a `dataset` table names."""
+"""Prompt sets by name, which are fetched once, and the prompts or captioned videos that a `dataset` table names."""
 
 import contextlib
 import difflib
 import fcntl
+import io
+import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cosmos_rl.data.pair_files import has_video_layout
 from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, parse_prompts, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig
@@ -24,6 +27,8 @@ _FETCH_S = 120.0
 """Seconds that a download may take."""
 _LARGEST = 64 * 2**20
 """Bytes; the largest of the sets has 3 MB."""
+_MOCK, _MOCK_PROMPTS, _MOCK_SIDE = "mock", 16, 64
+"""The set of random images, how many it has, and their side in pixels."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ KNOWN = {
     "ocr": _known_nft_set("ocr", "{split}.txt"),
     "geneval": _known_nft_set("geneval", "{split}_metadata.jsonl"),
     "dance_grpo_t2v": _Known("{split}.txt", {"train": _VIDEO_PROMPTS, "test": _VIDEO_PROMPTS}),
+    _MOCK: _Known("{split}.jsonl", {"train": "", "test": ""}),
 }
 """Prompt sets by `dataset.name`."""
 
@@ -69,6 +75,8 @@ def load_prompts(dataset: DatasetConfig, key: str, *, split: str) -> list[Prompt
         raise UserError(
             f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {path}'
         )
+    if dataset.name == _MOCK:
+        return _make_mock(path)
     return _fetch(known.urls[split], path)
 
 
@@ -109,9 +117,33 @@ def _find_own_file(path: Path, split: str, key: str) -> Path:
         raise UserError(f'{key} = "{path}": {path.absolute()} does not exist; give a file or a folder of prompts')
     names = [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{split}_metadata.jsonl"]
     found = next((path / name for name in names if (path / name).is_file()), None)
+    if found is None and has_video_layout(path):
+        return path
     if found is None:
-        raise UserError(f'{key} = "{path}": no prompts there for the split "{split}"; expected {" or ".join(names)}')
+        raise UserError(
+            f'{key} = "{path}": no prompts there for the split "{split}"; expected {" or ".join(names)}, '
+            "or the folders metas and videos"
+        )
     return found
+
+
+def _make_mock(path: Path) -> list[PromptRecord]:
+    """Prompts that start from images of noise, to try a setup without data."""
+    import numpy as np  # late, as in `_fetch`
+    from PIL import Image
+
+    with _lock_download(path):
+        if path.is_file():
+            return read_prompts(path)
+        rows, random = [], np.random.default_rng(0)
+        for number in range(_MOCK_PROMPTS):
+            pixels = random.integers(0, 256, (_MOCK_SIDE, _MOCK_SIDE, 3), dtype=np.uint8)
+            content = io.BytesIO()
+            Image.fromarray(pixels).save(content, "PNG")
+            write_bytes(path.with_name(f"{number}.png"), content.getvalue())
+            rows.append(json.dumps({"prompt": f"placeholder {number}", "image": f"{number}.png"}))
+        write_bytes(path, "\n".join(rows).encode())
+    return read_prompts(path)
 
 
 def _fetch(url: str, path: Path) -> list[PromptRecord]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 from cosmos_rl.errors import UserError
 
@@ -22,6 +23,8 @@ _SHOWN = 10
 """Rows that a message names."""
 _SAMPLING_KEYS = ("negative_prompt", "seed")
 """Keys of a row that say how its validation images are sampled."""
+BEGINNING = "first_frames_of"
+"""Key of a row that names a video which its samples may begin like."""
 _MOST_SEED = 2**63
 
 
@@ -139,10 +142,16 @@ def is_prompt_file(where: str | Path) -> bool:
 def read_prompts(path: str | Path) -> list[PromptRecord]:
     """The prompts of a ``.txt`` (one a line), ``.jsonl`` or ``.json`` file in their order; blank lines are dropped.
 
+    Of a folder of captioned videos the captions, each with its video.
+
     Raises:
         UserError: no such file, another form, or no prompt in it; the message names the line.
     """
     path = Path(path).expanduser()
+    if path.is_dir():
+        pairs, _, _ = load_pairs(path, video=True)
+        rows = [PromptRecord(pair.prompt, MappingProxyType({BEGINNING: pair.file})) for pair in pairs]
+        return [replace(record, folder=path.absolute()) for record in rows]
     if path.suffix not in _FORMS:
         raise UserError(
             f"{printable(str(path.absolute()))}: is not a prompt file; known endings: {', '.join(SUFFIXES)}"

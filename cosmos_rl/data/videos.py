@@ -59,6 +59,11 @@ def start_of_middle(windows: int) -> int:
     return (windows - 1) // 2
 
 
+def start_of_first(windows: int) -> int:
+    """The first frame of all."""
+    return 0
+
+
 def start_of_last(windows: int) -> int:
     """The first frame of the last window."""
     return windows - 1

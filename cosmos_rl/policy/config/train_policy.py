@@ -43,12 +43,13 @@ class DatasetConfig(Table):
 
     local_dir: str = ""
     """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
-    prompts (`.txt`, `.jsonl`, `.json`), or a folder with one for each split."""
+    prompts (`.txt`, `.jsonl`, `.json`), a folder with one for each split, or the folders `metas` and `videos`, whose
+    captions are the prompts."""
     test_size: PositiveInt | OpenFraction | None = None
     """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
     a share."""
     name: ForRl[str] = ""
-    """Named prompt set: pickscore, ocr, geneval or dance_grpo_t2v."""
+    """Named prompt set: pickscore, ocr, geneval or dance_grpo_t2v; or mock: images of noise, to try a setup."""
     subset: Planned[str | None] = None
     """Subset of the data set on the hub."""
     revision: Planned[str | None] = None

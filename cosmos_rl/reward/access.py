@@ -93,12 +93,22 @@ def find_missing_access(config: Config) -> list[str]:
 
 def _variable(what: str) -> tuple[str, str]:
     """Name and value of the newest variable that is set."""
-    names = [f"{generation}_{what}" for generation in _GENERATIONS]
-    name = next((name for name in names if os.environ.get(name)), names[0])
-    if name != names[0] and name not in _already_warned:
-        _already_warned.add(name)
-        logger.warning("%s is the name of an older version; write %s", name, names[0])
-    return name, os.environ.get(name, "").strip()
+    newest, *_ = names = [f"{generation}_{what}" for generation in _GENERATIONS]
+    found = {name: value for name in names if (value := os.environ.get(name, "").strip())}
+    if not found:
+        return newest, ""
+    name, value = next(iter(found.items()))
+    if name != newest:
+        _warn_once(f"{name} is the name of an older version; write {newest}")
+    if len(set(found.values())) > 1:
+        _warn_once(f"{' and '.join(found)} differ; {name} counts")
+    return name, value
+
+
+def _warn_once(text: str) -> None:
+    if text not in _already_warned:
+        _already_warned.add(text)
+        logger.warning(text)
 
 
 def _wrong(name: str, value: str) -> str:

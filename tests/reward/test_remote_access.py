@@ -1,6 +1,7 @@
 """The address and the token of the reward service, and its scores together with those of other rewards."""
 
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_the_newest_name_wins(server: RewardServer, monkeypatch: pytest.MonkeyPa
     assert read_service_access().token == "s3cret"
     monkeypatch.delenv("REMOTE_REWARD_TOKEN")
     assert read_service_access().token == "older"
+
+
+@pytest.mark.parametrize("present", [present for count in range(4) for present in combinations(range(3), count)])
+def test_every_combination_of_the_three_names(
+    present: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(access, "_already_warned", set())
+    names = [f"{generation}_REWARD_ENQUEUE_URL" for generation in ("REMOTE", "WFM", "DIFFUSION")]
+    for index, name in enumerate(names):
+        monkeypatch.setenv(name, f"http://{index}:s3cret@host" if index in present else "")
+        monkeypatch.setenv(name.replace("ENQUEUE", "FETCH"), "http://host")  # those agree
+    missing = find_missing_access(Config.from_dict({"train": {"train_policy": RL}}))
+    printed = capsys.readouterr().out
+    assert bool(missing) == (not present)
+    assert ("is the name of an older version" in printed) == (bool(present) and 0 not in present)
+    assert ("differ; " in printed) == (len(present) > 1)
+    assert all(f"{names[present[0]]} counts" in line for line in printed.splitlines() if "differ" in line)
+    assert "s3cret" not in printed
 
 
 def test_secrets_are_in_no_text(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.launcher.cli import main
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, is_older, read_toml
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.document import sections
 from cosmos_rl.policy.config.keys import dotted_keys, list_keys, list_tables
@@ -95,6 +95,7 @@ def test_the_schema_says_what_has_no_effect_and_what_comes_later() -> None:
 def test_every_shipped_toml_fits_the_schema_it_names() -> None:
     recipes = [path for folder in ("configs", "examples") for path in sorted((ROOT / folder).rglob("*.toml"))]
     recipes = [path for path in recipes if path.name != "rewards.toml"]  # of the reward service
+    recipes = [path for path in recipes if not is_older(read_toml(path))]
     assert len(recipes) >= 11
     for recipe in recipes:
         directive = recipe.read_text().splitlines()[0]

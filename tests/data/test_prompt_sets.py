@@ -8,13 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 from cosmos_rl.data import prompt_sets
+from cosmos_rl.data.given import check_media, choose_given, load_given
+from cosmos_rl.data.images import to_uint8
 from cosmos_rl.data.prompt_sets import KNOWN, load_prompts
 from cosmos_rl.data.prompts import PromptRecord, read_prompts, to_prompt_record
+from cosmos_rl.data.videos import load_clip
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
+from tests.support.videos import write_video
 
 KEY = "train.train_policy.dataset"
 GENEVAL = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}
@@ -264,3 +269,44 @@ def test_the_bundled_script_reads_both_tables(cache: Path) -> None:
     assert validation_prompts(config) is None
     tables["validation"]["enable"] = True
     assert validation_prompts(Config.from_dict(tables)) == [PromptRecord("b")]
+
+
+# ---- videos and images that samples start from -----------------------------------------------------------------------
+
+
+def test_captions_of_a_folder_of_videos_are_prompts_with_their_first_frames(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_video(tmp_path / "videos" / f"{name}.mp4", 7)
+        put(tmp_path / "metas" / f"{name}.txt", f"clip {name}")
+    records = load_prompts(DatasetConfig(local_dir=str(tmp_path)), KEY, split="train")
+    assert [record.prompt for record in records] == ["clip a", "clip b"]
+    first, last = (
+        choose_given(PromptRecord("", {key: "videos/a.mp4"}, folder=tmp_path), (1, 1))
+        for key in ("first_frames_of", "video")
+    )
+    assert choose_given(records[0], (1, 1)) == first
+    assert first is not None
+    assert last is not None
+    begins, ends = load_given(first, 1, 32, 32), load_given(last, 1, 32, 32)
+    clip = load_clip(tmp_path / "videos" / "a.mp4", 7, 32, 32).visual.movedim(1, 0)
+    assert torch.equal(begins[0], to_uint8((clip[:1] + 1) / 2)[0])
+    assert torch.equal(ends[0], to_uint8((clip[-1:] + 1) / 2)[0])
+    assert not torch.equal(begins, ends)
+
+
+def test_a_folder_with_neither_prompts_nor_videos_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    with pytest.raises(UserError, match="expected train.txt or .* or the folders metas and videos"):
+        load_prompts(DatasetConfig(local_dir=str(tmp_path)), KEY, split="train")
+
+
+def test_the_set_of_random_images_is_made_once_and_always_the_same(cache: Path, tmp_path: Path) -> None:
+    assert prompt_sets.prompt_file(DatasetConfig(name="mock"), KEY, split="train") is None
+    made = load_prompts(DatasetConfig(name="mock"), KEY, split="train")
+    files = sorted(cache.glob("mock/*.png"))
+    assert len(made) == len(files) == 16
+    check_media(made, (1, 1))
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    assert load_prompts(DatasetConfig(name="mock"), KEY, split="train") == made
+    assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
+    assert len({content for content, _ in before}) == 16

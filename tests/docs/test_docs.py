@@ -27,7 +27,9 @@ from tests.support.documents import blocks
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "customisation"
-AT_THE_TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "tests/README.md")]
+AT_THE_TOP = [
+    ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "tests/README.md", "examples/ddrl.md")
+]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -84,7 +84,10 @@ def test_a_target_that_matches_nothing_is_refused_with_the_nearest(
     assert "'attn.to_qq' matches no layer of the transformer; did you mean 'attn.to_q'?" in errors
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda path: path.stem)
+RECIPES = [path for path in sorted((ROOT / "configs").glob("*/*.toml")) if not path.is_symlink()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_can_be_checked_without_its_model(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report, _ = check(capsys, "--config", recipe)
     assert code == 0

@@ -2,7 +2,7 @@
 
 from cosmos_rl.policy.config.checks import cross_check, data_ranks, notes, unsupported_settings, world_size
 from cosmos_rl.policy.config.chunks import CACHED_AT_ONCE, images_at_once, rollout_chunk, validation_chunk
-from cosmos_rl.policy.config.load import config_from_tables, dump_toml, load_config, read_toml
+from cosmos_rl.policy.config.load import config_from_tables, dump_toml, is_older, load_config, read_toml, translate_file
 from cosmos_rl.policy.config.policy import (
     DiffusersConfig,
     LoraConfig,
@@ -58,10 +58,12 @@ __all__ = [
     "data_ranks",
     "dump_toml",
     "images_at_once",
+    "is_older",
     "load_config",
     "notes",
     "read_toml",
     "rollout_chunk",
+    "translate_file",
     "unsupported_settings",
     "validation_chunk",
     "world_size",

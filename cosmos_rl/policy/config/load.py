@@ -1,5 +1,6 @@
 """Reading a configuration: TOML file, then `--a.b=value` overrides, then one report of everything that is wrong."""
 
+import os
 import re
 import tomllib
 from collections import Counter
@@ -12,24 +13,71 @@ import tomli_w
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.checks import cross_check
 from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
-from cosmos_rl.policy.config.problems import ConfigError, Problem, format_value, validate
+from cosmos_rl.policy.config.problems import ConfigError, Problem, drop_unknown, format_value, validate
 from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.wfm.notes import Translation
+from cosmos_rl.policy.config.wfm.run import OlderConfig
+from cosmos_rl.policy.config.wfm.translate import translate
+from cosmos_rl.utils.logging import logger
+
+_already_described: set[str] = set()
+"""Older files whose translation was shown."""
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, fit: Callable[[Config], Config] = lambda config: config
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    fit: Callable[[Config], Config] = lambda config: config,
+    lenient: bool = False,
 ) -> Config:
-    """The checked configuration of a TOML file; `overrides` are `a.b.0.c=VALUE`, with or without leading dashes.
+    """The checked configuration of a TOML file; one of the older form is translated, and the translation is shown.
 
-    `fit` sets the number of ranks for a machine before the rules between keys are checked.
+    Args:
+        path: the file, or the folder of a run.
+        overrides: `a.b.0.c=VALUE`, with or without leading dashes, of the present form.
+        fit: sets the number of ranks for a machine before the rules between keys are checked.
+        lenient: leave out unknown keys of an older file.
+
+    Raises:
+        UserError: no such file.
+        ConfigError: names every problem.
     """
     tree = read_toml(path)
+    if is_older(tree):
+        translation = translate_file(path, lenient=lenient)
+        tree = dict(translation.tables)
+        if str(path) not in _already_described:
+            _already_described.add(str(path))
+            logger.info(
+                "\n  ".join([f"{path}: a configuration of the older form, translated:", *translation.describe()])
+            )
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
     config, invalid = _check(tree, problems, fit)
     problems = [*problems, *invalid]
     if problems or config is None:
         raise _config_error(problems, path, [override.lstrip("-") for override in overrides])
     return config
+
+
+def is_older(tree: Mapping[str, object]) -> bool:
+    """Whether a file is of the older form: it has `[model]` and no `[policy]`."""
+    return isinstance(tree.get("model"), Mapping) and "policy" not in tree
+
+
+def translate_file(path: str | Path, *, lenient: bool = False) -> Translation:
+    """The present form of an older file.
+
+    Raises:
+        ConfigError: names every unknown key (unless `lenient`) and every invalid value.
+    """
+    tree, unknown = read_toml(path), list[str]()
+    if lenient:
+        tree, unknown = drop_unknown(OlderConfig, tree)
+    config, problems = validate(OlderConfig, tree)
+    if problems or config is None:
+        raise _config_error(problems, path, [])
+    return translate(config, tree, unknown, output_root=os.environ.get("COSMOS_OUTPUT_DIR") or "./outputs")
 
 
 def _config_error(problems: Sequence[Problem], path: str | Path, overrides: Sequence[str]) -> ConfigError:

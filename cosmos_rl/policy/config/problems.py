@@ -62,6 +62,19 @@ def validate(model: type[Model], values: Mapping[str, object]) -> tuple[Model | 
         return None, problems
 
 
+def drop_unknown(model: type[BaseModel], values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The values without keys that `model` does not have, and these keys."""
+    tree = copy.deepcopy(dict(values))
+    try:
+        model.model_validate(tree)
+        return tree, []
+    except ValidationError as error:
+        found = [path for path, unknown in _locate(model, error).items() if unknown]
+    for path in found:
+        _remove(tree, path)
+    return tree, [".".join(path) for path in found]
+
+
 def _locate(model: type[BaseModel], error: ValidationError) -> dict[tuple[str, ...], bool]:
     """The keys that failed, each with whether it is unknown; a key with several complaints appears once."""
     found: dict[tuple[str, ...], bool] = {}

@@ -2,20 +2,22 @@
 
 import argparse
 import difflib
+import filecmp
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.flags import launch_parser
+from cosmos_rl.launcher.flags import OLDER_FLAGS, launch_parser
 from cosmos_rl.launcher.ranks.nodes import Nodes, read_nodes
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, is_older, load_config, read_toml
 from cosmos_rl.policy.config.checks import place_problem
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.keys import describe_allowed, find_field, list_tables
+from cosmos_rl.utils.logging import logger
 
 _WITH_VALUE = (
     "--config",
@@ -27,6 +29,8 @@ _WITH_VALUE = (
     "--node-ip-list",
     "--rdzv-port",
 )
+_OLDER_SCRIPTS = ("wfm_rl", "diffusion_grpo")
+"""Data scripts of older documents; the one of the job takes their place."""
 _NEVER_A_SCRIPTS = frozenset(_WITH_VALUE) - {"--config", "--log-dir"}  # these two a script may well have itself
 
 
@@ -44,6 +48,17 @@ class Launch:
     max_restarts: int
     debug: bool
     nodes: Nodes
+    older: bool = False
+    """The configuration is expected to be of the older form."""
+    lenient: bool = False
+    """Unknown keys of such a configuration are left out."""
+
+    def load_config(self, fit: Callable[[Config], Config]) -> Config:
+        """The configuration that it names; `fit` and errors as in `load_config`."""
+        config = load_config(self.config, self.overrides, fit=fit, lenient=self.lenient)
+        if self.older and not is_older(read_toml(self.config)):
+            logger.warning(f"{self.config} is of the present form: {' and '.join(OLDER_FLAGS)} have no effect")
+        return config
 
 
 def parse_launch(argv: Sequence[str], version: str, subcommands: str) -> Launch:
@@ -70,6 +85,7 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
         problem = place_problem(given.log_dir, needed=True)
         if problem is not None:
             raise UserError(f"--log-dir: {problem}")
+    older, rest = _take_older_flags(rest)
     late_overrides, script_args = split_overrides(rest)
     launch = Launch(
         config=given.config,
@@ -81,8 +97,17 @@ def read_launch(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[L
         max_restarts=given.max_restarts,
         debug=given.debug,
         nodes=read_nodes(given.num_workers, given.worker_idx, given.node_ip_list, given.rdzv_port),
+        older=given.older or older,
+        lenient=given.lenient,
     )
     return launch, given
+
+
+def _take_older_flags(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether one stands after the script, and the arguments without them; what follows a `--` is the script's."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own = [token for token in arguments[:end] if token not in OLDER_FLAGS]
+    return len(own) < end, [*own, *arguments[end:]]
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,9 +136,19 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def script_for(script: str | None, config: Config) -> str:
     """The script that gives the data: the one of the command line, else the bundled one of the job."""
-    if script is not None:
-        return script
-    return job_kind(config).script
+    if script is None or _is_older_script(script):
+        return job_kind(config).script
+    return script
+
+
+def _is_older_script(script: str) -> bool:
+    """Whether it is a bundled one of older documents, by module or by path, and not a changed copy of it."""
+    module = script.removesuffix(".py").removeprefix("./").replace("/", ".")
+    name = next((name for name in _OLDER_SCRIPTS if module.endswith(f"cosmos_rl.tools.dataset.{name}")), None)
+    if name is None:
+        return False
+    bundled = Path(__file__).parents[1] / "tools" / "dataset" / f"{name}.py"
+    return not Path(script).is_file() or filecmp.cmp(script, bundled, shallow=False)
 
 
 def worker_command(script: str) -> list[str]:

@@ -34,6 +34,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "report": ("cosmos_rl.launcher.commands:report", "write report.html, one page about a run"),
     "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.commands:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
+    "translate": ("cosmos_rl.launcher.commands:translate", "print the present form of an older configuration"),
     "tiny-model": ("cosmos_rl.launcher.commands:tiny_model", "write a tiny model folder to try things with"),
 }
 

@@ -8,10 +8,13 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli_w
+
 from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.flags import add_lenient
 from cosmos_rl.launcher.sample_media import check_class, check_file, load_media
 from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
@@ -252,6 +255,31 @@ def schema(argv: Sequence[str]) -> int:
     elif given.markdown:
         make_text = markdown
     print(make_text(), end="")
+    return 0
+
+
+def translate(argv: Sequence[str]) -> int:
+    """Print the present form of an older configuration; what each key became goes to stderr."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl translate", description=translate.__doc__, allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="the older TOML file")
+    parser.add_argument("--out", type=Path, metavar="X.toml", help="write a new file in place of printing")
+    add_lenient(parser)
+    given = parser.parse_args(argv)
+    from cosmos_rl.policy.config import config_from_tables, is_older, read_toml, translate_file
+
+    if not is_older(read_toml(given.file)):
+        raise UserError(f"{given.file}: is not of the older form, which has [model] and no [policy]")
+    if given.out is not None and given.out.exists():
+        raise UserError(f"{given.out} exists already: name a new file with --out")
+    translation = translate_file(given.file, lenient=given.lenient)
+    config_from_tables(translation.tables, f"the translation of {given.file}")
+    print("\n".join(translation.describe()), file=sys.stderr)
+    text = tomli_w.dumps(translation.tables)
+    if given.out is None:
+        print(text, end="")
+    else:
+        atomic.write_text(given.out, text)
+        print(given.out)
     return 0
 
 

@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 from cosmos_rl.launcher.ranks.nodes import DEFAULT_PORT
 
+OLDER_FLAGS = ("--wfm-mode", "-dfg", "--diffusion-mode")
+"""Names of one flag, which may also stand after the script."""
+
 
 def _whole_number(minimum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
@@ -46,4 +49,11 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rdzv-port", type=_whole_number(1), default=DEFAULT_PORT, metavar="P", help=f"of node 0 ({DEFAULT_PORT})"
     )
+    parser.add_argument(*OLDER_FLAGS, dest="older", action="store_true", help="the configuration is of the older form")
+    add_lenient(parser)
     parser.add_argument("--debug", action="store_true", help="log more")
+
+
+def add_lenient(parser: argparse.ArgumentParser) -> None:
+    """The flag about unknown keys."""
+    parser.add_argument("--lenient", action="store_true", help="leave out unknown keys of an older configuration")

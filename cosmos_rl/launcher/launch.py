@@ -94,9 +94,7 @@ def _launch_other_node(command: Launch, stop: StopRequest) -> int:
 def accept_command(command: Launch) -> tuple[Config, list[str]]:
     """The configuration that will run, and what python is called with."""
     nproc, nodes = command.nproc_per_node, command.nodes.count
-    config = load_config(
-        command.config, command.overrides, fit=lambda config: resolve_world_size(config, nproc, gpus(), nodes)
-    )
+    config = command.load_config(lambda config: resolve_world_size(config, nproc, gpus(), nodes))
     config = _in_named_run(config, Path(command.config))
     script = script_for(command.script, config)
     accepted = accept(config, SCRIPTS.get(script), own_script=script not in SCRIPTS)

@@ -10,6 +10,7 @@ from tests.support.paths import ROOT
 
 NAMES = {
     "cosmos_rl.policy.config": ["Config", "DiffusersConfig"],
+    "cosmos_rl.policy.config.wfm": ["RLConfig", "RewardConfig"],
     "cosmos_rl.policy.model.base": ["ModelRegistry"],
     "cosmos_rl.policy.model.diffusers": ["DiffuserModel"],
     "cosmos_rl.policy.model.diffusers.weight_mapper": ["DiffuserModelWeightMapper"],
@@ -17,6 +18,8 @@ NAMES = {
     "cosmos_rl.launcher.worker_entry": ["main"],
     "cosmos_rl.tools.dataset.diffusers_dataset": ["training_pairs", "validation_data"],
     "cosmos_rl.tools.dataset.diffusion_nft": ["training_prompts", "validation_prompts"],
+    "cosmos_rl.tools.dataset.wfm_rl": ["training_prompts", "validation_prompts"],
+    "cosmos_rl.tools.dataset.diffusion_grpo": ["training_prompts", "validation_prompts"],
     "cosmos_rl.reward": ["batch_reward"],
     "cosmos_rl.utils.logging": ["logger"],
     "cosmos_rl.diffusion.sampling": ["run_sampling"],
@@ -31,6 +34,7 @@ MODEL_METHODS = [
     "velocity",
 ]
 FLAGS = ["--config", "--log-dir", "--nproc-per-node", "--max-restarts", "--debug", "--version", "--help"]
+FLAGS += ["--wfm-mode", "-dfg", "--diffusion-mode"]
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -11,7 +11,7 @@ from cosmos_rl.launcher.arguments import Launch, read_launch, script_for
 from cosmos_rl.launcher.check.report import Report, Section
 from cosmos_rl.launcher.check.text_notes import text_notes
 from cosmos_rl.launcher.flags import add_launch_flags
-from cosmos_rl.policy.config import Config, dump_toml, load_config, world_size
+from cosmos_rl.policy.config import Config, dump_toml, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS, DataForm
 from cosmos_rl.policy.config.ranks import has_unsupported_ranks, resolve_world_size, with_world_size
 from cosmos_rl.policy.model.single_file import find_single_file_problem
@@ -73,7 +73,7 @@ def _load(command: Launch) -> tuple[Config, str]:
     nproc, nodes = command.nproc_per_node, command.nodes.count
 
     def load(nproc: int | None) -> Config:
-        return load_config(command.config, command.overrides, fit=lambda config: _fit(config, nproc, nodes))
+        return command.load_config(lambda config: _fit(config, nproc, nodes))
 
     try:
         return load(nproc), ""

@@ -34,7 +34,7 @@ MODEL_METHODS = [
     "velocity",
 ]
 FLAGS = ["--config", "--log-dir", "--nproc-per-node", "--max-restarts", "--debug", "--version", "--help"]
-FLAGS += ["--wfm-mode", "-dfg", "--diffusion-mode"]
+FLAGS += ["--wfm-mode", "--diffusion-mode", "--lenient"]
 
 
 @pytest.mark.parametrize("module", NAMES)

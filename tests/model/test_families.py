@@ -133,8 +133,15 @@ def test_only_the_trained_policy_has_a_gradient_and_the_old_one_follows(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["sft", "nft"])
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    ("job", "lora"),
+    [
+        pytest.param("sft", False, id="sft-full"),
+        pytest.param("nft", True, id="nft-lora"),
+        pytest.param("sft", True, id="sft-lora", marks=pytest.mark.zoo),
+        pytest.param("nft", False, id="nft-full", marks=pytest.mark.zoo),
+    ],
+)
 def test_a_resumed_run_is_the_undisturbed_one_and_its_export_samples_in_diffusers(
     tmp_path: Path, family: TrainedFamily, job: str, lora: bool, image_folder: Path
 ) -> None:

@@ -82,7 +82,11 @@ def data(family: TrainedFamily) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [p for p in PARAMS if p.id != "flux"] + [pytest.param(ORDINARY[1], marks=pytest.mark.zoo, id="flux")]
+    "family",
+    [
+        one if one.id in ("sana", "sd3", "wan") else pytest.param(*one.values, id=one.id, marks=pytest.mark.zoo)
+        for one in PARAMS
+    ],
 )
 def test_a_run_with_the_cache_is_the_one_without_and_needs_no_encoder(
     family: TrainedFamily, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,16 +45,16 @@ PLAIN = {"max_sequence_length": 48, "prompt_template": {"template": "{}", "crop_
 ORDINARY = [
     Family("sd3"),
     Family("sana", call=SPELT, t="whole"),
+    Family("sana-video", frames=("frames", 5), call=SPELT, t="whole"),
     Family("wan", frames=("num_frames", 5), t="whole"),
+    Family("cosmos-predict2.5", frames=("num_frames", 9), t="whole"),  # one more latent frame than media may give
     Family("flux", "true_cfg_scale", negative=""),
 ]
 ZOO = [
     Family("flux2-klein"),
     Family("qwen-image", "true_cfg_scale", negative=" "),
     Family("z-image", off=0.0),
-    Family("sana-video", frames=("frames", 5), call=SPELT, t="whole"),
     Family("cosmos-predict2", path="edm", one_call=False, decoded=1.01 / 255),  # it cuts pixels to bytes
-    Family("cosmos-predict2.5", frames=("num_frames", 9), t="whole"),  # one more latent frame than media may give
     Family("wan2.2", frames=("num_frames", 5), t="whole"),
     Family("wan2.2-5b", frames=("num_frames", 5), t="whole"),
     Family("hunyuan-video", "true_cfg_scale", frames=("num_frames", 5), negative="", call=PLAIN),

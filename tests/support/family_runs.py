@@ -76,10 +76,12 @@ SD3 = TrainedFamily("sd3")
 """Only where ``DrivenSD3`` is registered."""
 ORDINARY = [
     TrainedFamily("sana"),
-    TrainedFamily("flux", "true_cfg_scale", negative=""),
+    TrainedFamily("sana-video", frames=("frames", 5)),
     TrainedFamily("wan", frames=("num_frames", 5)),
+    TrainedFamily("cosmos-predict2.5", frames=("num_frames", 5)),
 ]
 ZOO = [
+    TrainedFamily("flux", "true_cfg_scale", negative=""),
     TrainedFamily("flux2-klein", side=8),
     TrainedFamily("qwen-image", "true_cfg_scale", negative=" "),
     TrainedFamily("z-image", off=0.0),
@@ -87,9 +89,7 @@ ZOO = [
     TrainedFamily("lumina2"),
     TrainedFamily("chroma"),
     TrainedFamily("aura-flow"),
-    TrainedFamily("sana-video", frames=("frames", 5)),
     TrainedFamily("cosmos-predict2", edm=80.0, ranks=False),
-    TrainedFamily("cosmos-predict2.5", frames=("num_frames", 5)),
     TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2")),
     TrainedFamily("wan2.2-5b", frames=("num_frames", 5)),
     TrainedFamily("hunyuan-video", "true_cfg_scale", negative="", frames=("num_frames", 5)),

@@ -37,6 +37,7 @@ from cosmos_rl.rollout.sampler import (
     Sample,
     group_samples,
     measure_diversity,
+    place_media,
 )
 from cosmos_rl.utils.logging import logger
 
@@ -200,8 +201,13 @@ class GuardProbe:
         return float(found.mean())
 
     def _make_media(self, samples: Sequence[Sample], conditions: Conditions) -> Tensor:
-        chunks = [samples[first : first + self._rollout_chunk] for first in range(0, len(samples), self._rollout_chunk)]
-        return torch.cat([self._sampler.sample(chunk, conditions, "watch/spread", 0).media for chunk in chunks])
+        media = None
+        for first in range(0, len(samples), self._rollout_chunk):
+            chunk = samples[first : first + self._rollout_chunk]
+            made = self._sampler.sample(chunk, conditions, "watch/spread", 0)
+            _, media = place_media(made, media, first, len(samples))
+        assert media is not None
+        return media
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""

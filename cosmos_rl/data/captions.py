@@ -22,6 +22,14 @@ _LARGEST_CAPTION = 2**20
 _READ_AT_ONCE = 2**13
 
 
+class Caption(NamedTuple):
+    """What a caption file says."""
+
+    prompt: str
+    image: str = ""
+    """The image that is edited, for models that edit images: its file, relative to the folder."""
+
+
 class Row(NamedTuple):
     """A line of a table."""
 
@@ -29,13 +37,14 @@ class Row(NamedTuple):
     """For messages: ``metadata.csv, line 3``."""
     file: str
     """The image or video, relative to the folder."""
-    prompt: str
+    caption: Caption
 
 
-def read_caption(path: str) -> tuple[str | None, str | None]:
-    """(the text of a caption file, None) or (None, what is wrong).
+def read_caption(path: str) -> tuple[Caption | None, str | None]:
+    """(what a caption file says, None) or (None, what is wrong).
 
-    ``.json`` holds ``{"prompt": "..."}``; in other files the whole text counts, its lines joined by spaces.
+    ``.json`` holds ``{"prompt": "..."}`` and perhaps ``image``; in other files the whole text counts, its lines joined
+    by spaces.
     """
     try:
         content = _read_bytes(path)
@@ -49,10 +58,17 @@ def read_caption(path: str) -> tuple[str | None, str | None]:
     problem = problem or find_prompt_problem(row)
     if problem is not None or not isinstance(row, Mapping):
         return None, problem
-    return row["prompt"], None
+    return Caption(row["prompt"], _find_image(row)), None
 
 
-def _read_plain_text(content: bytes) -> tuple[str | None, str | None]:
+def _find_image(row: Mapping[str, object]) -> str:
+    image = row.get("image")
+    if isinstance(image, str) and image.strip() and find_text_problem(image) is None:
+        return image
+    return ""
+
+
+def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
     try:
         text = content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
@@ -60,7 +76,7 @@ def _read_plain_text(content: bytes) -> tuple[str | None, str | None]:
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     if not text:
         return None, "is empty"
-    return text, None
+    return Caption(text), None
 
 
 def _read_bytes(caption: str) -> bytes:
@@ -115,6 +131,9 @@ def _to_row(source: str, raw: object) -> tuple[Row | None, str]:
     if not isinstance(raw, Mapping):
         return None, f"is not an object with {_FILE_KEYS[0]} and {_TEXT_KEYS[0]}"
     values = {key: value for key, value in raw.items() if isinstance(value, str) and value.strip()}
+    image = ""
+    if _FILE_KEYS[0] in values and values.get("image", values[_FILE_KEYS[0]]) != values[_FILE_KEYS[0]]:
+        image = values.pop("image")
     files = {values[key] for key in _FILE_KEYS if key in values}
     texts = {values[key].strip() for key in _TEXT_KEYS if key in values}
     for found, keys in ((files, _FILE_KEYS), (texts, _TEXT_KEYS)):
@@ -128,4 +147,4 @@ def _to_row(source: str, raw: object) -> tuple[Row | None, str]:
     problem = find_text_problem(prompt)
     if problem is not None:
         return None, problem
-    return Row(source, os.path.normpath(file), prompt), ""
+    return Row(source, os.path.normpath(file), Caption(prompt, image)), ""

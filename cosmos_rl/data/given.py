@@ -1,12 +1,16 @@
 """What samples are conditioned on besides their texts: an image, or frames of a video."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cosmos_rl.data.images import load_image, to_uint8
+from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import IMAGE_SUFFIXES
 from cosmos_rl.data.prompts import BEGINNING, PromptRecord
 from cosmos_rl.data.texts import printable
@@ -16,6 +20,12 @@ _KEYS = ("image", "video", BEGINNING)
 """Keys of a prompt's row that name a file, relative to the file of prompts."""
 _SHOWN = 5
 """Rows that a message names."""
+_READ_AT_ONCE = 8
+"""Files; decoders let other threads run."""
+_NAME_EDITED = 'the caption names no "image" that it was made of'
+_NOTHING_NAMED = 'has no "image" or "video"'
+_SMALL = 8
+"""Side of images that are decoded only to see whether they can be."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +80,48 @@ def find_file(record: PromptRecord) -> Path | None:
     return None
 
 
-def check_media(records: Sequence[PromptRecord], clean_frames: tuple[int, int]) -> None:
-    """Raise `UserError` where a record lacks a medium that its samples need, or names a file that is not there."""
+def find_media_problems(records: Sequence[PromptRecord], clean_frames: tuple[int, int], count: int = 1) -> str:
+    """What is wrong with records that lack a medium which their samples need, or name a file that is missing or cannot
+    be read; empty: nothing.
+
+    Every file is decoded, once: a run would find a broken one only when its turn comes.
+
+    Args:
+        clean_frames: least and most latent frames; (0, 0): the model takes none, and nothing is looked at.
+        count: frames that a video must have.
+    """
     least, most = clean_frames
     if most == 0:
-        return
+        return ""
+    media = [choose_given(record, (1, 1)) for record in records]
+    distinct = list(dict.fromkeys(one for one in media if one is not None))
+    with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+        problems = dict(zip(distinct, pool.map(lambda one: _find_problem(one, count), distinct), strict=True))
     wrong = []
-    for number, record in enumerate(records):
-        path = find_file(record)
-        if path is None and least > 0:
-            wrong.append(f'{number} ({printable(record.prompt[:40])!r}): has no "image" or "video"')
-        elif path is not None and not path.is_file():
-            wrong.append(f"{number} ({printable(record.prompt[:40])!r}): no file {printable(str(path))}")
-    if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise UserError("prompts that cannot be conditioned:\n  " + "\n  ".join(wrong[:_SHOWN]) + more)
+    for number, (record, one) in enumerate(zip(records, media, strict=True)):
+        problem = None
+        if one is not None:
+            problem = problems[one]
+        if problem == _NOTHING_NAMED and least == 0:
+            problem = None
+        if problem is not None:
+            wrong.append(f"{number} ({printable(record.prompt[:40])!r}): {problem}")
+    if not wrong:
+        return ""
+    more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return "prompts that cannot be conditioned:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
+
+
+def _find_problem(given: Given, count: int) -> str | None:
+    if given.path is None:
+        return _NOTHING_NAMED
+    if not given.path.is_file():
+        return f"no file {printable(str(given.path))}"
+    try:
+        load_given(given, count, _SMALL, _SMALL)
+    except BadSample as error:
+        return str(error)
+    return None
 
 
 def count_clean(clean_frames: tuple[int, int], u: float) -> int:
@@ -114,12 +151,39 @@ def choose_given(record: PromptRecord, clean_frames: tuple[int, int], u: float =
     return Given(str(path), clean, path, at_start)
 
 
+def choose_own(item: Item, name: str, clean: int, count: int) -> Given:
+    """What a training sample is conditioned on: the first frames of its own video, or the image that it was made of.
+
+    Raises:
+        UserError: it is an image, and nothing says what it was made of.
+    """
+    if clean == 0:
+        return Given("", 0)
+    if item.visual.ndim == 4:
+        return first_frames(item.visual, name, clean, count)
+    if item.edits is None:
+        raise UserError(f"{printable(item.name)}: the model edits images, and {_NAME_EDITED}")
+    return Given(str(item.edits), 1, item.edits)
+
+
+def list_edited(dataset: Any) -> list[PromptRecord]:
+    """The captions of a data set that knows them without decoding, each with the image that it edits; else nothing."""
+    edited = getattr(dataset, "edited", None) or ()
+    rows = zip(getattr(dataset, "prompts", None) or (), edited, strict=False)
+    return [PromptRecord(prompt, {"image": image}) for prompt, image in rows]
+
+
 def first_frames(visual: Tensor, name: str, clean: int, count: int) -> Given:
     """The first ``count`` frames of a training sample ``[3, T, H, W]`` in [-1, 1] as what it is conditioned on."""
     if clean == 0:
         return Given("", 0)
     frames = to_uint8((visual[:, :count].movedim(0, 1) + 1.0) / 2.0)
     return Given(name, clean, frames=frames)
+
+
+def make_grey(clean: int, count: int, height: int, width: int) -> Given:
+    """Frames of one colour, where there is no medium to try a model with."""
+    return Given("grey", clean, frames=torch.full((count, height, width, 3), 127, dtype=torch.uint8))
 
 
 def load_given(

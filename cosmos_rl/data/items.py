@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Item:
     """Which file and which frames of it were decoded, and how, where that is known without decoding."""
     latent: Tensor | None = None
     """What the VAE made of it, where a cache holds that."""
+    edits: Path | None = None
+    """The image that it was made of, for models that edit images."""
 
 
 def take(dataset: Any, index: int, sample_id: int | None) -> Any:
@@ -92,6 +95,14 @@ class Part(Sequence[Any]):
         if names is None:
             return None
         return [names[i] for i in self._range]
+
+    @property
+    def edited(self) -> list[str] | None:
+        """The images that the captions name to be edited, where the data set knows them."""
+        edited = getattr(self._dataset, "edited", None)
+        if edited is None:
+            return None
+        return [edited[i] for i in self._range]
 
     @property
     def digest(self) -> str | None:

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,6 +67,11 @@ class LocalPairs(Sequence[Item]):
         """Where the captions are, in the same order."""
         return [pair.caption for pair in self.pairs]
 
+    @property
+    def edited(self) -> list[str]:
+        """The images that the captions name to be edited, in the same order; empty where there is none."""
+        return [pair.image and str(self.folder / pair.image) for pair in self.pairs]
+
     @functools.cached_property
     def digest(self) -> str:
         """Of names and captions, in the order of the pairs."""
@@ -86,6 +92,8 @@ class LocalPairs(Sequence[Item]):
         source = self._describe(pair.file, 0)  # before it is read: a file that is written meanwhile is another one
         if self._frames is None:
             item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name, source=source)
+            if pair.image:
+                item = replace(item, edits=self.folder / pair.image)
             return self._keep(index, item)
         from cosmos_rl.data.videos import load_clip
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from cosmos_rl.data.captions import CAPTION_SUFFIXES, TABLES, Row, read_caption, read_table
+from cosmos_rl.data.captions import CAPTION_SUFFIXES, TABLES, Caption, Row, read_caption, read_table
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
@@ -52,6 +52,8 @@ class Pair(NamedTuple):  # a tuple of texts costs half the time of a dataclass, 
     prompt: str
     caption: str = ""
     """Where the caption was found: a file, or a line of a table."""
+    image: str = ""
+    """The image that is edited, for models that edit images, relative to the folder; empty: none is named."""
 
 
 @dataclass
@@ -169,7 +171,7 @@ def digest_pairs(pairs: Sequence[Pair]) -> str:
     """16 hex digits of all names and captions."""
     digest = hashlib.sha256()
     for pair in pairs:
-        digest.update(f"{pair.name}\0{pair.prompt}\0".encode())
+        digest.update(f"{pair.name}\0{pair.prompt}\0{pair.image}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -224,7 +226,7 @@ def _match(folder: Path, kind: _Kind, files: _Files, stem: str) -> Iterator[Pair
             problem = f"has no {kind.word}" + _describe_unread(files.others.get(stem), kind)
         yield from (f"{printable(caption)}: {problem}" for caption in captions)
         return
-    texts: dict[str, str] = {}  # where -> what
+    texts: dict[str, Caption] = {}  # by where they are
     broken = []
     for caption in captions:
         text, problem = read_caption(f"{folder}/{caption}")
@@ -236,12 +238,12 @@ def _match(folder: Path, kind: _Kind, files: _Files, stem: str) -> Iterator[Pair
     for file in media:
         found = texts
         if file in files.rows:
-            found = texts | {row.source: row.prompt for row in files.rows[file]}
+            found = texts | {row.source: row.caption for row in files.rows[file]}
         if len(found) > 1 and len(set(found.values())) > 1:
             yield f"{printable(file)}: {' and '.join(found)} have different captions"
         elif found and not broken:
-            source, prompt = next(iter(found.items()))
-            yield Pair(printable(stem), file, prompt, source)
+            source, text = next(iter(found.items()))
+            yield Pair(printable(stem), file, text.prompt, source, text.image)
         elif not broken:
             yield f"{printable(file)}: has no caption {_name_captions(stem)}" + _describe_unread(
                 files.others.get(stem), kind

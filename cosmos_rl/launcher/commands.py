@@ -184,8 +184,8 @@ def _call_settings(pipe: Any, given: argparse.Namespace, trained: Mapping[str, A
         if any(side % step for side in given.size):
             raise UserError(f"--size {given.size[0]} {given.size[1]}: this pipeline needs multiples of {step}")
     if given.size:
-        settings |= {"height": given.size[0], "width": given.size[1]}
-    guidance = [name for name in (row.guidance, "true_cfg_scale", "guidance_scale") if name and name in accepted]
+        settings |= {"height": given.size[0], "width": given.size[1], **row.call_at(*given.size)}
+    guidance = [name for name in row.guidance_names if name in accepted]
     frames = [name for name in (row.frames, "num_frames", "frames") if name and name in accepted]
     if guidance:
         settings[guidance[0]] = given.guidance

@@ -43,7 +43,7 @@ def check_class(pipeline_class: str, file: GivenFile | None) -> None:
     if file is not None and row.clean_frames[1] == 0:
         raise UserError(f"{file.flag} {file.path}: {pipeline_class} makes samples of texts alone; leave it out")
     if file is None and row.needs_media:
-        raise UserError(f"{pipeline_class} makes videos of an image: give --image or --video")
+        raise UserError(f"{pipeline_class} needs an image: give --image or --video")
 
 
 def load_media(pipe: Any, file: GivenFile, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import pytest
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.config.test_recipes import CONFIGS, NAMED
+from tests.support.driven import CONDITIONED
 from tests.support.family_runs import folder_of
 from tests.support.nft_runs import image_prompts, nft_train, prompt_file
+from tests.support.pairs import edit_folder
 from tests.support.trainer_runs import train
 from tests.support.videos import write_video
 
@@ -33,8 +35,10 @@ FROM_AN_IMAGE = {
     "wan2.2-5b-i2v": "wan/wan-2-2-5b",
     "sana-video-i2v": "sana/sana-video",
     "ltx-i2v": "ltx/ltx-video",
+    "hunyuan-video-i2v": "hunyuan-video/hunyuan-video",
+    "flux-kontext": "flux/flux-1-dev",
 }
-"""Families with the weights, and so the recipes, of another one."""
+"""Families that take the recipes of another one."""
 
 
 def family_of(recipe: str) -> str:
@@ -69,11 +73,11 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
         f"--train.output_dir={tmp_path / 'out'}",
         "--train.max_num_steps=2",
     ]
-    if family in FROM_AN_IMAGE:
+    if "i2v" in family:
         options.append("--policy.diffusers.conditional_frames=[1, 1]")
     if "nft" in recipe:
         prompts = prompt_file(tmp_path)
-        if "i2v" in family:
+        if family in CONDITIONED:
             prompts = image_prompts(tmp_path)
         run = nft_train(
             CONFIGS / recipe,
@@ -88,6 +92,8 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
         )
     else:
         folder = image_folder
+        if family == "flux-kontext":
+            folder = edit_folder(tmp_path / "edits")
         if load_config(CONFIGS / recipe).policy.diffusers.is_video:
             folder = tmp_path / "clips"
             for number in range(4):

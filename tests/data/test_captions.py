@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cosmos_rl.data.given import list_edited
+from cosmos_rl.data.items import Part
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.pair_files import count_pairs, describe_pairs, load_pairs, scan_pairs
 from cosmos_rl.errors import UserError
@@ -54,6 +56,21 @@ def test_one_table_for_all(tmp_path: Path, kind: str, file_key: str, text_key: s
     assert prompts_of(tmp_path) == dict(rows)
     pairs, _ = scan_pairs(tmp_path)
     assert describe_pairs(pairs) == f"3 images; captions: 3 metadata.{kind}"
+
+
+def test_a_caption_names_the_image_that_is_edited(tmp_path: Path) -> None:
+    save_images(tmp_path, "1.png", "2.png", "3.png")
+    save_images(tmp_path / "before", "1.png", "2.png")
+    (tmp_path / "1.json").write_text(json.dumps({"prompt": "make it red", "image": "before/1.png"}))
+    rows = [{"file_name": "2.png", "image": "before/2.png", "prompt": "make it blue"}]
+    rows.append({"file_name": "3.png", "image": "3.png", "text": "a square"})  # two names of one file
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = LocalPairs(tmp_path, 8, 8)
+    assert (data.problems, data.edited) == ([], [str(tmp_path / "before/1.png"), str(tmp_path / "before/2.png"), ""])
+    assert [data[i].edits for i in range(3)] == [tmp_path / "before/1.png", tmp_path / "before/2.png", None]
+    assert Part(data, 1, 3).edited == data.edited[1:]
+    named = [(one.prompt, one.metadata["image"]) for one in list_edited(data)]
+    assert named == list(zip(data.prompts, data.edited, strict=True))
 
 
 def test_a_folder_may_mix_all_forms(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.policies import AdapterPolicies
 from tests.support.checks import marks
+from tests.support.family_runs import TrainedFamily, family_toml
+from tests.support.nft_runs import image_prompts
 
 Toml = Callable[..., Path]
 ALWAYS = (
@@ -51,6 +53,26 @@ def test_a_sound_job_of_another_algorithm_passes(
     assert code == 0, out
     expected = [subject for subject in ALWAYS if subject != "old policy"]
     assert {subject: found.get(subject) for subject in expected} == dict.fromkeys(expected, "ok"), out
+
+
+@pytest.mark.zoo
+def test_samples_start_from_the_images_of_their_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = family_toml(tmp_path, TrainedFamily("wan-i2v", frames=("num_frames", 5)), job="nft")
+    prompts = image_prompts(tmp_path)
+    option = f"--train.train_policy.dataset.local_dir={prompts}"
+    code, found, out = marks(capsys, "--config", path, option)
+    assert (code, found["images and videos"]) == (0, "ok"), out
+    assert {found[subject] for subject in ("rollout", "rollout = training", "old policy", "backward")} == {"ok"}, out
+    assert "2 of 2 prompts name one" in out
+    prompts.write_text(prompts.read_text(encoding="utf-8") + '\n{"prompt": "a cat"}', encoding="utf-8")
+    lines = prompts.read_text(encoding="utf-8").splitlines()
+    prompts.write_text("\n".join(reversed(lines)), encoding="utf-8")
+    code, found, out = marks(capsys, "--config", path, option)
+    assert (code, found["images and videos"], found["rollout = training"]) == (0, "warn", "ok"), out
+    (tmp_path / "1.png").write_bytes(b"no image")
+    code, found, out = marks(capsys, "--config", path, option)
+    assert (code, found["images and videos"]) == (1, "FAIL")
+    assert "1.png: cannot be read as an image" in out
 
 
 def test_half_precision_and_guidance_pass_too(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:

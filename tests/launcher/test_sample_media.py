@@ -129,7 +129,7 @@ def test_a_class_takes_media_or_needs_them_or_neither(tmp_path: Path, capsys: py
     said = refusal("StableDiffusion3Pipeline", "--image", str(image))
     assert f"--image {image}: StableDiffusion3Pipeline makes samples of texts alone; leave it out" in said
     assert "WanPipeline makes samples of texts alone" in refusal("WanPipeline", "--video", str(video))
-    assert "makes videos of an image: give --image or --video" in refusal("WanImageToVideoPipeline")
+    assert "needs an image: give --image or --video" in refusal("WanImageToVideoPipeline")
 
 
 @pytest.mark.zoo

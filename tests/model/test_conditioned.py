@@ -1,5 +1,6 @@
 """Videos made of an image or of the first frames of a video: the driver, fine-tuning and reinforcement learning."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from cosmos_rl.data.given import check_media, choose_given, count_clean
+from cosmos_rl.data.given import choose_given, count_clean, find_media_problems
 from cosmos_rl.data.prompts import PromptRecord, read_prompts
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -24,6 +26,7 @@ from tests.support.driven import CONDITIONED
 from tests.support.family_runs import Clips, TrainedFamily, family_toml, folder_of
 from tests.support.nft_runs import image_prompts, nft_train, nft_trainer
 from tests.support.trainer_runs import train
+from tests.support.videos import write_video
 
 COSMOS = TrainedFamily("cosmos-predict2.5", frames=("num_frames", 9))
 FAMILIES = {
@@ -33,6 +36,8 @@ FAMILIES = {
     "wan2.2-5b-i2v": [1 / 2],
     "sana-video-i2v": [0.0],
     "ltx-i2v": [0.0],
+    "hunyuan-video-i2v": [0.0],
+    "flux-kontext": [0.0],
 }
 """Share of the state's elements that media give, for each number of latent frames from 1 on."""
 
@@ -178,13 +183,31 @@ def test_a_conditioned_run_resumes_exactly(tmp_path: Path) -> None:
     require_equal_weights(whole, again)
 
 
-def test_prompts_without_their_images_are_named(tmp_path: Path) -> None:
+def test_prompts_without_a_readable_image_or_video_are_named(tmp_path: Path) -> None:
     records = read_prompts(image_prompts(tmp_path, missing=True))
-    with pytest.raises(UserError, match=r"0 \('a red square'\): no file .*gone\.png"):
-        check_media(records, (0, 1))
-    with pytest.raises(UserError, match='has no "image" or "video"'):
-        check_media([PromptRecord("a cat")], (1, 1))
-    check_media([PromptRecord("a cat")], (0, 1))
+    assert re.search(r"0 \('a red square'\): no file .*gone\.png", find_media_problems(records, (0, 1)))
+    assert 'has no "image" or "video"' in find_media_problems([PromptRecord("a cat")], (1, 1))
+    assert find_media_problems([PromptRecord("a cat")], (0, 1)) == ""
+    Image.effect_noise((64, 64), 80).save(tmp_path / "cut.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "cut.jpg").read_bytes()[:900])
+    cut = PromptRecord("a cat", {"image": "cut.jpg"}, folder=tmp_path)
+    assert re.search(r"0 \('a cat'\): .*cut\.jpg: cannot be read as an image", find_media_problems([cut], (0, 1)))
+    write_video(tmp_path / "short.mp4", frames=3)
+    short = PromptRecord("the sea", {"video": "short.mp4"}, folder=tmp_path)
+    assert find_media_problems([short], (0, 2)) == ""
+    assert "short.mp4: 3 frames, need 5" in find_media_problems([short], (0, 2), 5)
+    assert find_media_problems([cut, short], (0, 0), 5) == ""
+
+
+def test_they_are_named_before_the_model_is_loaded(tmp_path: Path) -> None:
+    family = TrainedFamily("wan-i2v", frames=("num_frames", 5))
+    index_alone = tmp_path / "index alone"
+    index_alone.mkdir()
+    shutil.copy(folder_of(family.name) / "model_index.json", index_alone)
+    options = [f"--policy.model_name_or_path={index_alone}"]
+    records = read_prompts(image_prompts(tmp_path, missing=True))
+    with pytest.raises(UserError, match="prompts that cannot be conditioned"):
+        nft_trainer(family_toml(tmp_path, family, job="nft"), *options, dataset=records)
 
 
 @pytest.mark.slow
@@ -198,14 +221,22 @@ def test_fine_tuning_on_drawn_numbers_of_frames_resumes_exactly(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan-i2v", pytest.param("ltx-i2v", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    ("family", "frames"),
+    [
+        ("wan-i2v", [5]),
+        pytest.param("ltx-i2v", [9], marks=pytest.mark.zoo),
+        pytest.param("hunyuan-video-i2v", [5], marks=pytest.mark.zoo),
+        pytest.param("flux-kontext", [], marks=pytest.mark.zoo),
+    ],
+)
 def test_once_a_model_is_loaded_media_are_encoded_only_for_conditions(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, frames: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames = 5
-    if family.startswith("ltx"):
-        frames = 9
-    model = built(family_toml(tmp_path, TrainedFamily(family, frames=("num_frames", frames)), job="nft"))
+    described = TrainedFamily(family)
+    if frames:
+        described = TrainedFamily(family, frames=("num_frames", frames[0]))
+    model = built(family_toml(tmp_path, described, job="nft"))
     assert model.conditional_frames == (1, 1)
     with torch.no_grad(), model.eval_mode():
         cond = model.condition(
@@ -228,7 +259,7 @@ def test_once_a_model_is_loaded_media_are_encoded_only_for_conditions(
         media, _, _ = model.rollout(
             cond, generators, height=32, width=32, num_inference_steps=2, solver="euler", deterministic=True
         )
-    assert media.shape == (3, frames, 3, 32, 32)
+    assert media.shape == (3, *frames, 3, 32, 32)
 
 
 @pytest.mark.slow
@@ -261,3 +292,20 @@ def test_a_model_class_that_takes_no_media_says_so(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="SD3Model makes samples of texts alone"):
         build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("job", ["sft", "nft"])
+@pytest.mark.parametrize("family", ["wan-i2v", "wan2.2-i2v"])
+def test_all_weights_are_trained_from_an_image(tmp_path: Path, family: str, job: str) -> None:
+    described = TrainedFamily(family, frames=("num_frames", 5))
+    path = family_toml(tmp_path, described, job=job, lora=False, images=tmp_path)
+    if job == "sft":
+        run = train(path, "--train.max_num_steps=2", dataset=Clips(5))
+    else:
+        run = nft_train(path, "--train.max_num_steps=2", dataset=read_prompts(image_prompts(tmp_path)))
+    base, trained = folder_of(family), run / "safetensors/step_2"
+    for part in sorted(folder.name for folder in base.glob("transformer*")):
+        before, after = (load_file(one / part / "diffusion_pytorch_model.safetensors") for one in (base, trained))
+        assert before.keys() == after.keys()
+        assert sum(not torch.equal(value, after[name]) for name, value in before.items()) > len(before) / 2

@@ -123,5 +123,13 @@ def make_pair(family: Family, folder: Path) -> Pair:
     return Pair(family, driver, stock)
 
 
-CONDITIONED = ("wan-i2v", "wan2.2-i2v", "wan2.2-5b-i2v", "sana-video-i2v", "ltx-i2v")
+CONDITIONED = (
+    "wan-i2v",
+    "wan2.2-i2v",
+    "wan2.2-5b-i2v",
+    "sana-video-i2v",
+    "ltx-i2v",
+    "hunyuan-video-i2v",
+    "flux-kontext",
+)
 """Families that need a medium: tests/model/test_conditioned.py compares them with the stock call."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed import randomness
@@ -26,6 +27,7 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.loading import read_pipeline
 from cosmos_rl.policy.model.quiet import load_adapter_weights, quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import add_media
 
 _LEAST_PSNR = 20.0
 """dB; less, and not much better than one colour for the whole image, and the VAE is not to be trusted."""
@@ -68,12 +70,23 @@ def _examine_sft(config: Config, model: PipelineModel, data: LocalPairs) -> Iter
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
     yield _reconstruction(model, items[0], latents[:1])
-    cond = model.encode_prompts([item.prompt for item in items])
+    cond = _encode_items(config, model, items)
     yield from _fresh_adapter(model, latents, cond)
     step = list(_one_step(model, latents, cond, config.train.seed))
     yield from step
     if all(finding.mark != FAIL for finding in step):
         yield _export(model, config, items[0].prompt)
+
+
+def _encode_items(config: Config, model: PipelineModel, items: Sequence[Item]) -> Cond:
+    """The conditions of captions, with the first frames of their own videos where the model takes any."""
+    _, most = model.conditional_frames
+    prompts: list[PromptKey] = [item.prompt for item in items]
+    if most > 0:
+        count = model.count_given(most)
+        prompts = [join_key(item.prompt, choose_own(item, item.name, most, count)) for item in items]
+    cond = model.encode_prompts([item.prompt for item in items])
+    return add_media(model, cond, prompts, config.policy.diffusers.inference_size)
 
 
 def _examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:

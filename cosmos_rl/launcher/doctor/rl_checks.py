@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import all_equal
-from cosmos_rl.data.given import PromptKey, text_of
+from cosmos_rl.data.given import PromptKey, find_file, find_media_problems, make_grey, text_of
 from cosmos_rl.data.prompt_sets import load_prompts
+from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.diffusion.churn import build_transitions
 from cosmos_rl.diffusion.kernels import Kernel, predict_clean
 from cosmos_rl.errors import UserError
@@ -22,14 +23,22 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import keeps_reference
 from cosmos_rl.policy.model.diffusers import PipelineModel
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions, add_media
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
 from cosmos_rl.policy.trainer.rl.build import build_algorithm
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
-from cosmos_rl.rollout.sampler import Rollouts, RolloutSampler, RolloutSpec, Sample, group_samples, measure_diversity
+from cosmos_rl.rollout.sampler import (
+    Giving,
+    Rollouts,
+    RolloutSampler,
+    RolloutSpec,
+    Sample,
+    group_samples,
+    measure_diversity,
+)
 
 _PROMPTS, _GROUP = 2, 3
 _PURPOSE = "doctor/rollout"
@@ -52,9 +61,15 @@ def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
         yield Finding(FAIL, "prompts", str(error))
         return
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
-    samples = group_samples(enumerate(prompts), _GROUP)
+    samples = group_samples(enumerate(prompts), _GROUP, Giving(model.conditional_frames))
+    if model.conditional_frames[1] > 0:
+        media = _media(model, prompts)
+        yield media
+        if media.mark == FAIL:
+            return
+        samples = [_with_frames(config, model, sample) for sample in samples]
     guided = config.policy.diffusers.sample.guidance_scale > 1
-    conditions = _texts_alone(model, guided=guided)
+    conditions = _encode_with(config, model, guided=guided)
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies, algorithm = model.policies(keep_old=False, keep_reference=False), build_algorithm(config)
     with policies.using(algorithm.rollout_policy), model.eval_mode():
@@ -83,9 +98,35 @@ def _rollout(made: Rollouts) -> Finding:
     return Finding(FAIL, "rollout", text, "all samples of a prompt are alike, so no reward can distinguish them")
 
 
-def _texts_alone(model: PipelineModel, *, guided: bool) -> StepConditions:
+def _media(model: PipelineModel, prompts: Sequence[PromptRecord]) -> Finding:
+    """Whether the images and videos that the prompts name can be read."""
+    least, most = model.conditional_frames
+    problems = find_media_problems(prompts, (0, most), model.count_given(most))
+    if problems:
+        return Finding(FAIL, "images and videos", problems)
+    without = sum(find_file(record) is None for record in prompts)
+    text = f"{len(prompts) - without} of {len(prompts)} prompts name one"
+    if without and least > 0:
+        fix = 'a prompt needs an "image" or a "video"; a grey one is taken for these checks'
+        return Finding(WARN, "images and videos", text, fix)
+    return Finding(OK, "images and videos", text)
+
+
+def _with_frames(config: Config, model: PipelineModel, sample: Sample) -> Sample:
+    """A sample of a model that needs a medium, with a grey one where its prompt has none."""
+    least, _ = model.conditional_frames
+    if least == 0 or sample.given is None or sample.given.clean > 0:
+        return sample
+    size = config.policy.diffusers.inference_size
+    return replace(sample, given=make_grey(least, model.count_given(least), *size))
+
+
+def _encode_with(config: Config, model: PipelineModel, *, guided: bool) -> StepConditions:
+    """Conditions of prompts and their media, past the caches."""
+
     def encode(prompts: Sequence[PromptKey], negatives: Sequence[str]) -> Any:
-        return model.encode_prompts([text_of(prompt) for prompt in prompts], negatives if guided else None)
+        cond = model.encode_prompts([text_of(prompt) for prompt in prompts], negatives if guided else None)
+        return add_media(model, cond, prompts, config.policy.diffusers.inference_size)
 
     return StepConditions(encode)
 
@@ -94,21 +135,21 @@ def _agreement(config: Config, model: PipelineModel, spec: RolloutSpec, samples:
     """The velocities that the sampler followed, read off its states, against those that training computes there."""
     solver = "euler" if spec.solver == "dance" else spec.solver
     quiet = replace(spec, solver=solver, deterministic=True, guidance=1.0)  # training knows no guidance
-    conditions = _texts_alone(model, guided=False)
+    conditions = _encode_with(config, model, guided=False)
     few = [samples[0], samples[-1]]
     levels = model.sampling_levels(spec.num_steps)
     with model.eval_mode(), torch.no_grad():
         states = RolloutSampler(model, quiet, config.train.seed).trajectory(few, conditions, _PURPOSE, 0)
         if len(states) != len(levels.sigma):
             return Finding(FAIL, "rollout = training", f"{len(states)} states for {spec.num_steps} steps")
-        cond = conditions([sample.prompt for sample in few])
+        cond = conditions([sample.key for sample in few])
         sigmas = levels.sigma.tolist()
         _, kernel = build_transitions(solver, levels.sigma, noise_level=0.0, deterministic=True)
         followed = _follow_trained(states, sigmas, kernel)
-        apart = [
-            relative_distance(velocity, model.velocity(state, levels.rows(index).expand(len(few)), cond))
-            for index, (velocity, state) in enumerate(zip(followed, states, strict=False))
-        ]
+        apart = []
+        for index, (velocity, state) in enumerate(zip(followed, states, strict=False)):
+            trained = model.velocity(state, levels.rows(index).expand(len(few)), cond)
+            apart.append(relative_distance(_keep_generated(velocity, cond), _keep_generated(trained, cond)))
     worst = max(range(len(apart)), key=apart.__getitem__)
     exact = config.train.param_dtype == "float32"
     text = f"velocities differ by {apart[worst]:.1e} (relative), most at noise level {sigmas[worst]:.3g}"
@@ -116,6 +157,13 @@ def _agreement(config: Config, model: PipelineModel, spec: RolloutSpec, samples:
         return Finding(OK, "rollout = training", text)
     fix = "pipeline_with_logprob must call the transformer as training does: same input, timestep and noise levels"
     return Finding(FAIL, "rollout = training", text, fix)
+
+
+def _keep_generated(values: Tensor, cond: Any) -> Tensor:
+    """Values like a state with 0 at the elements that media give."""
+    if cond.element_mask is None:
+        return values
+    return torch.where(cond.element_mask.to(values.device), values, 0)
 
 
 def _follow_trained(states: Sequence[Tensor], sigmas: Sequence[float], kernel: Kernel) -> list[Tensor]:
@@ -133,12 +181,12 @@ def _old_policy(model: PipelineModel, made: Rollouts, conditions: StepConditions
     """The ratio of the policies is 1 before anything is learnt."""
     policies = model.policies(keep_old=True, keep_reference=False)
     latents = made.latents.to(model.device)
-    level, cond = model.training_level(torch.full((len(latents),), 0.5)), conditions([s.prompt for s in made.samples])
+    level, cond = model.training_level(torch.full((len(latents),), 0.5)), conditions([s.key for s in made.samples])
     found = {}
     with torch.no_grad(), model.eval_mode():
         for name in ("default", "old"):
             with policies.using(name):
-                found[name] = model.velocity(latents, level, cond)
+                found[name] = _keep_generated(model.velocity(latents, level, cond), cond)
     apart = relative_distance(found["old"], found["default"])
     text = f"differs from the trained one by {apart:.1e} (relative) before the first step"
     return Finding(choose_mark(apart == 0), "old policy", text)
@@ -244,7 +292,7 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
     few = made.samples[:count]
     share = Share(
         [sample.sample_id for sample in few],
-        [sample.prompt for sample in few],
+        [sample.key for sample in few],
         {name: value[:count] for name, value in made.learnable.items()},
         algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),

@@ -68,25 +68,17 @@ class ModelRegistry:
         return cls._models[pipeline_class]
 
     @classmethod
-    def build_diffusers_model(cls, config: Config, **kwargs: Any) -> Any:
-        """Load the pipeline that ``policy.model_name_or_path`` names with the class registered for it.
+    def find_class(cls, config: Config) -> tuple[str, type]:
+        """The class name of the pipeline that ``policy.model_name_or_path`` names, and the class that trains it.
+
+        Reads its index alone.
 
         Raises:
             UserError: no pipeline at that place, or no class for it.
         """
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-        name, revision = config.policy.model_name_or_path, config.policy.model_revision
-        one_file = find_single_file_problem(name)
-        if one_file is not None:
-            raise UserError(one_file)
-        if Path(name).expanduser().is_dir():
-            name = str(Path(name).expanduser())
-        if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():
-            hint = ""
-            if "checkpoints" in Path(name).parts:
-                hint = " It looks like trainer state; exported pipelines are under safetensors/step_<N>."
-            raise UserError(f"policy.model_name_or_path = {name!r}: the folder has no model_index.json.{hint}")
+        name, revision = _locate(config), config.policy.model_revision
         try:
             index: Any = DiffusionPipeline.load_config(name, revision=revision)
         except (OSError, ValueError) as error:
@@ -94,15 +86,40 @@ class ModelRegistry:
                 f"policy.model_name_or_path = {name!r}: neither a local pipeline folder nor a reachable hub repository "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        model = cls.model_class(index["_class_name"])
+        return index["_class_name"], cls.model_class(index["_class_name"])
+
+    @classmethod
+    def build_diffusers_model(cls, config: Config, **kwargs: Any) -> Any:
+        """Load the pipeline that ``policy.model_name_or_path`` names with the class registered for it.
+
+        Raises:
+            UserError: as `find_class`.
+        """
+        _, model = cls.find_class(config)
         return model(
             config.policy.diffusers,
             lora_config=config.policy.lora,
             policy=config.policy,
-            model_str=name,
-            revision=revision,
+            model_str=_locate(config),
+            revision=config.policy.model_revision,
             **kwargs,
         )
+
+
+def _locate(config: Config) -> str:
+    """The folder of a pipeline, or its name on the hub."""
+    name = config.policy.model_name_or_path
+    one_file = find_single_file_problem(name)
+    if one_file is not None:
+        raise UserError(one_file)
+    if Path(name).expanduser().is_dir():
+        name = str(Path(name).expanduser())
+    if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():
+        hint = ""
+        if "checkpoints" in Path(name).parts:
+            hint = " It looks like trainer state; exported pipelines are under safetensors/step_<N>."
+        raise UserError(f"policy.model_name_or_path = {name!r}: the folder has no model_index.json.{hint}")
+    return name
 
 
 def _origin(model: type) -> tuple[str, str]:

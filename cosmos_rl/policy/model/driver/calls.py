@@ -77,7 +77,7 @@ class PipelineCalls:
         mute_unused_guidance(pipeline)
         self._accepted = inspect.signature(type(pipeline).__call__).parameters
         self.call = {name: value for name, value in {**self.row.call, **(call or {})}.items() if name in self._accepted}
-        self.guidance_name = self._find_accepted(self.row.guidance, "true_cfg_scale", "guidance_scale")
+        self.guidance_name = self._find_accepted(*self.row.guidance_names)
         self.frames_name = self._find_accepted(self.row.frames, "num_frames", "frames")
         self.denoisers: dict[str, nn.Module] = find_denoisers(pipeline)
         self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
@@ -278,12 +278,13 @@ class PipelineCalls:
         """
         # a list of its own: Z-Image writes into the one it gets
         made = {**self.call, "prompt": list(prompts or [""] * n), "num_inference_steps": steps, "return_dict": False}
-        made.update(height=size.height, width=size.width)
+        made.update(height=size.height, width=size.width, **self.row.call_at(size.height, size.width))
         if medium is not None:
             assert self.row.media is not None
             made.update(self.row.media(medium))
-        elif self.row.needs_media:  # as a tensor of the final size it costs no resizing
-            made["image"] = torch.zeros(n if self.row.blank_each else 1, 3, size.height, size.width)
+        elif self.row.needs_media:  # as a tensor of the final size, in memory like an image, it costs no resizing
+            count = n if self.row.blank_each else 1
+            made["image"] = torch.zeros(count, size.height, size.width, 3).movedim(-1, 1)
         if self.frames_name is not None:
             made[self.frames_name] = size.frames
         if self.guidance_name is not None and guidance is not None:

@@ -5,6 +5,7 @@ Each returns what it measured, in words, writes what it found into the facts, an
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def find_guidance(probing: Probing) -> str:
         if driver.row.needs_media:
             black = [make_black(driver, driver.row.clean_frames[0], driver.size)] * len(probing.prompts)
             cond = driver.condition(probing.conds[mode], black, generators=probing.generators())
-            probing.conds[mode] = cond
+            probing.conds[mode] = replace(cond, values=probing.conds[mode].values)  # of all prompts at once, as stock
     return f"{facts.guidance_style}, off at {facts.guidance_off}"
 
 
@@ -322,11 +323,11 @@ def find_tail(probing: Probing) -> str:
     """
     driver, loop, facts = probing.driver, probing.loops["off"], probing.facts
     assert loop.media is not None
-    try:
-        made = driver.decode(loop.states[-1], cond=probing.conds["off"])
-    except Exception:  # some look back at the last step, which then is not there
-        facts.tail = "one step"
-        made = driver.decode(loop.states[-1], cond=probing.conds["off"])
+    with contextlib.suppress(Exception):  # some look back at the last step, which then is not there
+        if torch.equal(driver.decode(loop.states[-1], cond=probing.conds["off"]), loop.media):
+            return f"media {tuple(loop.media.shape)} by {facts.tail}"
+    facts.tail = "one step"  # or put given frames into the state after each step
+    made = driver.decode(loop.states[-1], cond=probing.conds["off"])
     if not torch.equal(made, loop.media):
         raise Failed(f"largest difference {largest_difference(made, loop.media):.1e}")
     return f"media {tuple(made.shape)} by {facts.tail}"

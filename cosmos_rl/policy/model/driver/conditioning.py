@@ -4,6 +4,7 @@ Everything between the stock call's arguments and its loop is run once for each 
 states count is measured and not known.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,16 @@ from torch.utils import _pytree as tree
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver.calls import stop, stop_with_velocity
-from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.contract import Medium, Size
 from cosmos_rl.policy.model.driver.inputs import Inputs, collect_leaves, scalar_levels
 from cosmos_rl.policy.model.driver.seams import Run
 
 if TYPE_CHECKING:
     from cosmos_rl.policy.model.driver.driver import Driver
+
+_GUIDED = 2.0
+"""Any value that switches guidance on."""
 
 
 def condition(
@@ -37,10 +41,9 @@ def condition(
         alone = cond.rows(torch.tensor([row]))
         generator = torch.Generator().manual_seed(0) if generators is None else generators[row]
         rows.append(_condition_row(driver, alone, medium, size, generator))
-    made = rows[0]
-    for row in rows[1:]:
-        made = made.concat(row)
-    assert isinstance(made, MediaCond)
+    made = functools.reduce(MediaCond.concat, [row.media for row in rows if row.media is not None])
+    if driver.row.text_sees_media:
+        cond = _join_texts(driver, rows)
     masks = [driver.element_mask(kind, size) for kind in made.kinds]
     mask = None
     if any(one is not None for one in masks):
@@ -62,21 +65,38 @@ def _check_medium(driver: "Driver", medium: Medium | None, size: Size) -> None:
         )
 
 
+def _join_texts(driver: "Driver", rows: Sequence[DrivenCond]) -> DrivenCond:
+    joined = concat_all([replace(row, media=None) for row in rows])
+    if joined is None:
+        raise UserError(f"{driver.facts.pipeline} makes other lengths of these prompts and media: not supported")
+    return joined
+
+
 def _condition_row(
     driver: "Driver", alone: DrivenCond, medium: Medium | None, size: Size, generator: torch.Generator
-) -> MediaCond:
-    """What the stock call makes of one row's medium before its loop."""
-    run = Run(driver.device, text=alone.values, on_denoiser=stop)
-    driver.go(run, 1, driver.guidance_off, size, medium=medium, generator=generator)
+) -> DrivenCond:
+    """One row with what the stock call makes of its medium before its loop."""
+    run, guidance = Run(driver.device, text=alone.values, on_denoiser=stop), driver.guidance_off
+    texts: dict[str, Any] = {}
+    if driver.row.text_sees_media:
+        run.text = None
+        prompt, away = alone.texts[0]
+        texts = {"prompts": [prompt], "negatives": None if away is None else [away]}
+        if alone.guided:
+            guidance = _GUIDED
+    driver.go(run, 1, guidance, size, medium=medium, generator=generator, **texts)
+    if driver.row.text_sees_media:
+        alone = replace(alone, values=run.recorded)
     values = list(run.prepared)
     if not driver.facts.partial:
         values[driver.facts.leaf] = None
     shared = tuple(not isinstance(value, Tensor) or value.ndim == 0 or len(value) != 1 for value in values)
     kind = 0 if medium is None else medium.clean
     found = MediaCond(tuple(values), shared, run.recorded_media, {}, (kind,))
-    if not run.recorded_media:
-        return found
-    return replace(found, inputs=_find_inputs(driver, replace(alone, media=found), size))
+    alone = replace(alone, media=found)
+    if run.recorded_media:
+        alone = replace(alone, media=replace(found, inputs=_find_inputs(driver, alone, size)))
+    return alone
 
 
 def _find_inputs(driver: "Driver", cond: DrivenCond, size: Size) -> dict[str, dict[str, Tensor]]:
@@ -91,7 +111,7 @@ def _find_inputs(driver: "Driver", cond: DrivenCond, size: Size) -> dict[str, di
     found = {}
     modes = {"off": driver.guidance_off}
     if cond.guided:
-        modes["on"] = 2.0
+        modes["on"] = _GUIDED
     for mode, guidance in modes.items():
         here = driver.first_inputs(state, level, cond, guidance, size).leaves
         there = driver.first_inputs(
@@ -134,7 +154,7 @@ def measure_mask(driver: "Driver", kind: int, size: Size) -> Tensor | None:
         medium = make_black(driver, kind, size)
     cond = driver.blank_cond(1)
     generator = torch.Generator().manual_seed(0)
-    cond = replace(cond, media=_condition_row(driver, cond, medium, size, generator))
+    cond = _condition_row(driver, cond, medium, size, generator)
     state = driver.pack(torch.randn(1, *driver.noise_shape(size), generator=generator), size)
     sees = _sees(driver, state, cond, size)
     counts = sees & _follows_output(driver, state, cond, size)

@@ -84,6 +84,8 @@ class DrivenCond:
     """What the rows are conditioned on besides their texts."""
     element_mask: Tensor | None = None
     """``[size, ...]`` like the states: which elements count in means. None: all."""
+    texts: tuple[tuple[str, str | None], ...] = ()
+    """Prompt and negative prompt of each row, where media change what is made of them; else none."""
 
     @property
     def batch_size(self) -> int:
@@ -100,7 +102,8 @@ class DrivenCond:
             media = media.rows(index)
         if mask is not None:
             mask = mask[index.to(mask.device)]
-        return replace(self, values=picked, size=len(index), media=media, element_mask=mask)
+        texts = tuple(self.texts[row] for row in index.tolist() if self.texts)
+        return replace(self, values=picked, size=len(index), media=media, element_mask=mask, texts=texts)
 
     def concat(self, other: "DrivenCond") -> "DrivenCond | None":
         """The rows of both; None where they were made with other lengths."""
@@ -114,8 +117,8 @@ class DrivenCond:
             media = media.concat(other.media)
         if mask is not None and other.element_mask is not None:
             mask = torch.cat([mask, other.element_mask])
-        size, guided = self.size + other.size, self.guided and other.guided
-        return replace(self, values=values, size=size, guided=guided, media=media, element_mask=mask)
+        size, guided, texts = self.size + other.size, self.guided and other.guided, self.texts + other.texts
+        return replace(self, values=values, size=size, guided=guided, media=media, element_mask=mask, texts=texts)
 
     def to(self, device: torch.device | str) -> "DrivenCond":
         """The same on another device."""
@@ -133,7 +136,7 @@ class DrivenCond:
             raise ValueError("conditions with media are of one sample, not of a prompt")
         tensors: dict[str, Tensor] = {}
         nested = [_flatten(value, axis, tensors) for value, axis in zip(self.values, self.axes, strict=True)]
-        form = json.dumps({"values": nested, "size": self.size, "guided": self.guided})
+        form = json.dumps({"values": nested, "size": self.size, "guided": self.guided, "texts": self.texts})
         return {**tensors, _FORM: torch.tensor(list(form.encode()), dtype=torch.uint8)}
 
     @classmethod
@@ -141,7 +144,9 @@ class DrivenCond:
         """What `to_tensors` made."""
         form = json.loads(bytes(tensors[_FORM].tolist()))
         pairs = [_unflatten(entry, tensors) for entry in form["values"]]
-        return cls([value for value, _ in pairs], [axis for _, axis in pairs], form["size"], form["guided"])
+        values, axes = [value for value, _ in pairs], [axis for _, axis in pairs]
+        texts = tuple((prompt, away) for prompt, away in form.get("texts", ()))
+        return cls(values, axes, form["size"], form["guided"], texts=texts)
 
 
 def concat_all(conditions: Sequence[DrivenCond]) -> DrivenCond | None:

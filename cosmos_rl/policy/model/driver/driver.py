@@ -84,6 +84,8 @@ class Driver(PipelineCalls):
         if count_rows(values, axes) - {len(prompts)}:
             raise UserError(f"encode_prompt gives {count_rows(values, axes)} rows for {len(prompts)} prompts")
         cond = DrivenCond(values, axes, len(prompts), guidance != self.guidance_off)
+        if self.row.text_sees_media:
+            cond = replace(cond, texts=tuple(zip(prompts, negatives or [None] * len(prompts), strict=True)))
         if self._blank is None:
             self._blank = _copy_cond(cond.rows(torch.tensor([0])).to("cpu"))
         return cond

@@ -126,18 +126,20 @@ class DrivenModel(PipelineModel):
 
     def _find_conditional_frames(self) -> tuple[int, int]:
         """What the configuration asks for, or the least that the pipeline can do."""
-        least, most = self.driver.row.clean_frames
-        wanted = self.config.conditional_frames
-        if wanted is None:
-            return least, least
-        problem = conditional_frames_problem(wanted, self.model_str, (least, most))
+        row = self.driver.row
+        chosen = row.choose_clean_frames(self.config.conditional_frames)
+        problem = conditional_frames_problem(chosen, self.model_str, row.clean_frames)
         if problem is not None:
             raise UserError(problem)
-        return wanted
+        return chosen
 
     def _media_encoders(self) -> list[torch.nn.Module]:
-        encoder = getattr(self.pipeline, "image_encoder", None)
-        return [self.vae] if encoder is None else [self.vae, encoder]
+        parts = [self.vae]
+        if getattr(self.pipeline, "image_encoder", None) is not None:
+            parts.append(self.pipeline.image_encoder)
+        if self.driver.row.text_sees_media:
+            parts += self._encoders()
+        return parts
 
     @staticmethod
     def supported_model_types() -> list[str]:

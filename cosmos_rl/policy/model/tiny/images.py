@@ -3,6 +3,8 @@
 # pyright: reportArgumentType=false
 # diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant
 
+from typing import Any
+
 import diffusers as d
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, CLIPVisionConfig, CLIPVisionModel
@@ -67,6 +69,15 @@ def sana() -> d.SanaPipeline:
 
 
 def flux() -> d.FluxPipeline:
+    return _flux(d.FluxPipeline)
+
+
+def flux_kontext() -> d.FluxKontextPipeline:
+    """FLUX.1 Kontext, which edits an image."""
+    return _flux(d.FluxKontextPipeline)
+
+
+def _flux(pipeline_class: Any) -> Any:
     clip, t5 = clip_tokenizer(77), t5_tokenizer()
     transformer = d.FluxTransformer2DModel(
         patch_size=1,
@@ -80,7 +91,7 @@ def flux() -> d.FluxPipeline:
         axes_dims_rope=(4, 4, 8),
         guidance_embeds=True,
     )
-    return d.FluxPipeline(
+    return pipeline_class(
         d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         load_trained_kl(),
         clip_encoder(clip),

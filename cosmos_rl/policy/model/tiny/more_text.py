@@ -3,10 +3,12 @@
 # pyright: reportArgumentType=false
 # diffusers' hints name one scheduler, one tokenizer and tuples of one length where several are meant
 
+from itertools import pairwise
 from typing import Any
 
-from tokenizers import pre_tokenizers, processors
+from tokenizers import AddedToken, pre_tokenizers, processors
 from transformers import (
+    CLIPVisionConfig,
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
@@ -15,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaModel,
     LlamaTokenizer,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -29,6 +33,11 @@ from transformers import (
 WIDTH = 32
 """Of every encoder here."""
 
+LLAVA_SIDE = 48
+"""Pixels of the images that the tiny Llava sees, in patches of 2."""
+_LLAMA3_SPECIALS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+_HUNYUAN_OTHERS = 12
+"""Tokens of its template before the prompt, with the start of the text, that are not of the description."""
 _SPELT = ["▁", *(chr(code) for code in range(ord("!"), ord("~") + 1))]
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _QWEN_SPECIALS = [
@@ -125,7 +134,11 @@ def _t5_sizes(tokenizer: Any) -> dict[str, Any]:
 
 
 def llama_encoder(tokenizer: LlamaTokenizer) -> LlamaModel:
-    config = LlamaConfig(
+    return LlamaModel(_llama_sizes(tokenizer)).eval()
+
+
+def _llama_sizes(tokenizer: LlamaTokenizer) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         intermediate_size=64,
@@ -135,7 +148,6 @@ def llama_encoder(tokenizer: LlamaTokenizer) -> LlamaModel:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return LlamaModel(config).eval()
 
 
 def glm_encoder(tokenizer: Any) -> GlmModel:
@@ -151,6 +163,45 @@ def glm_encoder(tokenizer: Any) -> GlmModel:
         eos_token_id=0,
     )
     return GlmModel(config).eval()
+
+
+def llava_tokenizer() -> LlamaTokenizer:
+    """The Llama one with the specials of Llama 3, and whole tokens for the text that HunyuanVideo puts around prompts.
+
+    That text has as many tokens as in the published model, whose pipeline cuts them away by their number.
+    """
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
+
+    tokenizer = llama_tokenizer()
+    after = DEFAULT_PROMPT_TEMPLATE["template"].partition("<image>")[2]
+    description = after[: after.index("<|eot_id|>")]
+    chunks = DEFAULT_PROMPT_TEMPLATE["crop_start"] - _HUNYUAN_OTHERS
+    ends = [len(description) * k // chunks for k in range(chunks + 1)]
+    words = [description[first:last] for first, last in pairwise(ends)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*_LLAMA3_SPECIALS, "<image>"]})
+    whole = [*dict.fromkeys(words), "system", "user", "assistant", "\n\n"]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole])
+    return tokenizer
+
+
+def llava_encoder(tokenizer: LlamaTokenizer) -> LlavaForConditionalGeneration:
+    """Llama that sees an image as 24 x 24 tokens."""
+    vision = CLIPVisionConfig(
+        hidden_size=WIDTH,
+        projection_dim=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * WIDTH,
+        image_size=LLAVA_SIDE,
+        patch_size=2,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=_llama_sizes(tokenizer),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    config.pad_token_id = tokenizer.pad_token_id
+    return LlavaForConditionalGeneration(config).eval()
 
 
 def _qwen3_sizes(tokenizer: Qwen2Tokenizer, layers: int) -> Qwen3Config:

@@ -206,6 +206,33 @@ def cosmos2() -> d.Cosmos2TextToImagePipeline:
 
 def hunyuan_video() -> d.HunyuanVideoPipeline:
     tokenizer, clip = text.llama_tokenizer(), clip_tokenizer(77)
+    return d.HunyuanVideoPipeline(
+        text.llama_encoder(tokenizer),
+        tokenizer,
+        _hunyuan_transformer(),
+        _hunyuan_vae(),
+        d.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        clip_encoder(clip),
+        clip,
+    )
+
+
+def hunyuan_video_i2v() -> d.HunyuanVideoImageToVideoPipeline:
+    """HunyuanVideo from an image, whose frame is no part of the state."""
+    tokenizer, clip = text.llava_tokenizer(), clip_tokenizer(77)
+    return d.HunyuanVideoImageToVideoPipeline(
+        text.llava_encoder(tokenizer),
+        tokenizer,
+        _hunyuan_transformer(image_condition_type="token_replace"),
+        _hunyuan_vae(),
+        d.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        clip_encoder(clip),
+        clip,
+        CLIPImageProcessor(size=text.LLAVA_SIDE, crop_size=text.LLAVA_SIDE),
+    )
+
+
+def _hunyuan_transformer(**changes: Any) -> d.HunyuanVideoTransformer3DModel:
     transformer = d.HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
@@ -220,8 +247,13 @@ def hunyuan_video() -> d.HunyuanVideoPipeline:
         text_embed_dim=text.WIDTH,
         pooled_projection_dim=CLIP_WIDTH,
         rope_axes_dim=(2, 4, 4),
+        **changes,
     )
-    vae = d.AutoencoderKLHunyuanVideo(
+    return randomise_zeros(transformer)
+
+
+def _hunyuan_vae() -> d.AutoencoderKLHunyuanVideo:
+    return d.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
         up_block_types=("HunyuanVideoUpBlock3D",) * 4,
@@ -230,15 +262,6 @@ def hunyuan_video() -> d.HunyuanVideoPipeline:
         norm_num_groups=4,
         scaling_factor=0.476986,
     ).eval()
-    return d.HunyuanVideoPipeline(
-        text.llama_encoder(tokenizer),
-        tokenizer,
-        randomise_zeros(transformer),
-        vae,
-        d.FlowMatchEulerDiscreteScheduler(shift=7.0),
-        clip_encoder(clip),
-        clip,
-    )
 
 
 def ltx() -> d.LTXPipeline:

@@ -12,6 +12,7 @@ from cosmos_rl.policy.model.quiet import quiet_libraries
 MAKERS = {
     "sana": "images:sana",
     "flux": "images:flux",
+    "flux-kontext": "images:flux_kontext",
     "flux2-klein": "images:flux2_klein",
     "qwen-image": "images:qwen_image",
     "z-image": "images:z_image",
@@ -30,6 +31,7 @@ MAKERS = {
     "cosmos-predict2": "videos:cosmos2",
     "cosmos-predict2.5": "videos:cosmos2_5",
     "hunyuan-video": "videos:hunyuan_video",
+    "hunyuan-video-i2v": "videos:hunyuan_video_i2v",
     "ltx": "videos:ltx",
     "ltx-i2v": "videos:ltx_i2v",
     "mochi": "videos:mochi",

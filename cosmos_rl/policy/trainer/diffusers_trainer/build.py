@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cosmos_rl.data.cached_latents import CachedLatents
-from cosmos_rl.data.given import check_media
+from cosmos_rl.data.given import list_edited
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream
@@ -12,7 +12,14 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.plan import plan_sft
-from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import (
+    build_model,
+    expect_clean_frames,
+    open_dataset,
+    prepare_export,
+    require_counted_media,
+    require_media,
+)
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
@@ -40,8 +47,11 @@ def build_sft(
     if config.validation.enable:
         pairs, held_out = _hold_out(config, pairs, val_dataset)
         records = _read_validation_prompts(held_out, config)
-    # at once where the key says it: loading the model takes long
-    check_media(records or (), config.policy.diffusers.conditional_frames or (0, 0))
+    clean_frames = expect_clean_frames(config)
+    edited = []
+    if not config.policy.diffusers.is_video:  # videos have their first frames
+        edited = [*list_edited(pairs), *(list_edited(held_out) if records is None else ())]
+    require_media([*edited, *(records or ())], clean_frames, context)  # loading the model takes long
     stream = _pair_stream(config, len(pairs))
     model = build_model(config, context, rest_on_cpu=job.cached_latents or job.cached_text)
     model.warns_of_cuts = context.is_main
@@ -49,7 +59,7 @@ def build_sft(
         model.warn_about_truncation(list_captions(pairs), "captions")
         validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
         model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
-    check_media(records or (), model.conditional_frames)
+    require_counted_media(records or (), model, context, clean_frames)
     encoders, encoding = model.build_token_counters(), Encoding(model, config)
     if encoding.latent_cache is not None and model.conditional_frames[1] == 0:  # else the first frames are needed too
         pairs = CachedLatents(pairs, encoding.latent_cache)

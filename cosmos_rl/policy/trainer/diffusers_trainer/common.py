@@ -1,13 +1,15 @@
 """What every diffusers job builds in the same way."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cosmos_rl.checkpoint.export import Adapter, LoraExport, PipelineExport
+from cosmos_rl.data.given import find_media_problems
+from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu
@@ -20,6 +22,8 @@ from cosmos_rl.policy.config import Config, TrainConfig
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
+from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.policy.model.lora import fold_config, fold_weights
 
 
@@ -49,6 +53,51 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Pipel
             "alone; leave the key out"
         )
     return model
+
+
+def expect_clean_frames(config: Config) -> tuple[int, int]:
+    """The ``conditional_frames`` that the model will have, as far as that can be known without loading it.
+
+    Raises:
+        UserError: no pipeline at the configured place, or no class for it.
+    """
+    wanted = config.policy.diffusers.conditional_frames
+    if wanted is not None:
+        return wanted
+    name, model = ModelRegistry.find_class(config)
+    if issubclass(model, DrivenModel):
+        return find_row(name).choose_clean_frames(None)
+    return model.conditional_frames
+
+
+def require_media(
+    records: Sequence[PromptRecord], clean_frames: tuple[int, int], context: Context, *, count: int = 1
+) -> None:
+    """Refuse prompts whose images or videos are missing or cannot be read, see `find_media_problems`.
+
+    All ranks must call it; the files are read by the main one.
+
+    Raises:
+        UserError: names the prompts.
+    """
+    if not records or clean_frames[1] == 0:
+        return
+    problems = ""
+    if context.is_main:
+        problems = find_media_problems(records, clean_frames, count)
+    problems = context.broadcast_from_main(problems)
+    if problems:
+        raise UserError(problems)
+
+
+def require_counted_media(
+    records: Sequence[PromptRecord], model: PipelineModel, context: Context, expected: tuple[int, int]
+) -> None:
+    """`require_media` again, where a loaded model wants more of the files than was expected."""
+    wanted = model.conditional_frames
+    count = model.count_given(wanted[1]) if wanted[1] > 0 else 0
+    if wanted != expected or count > 1:
+        require_media(records, wanted, context, count=count)
 
 
 def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig, total_steps: int) -> Optimizer:

@@ -88,16 +88,11 @@ class Encoding:
         Of prompts that come with a medium, those of the medium too.
         """
         cond = self._text_conditions([text_of(prompt) for prompt in prompts], negatives)
-        given = [prompt.given for prompt in prompts if isinstance(prompt, GivenPrompt)]
-        if not given:
-            return cond
-        return self._model.condition(cond, [self.load_medium(one) for one in given])
+        return add_media(self._model, cond, prompts, self._size)
 
     def load_medium(self, given: Given) -> Medium | None:
         """The frames that a sample is conditioned on; None: on none."""
-        if given.clean == 0:
-            return None
-        return Medium(load_given(given, self._model.count_given(given.clean), *self._size), given.clean)
+        return load_medium(self._model, given, self._size)
 
     def _text_conditions(self, prompts: Sequence[str], negatives: Sequence[str] | None) -> Any:
         if self.text_cache is None:
@@ -118,6 +113,21 @@ class Encoding:
         names = found[prompts[0]].keys()
         text = {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
         return {name: value.to(self._model.device) for name, value in text.items()}
+
+
+def add_media(model: PipelineModel, cond: Any, prompts: Sequence[PromptKey], size: tuple[int, int]) -> Any:
+    """Conditions of the texts of B prompts, with those of the media that come with them."""
+    given = [prompt.given for prompt in prompts if isinstance(prompt, GivenPrompt)]
+    if not given:
+        return cond
+    return model.condition(cond, [load_medium(model, one, size) for one in given])
+
+
+def load_medium(model: PipelineModel, given: Given, size: tuple[int, int]) -> Medium | None:
+    """The frames ``size`` (height, width) that a sample is conditioned on; None: on none."""
+    if given.clean == 0:
+        return None
+    return Medium(load_given(given, model.count_given(given.clean), *size), given.clean)
 
 
 def _cached_conditions(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
-from cosmos_rl.data.given import GivenPrompt, PromptKey, count_clean, first_frames
+from cosmos_rl.data.given import GivenPrompt, PromptKey, choose_own, count_clean
 from cosmos_rl.data.items import Item
 from cosmos_rl.diffusion.schedule import density, index_from_density, mix
 from cosmos_rl.distributed import randomness
@@ -92,6 +92,6 @@ class Noising:
         keys: list[PromptKey] = []
         for number, item, prompt, u in zip(ids, items, prompts, drawn, strict=True):
             clean = count_clean(frames, u)
-            given = first_frames(item.visual, f"{number}", clean, self._model.count_given(clean))
+            given = choose_own(item, f"{number}", clean, self._model.count_given(clean))
             keys.append(GivenPrompt(prompt, given))
         return keys

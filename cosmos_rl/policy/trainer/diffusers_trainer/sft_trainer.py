@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.given import Given, first_frames
+from cosmos_rl.data.given import Given, choose_own
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.items import Item, Readable
 from cosmos_rl.data.prompts import PromptRecord
@@ -200,7 +200,7 @@ class SFTTrainer(TaskBase):
             for item in read_held_out(self._held_out, [index], self._val_skipped)[1]:
                 if item.prompt in prompts and item.prompt not in found:
                     count = self.model.count_given(most)
-                    found[item.prompt] = first_frames(item.visual, f"held-out {index}", most, count)
+                    found[item.prompt] = choose_own(item, f"held-out {index}", most, count)
         return found
 
     def _images(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_rl.data.given import PromptKey, check_media, first_frames, join_key
+from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
@@ -19,7 +19,14 @@ from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, onli
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
-from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, open_dataset, prepare_export
+from cosmos_rl.policy.trainer.diffusers_trainer.common import (
+    build_model,
+    expect_clean_frames,
+    open_dataset,
+    prepare_export,
+    require_counted_media,
+    require_media,
+)
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
@@ -62,8 +69,8 @@ def build_online(
     if config.validation.enable:
         val_prompts = _records(open_dataset(val_dataset, config, "val_dataset"))
     check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
-    # at once where the key says it: loading the model takes long
-    check_media((*prompts, *val_prompts), config.policy.diffusers.conditional_frames or (0, 0))
+    clean_frames = expect_clean_frames(config)
+    require_media((*prompts, *val_prompts), clean_frames, context)  # loading the model takes long
     rewards = make_rewards(config, reward_fns, validation=False)
     val_rewards = None
     if val_prompts:
@@ -75,7 +82,7 @@ def build_online(
     if context.is_main:
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
-    check_media((*prompts, *val_prompts), model.conditional_frames)
+    require_counted_media((*prompts, *val_prompts), model, context, clean_frames)
     encoding = Encoding(model, config)
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(
@@ -116,7 +123,7 @@ def _give_own(model: PipelineModel, item: Item, number: int) -> PromptKey:
     _, most = model.conditional_frames
     if most == 0:
         return item.prompt
-    return join_key(item.prompt, first_frames(item.visual, f"held-out {number}", most, model.count_given(most)))
+    return join_key(item.prompt, choose_own(item, f"held-out {number}", most, model.count_given(most)))
 
 
 def _data_loss(

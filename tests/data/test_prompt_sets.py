@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cosmos_rl.data import prompt_sets
-from cosmos_rl.data.given import check_media, choose_given, load_given
+from cosmos_rl.data.given import choose_given, find_media_problems, load_given
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.data.prompt_sets import KNOWN, load_prompts
 from cosmos_rl.data.prompts import PromptRecord, read_prompts, to_prompt_record
@@ -305,7 +305,7 @@ def test_the_set_of_random_images_is_made_once_and_always_the_same(cache: Path, 
     made = load_prompts(DatasetConfig(name="mock"), KEY, split="train")
     files = sorted(cache.glob("mock/*.png"))
     assert len(made) == len(files) == 16
-    check_media(made, (1, 1))
+    assert find_media_problems(made, (1, 1)) == ""
     before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
     assert load_prompts(DatasetConfig(name="mock"), KEY, split="train") == made
     assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before

@@ -1,0 +1,91 @@
+"""Sampler, ratio and KL term of a translated configuration are those of the older trainer, written as it had them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.algorithms.flow_grpo import StepRows, TrustRegion, flow_grpo_loss, step_divergence, step_scales
+from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
+from cosmos_rl.diffusion.sampling import run_sampling
+from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.config.jobs import online_table
+from tests.support.paths import ROOT
+
+RECIPE = ROOT / "configs/wfm/cosmos_predict2-5_2b_480_grpo_mock_data.toml"
+STEPS, CHURN = 10, 1.0
+"""`sample_steps` and `s_churn` of the recipe: the older defaults."""
+
+
+def velocity(z: Tensor, t: float, change: float) -> Tensor:
+    """Of a policy; ``change`` is how far it was trained."""
+    return torch.sin(3 * z) + t * z + change * torch.cos(z)
+
+
+def older_mean(x: Tensor, sigma: float, following: float, clean: Tensor, before: tuple[Tensor, float] | None) -> Tensor:
+    """The exponential Adams-Bashforth step from ``sigma`` to ``following`` for states ``data + sigma noise``."""
+    h = math.log(sigma / following)
+    phi_1 = (1 - math.exp(-h)) / h
+    if before is None:
+        return math.exp(-h) * x + h * phi_1 * clean
+    c = (math.log(sigma) - math.log(before[1])) / h
+    b_2 = (1 - phi_1) / h / c
+    return math.exp(-h) * x + h * ((phi_1 - b_2) * clean + b_2 * before[0])
+
+
+def test_sampler_ratio_and_distance_are_the_older_ones() -> None:
+    config = load_config(RECIPE)
+    sample, job = config.policy.diffusers.sample, online_table(config)
+    own = karras_sigmas(sample.num_steps)  # the grid of the Cosmos pipeline: tests/diffusion/test_churn.py
+    grid, kernel = build_transitions(
+        sample.solver, own, noise_level=sample.noise_level, deterministic=sample.deterministic_sampling
+    )
+    generator, noises = torch.Generator().manual_seed(0), dict[int, Tensor]()
+    start = torch.randn(1, 64, generator=generator, dtype=torch.float64)
+
+    def draw(index: int) -> Tensor:
+        noises[index] = torch.randn(1, 64, generator=generator, dtype=torch.float64)
+        return noises[index]
+
+    levels = grid.tolist()
+    sampled = run_sampling(
+        lambda z, t: velocity(z, float(t[0]), 0.0),
+        grid[0] * start,
+        grid,
+        kernel=kernel,
+        noise_fn=draw,
+        keep_trajectory=True,
+    )
+
+    karras = [(200 ** (1 / 7) + i / STEPS * (0.01 ** (1 / 7) - 200 ** (1 / 7))) ** 7 for i in range(STEPS + 1)]
+    growth = min(CHURN / (STEPS + 1), math.sqrt(1.2) - 1)
+    x, before = (1 + growth) * karras[0] * start, None
+    for index in range(STEPS):
+        sigma, following = (1 + growth) * karras[index], karras[index + 1]
+        t = sigma / (1 + sigma)
+        torch.testing.assert_close(x / (1 + sigma), sampled.trajectory[index], rtol=1e-5, atol=1e-6)
+        means = []
+        for change in (0.0, 0.02):
+            clean = x / (1 + sigma) - t * velocity(x / (1 + sigma), t, change)
+            means.append(older_mean(x, sigma, following, clean, before))
+        before = x / (1 + sigma) - t * velocity(x / (1 + sigma), t, 0.0), sigma
+        if index == STEPS - 1:
+            x = means[0]
+            continue
+        x = means[0] + math.sqrt((1 + growth) ** 2 - 1) * following * noises[index]
+        older_ratio = -((x - means[1]) ** 2 - (x - means[0]) ** 2).mean()
+        older_distance = ((means[1] - means[0]) ** 2).mean()
+
+        step = kernel(index, levels)
+        rows = StepRows(*(torch.tensor([one]) for one in (step.g, step.s, levels[index], levels[index + 1])))
+        state = sampled.trajectory[index]
+        old, new = (velocity(state, levels[index], change) for change in (0.0, 0.02))
+        region = TrustRegion(scale=job.logprob_weight)
+        _, terms = flow_grpo_loss(new, old, noises[index], rows, torch.ones(1), region=region)
+        torch.testing.assert_close(terms["log_ratio"].double(), older_ratio[None], rtol=1e-3, atol=1e-9)
+        distance = step_divergence(new, old, rows) * step_scales(job.logprob_weight, rows).kl_B
+        torch.testing.assert_close(distance.double(), older_distance[None], rtol=1e-4, atol=1e-12)
+    smallest = karras[-1] / (1 + karras[-1])
+    z = x / (1 + karras[-1])
+    torch.testing.assert_close(z - smallest * velocity(z, smallest, 0.0), sampled.latents, rtol=1e-5, atol=1e-6)
+    assert max(job.steps.indices) < STEPS - 1

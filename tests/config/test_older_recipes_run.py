@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.launcher.arguments import parse_launch
+from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.launch import accept_command
+from cosmos_rl.launcher.machine import format_bytes
+from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.trainer import run
 from cosmos_rl.storage.run_folder import create_run
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
 from cosmos_rl.tracking.metrics import read_metrics
+from tests.config.test_older_config import DDRL_2B, GRPO, MOCK
 from tests.support.family_runs import folder_of
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import Stop
@@ -45,6 +49,17 @@ def videos_in(folder: Path) -> Path:
         (folder / "metas").mkdir(exist_ok=True)
         (folder / "metas" / f"{number}.txt").write_text(f"clip {number}")
     return folder
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("recipe", "options"), [(MOCK, []), (GRPO, []), (DDRL_2B, ["--policy.parallelism.cp_size=1"])])
+def test_a_recipe_takes_the_memory_that_it_says(recipe: str, options: list[str]) -> None:
+    from tests.support.published import files_of  # builds the transformer without memory
+
+    path = ROOT / "configs/cosmos-predict2-5" / recipe
+    config = load_config(path, options)
+    peak = estimate.memory(config, files_of(config), on_cpu=False, saves=None).peak
+    assert f"# Memory: {format_bytes(peak)} on each " in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.zoo

@@ -309,6 +309,20 @@ def test_steps_without_noise_are_left_out_with_a_note() -> None:
     assert any("without [4], which have no noise" in line for line in translation.describe())
 
 
+def test_a_data_term_in_the_first_step_alone_has_its_share_of_the_mean() -> None:
+    rl = {"data_beta": 0.1, "kl_beta": 0.0, "data_on_first_only": True, "train_on": [0, 2, 4, 6]}
+    term = value(translated(model={"rl": rl}), "train.train_policy.data_term")
+    assert (term["beta"], term["per_step"]) == (pytest.approx(0.025), False)
+
+
+@pytest.mark.parametrize(("dropout", "named"), [(0.0, True), (0.2, False)])
+def test_guidance_that_had_no_effect_is_named(dropout: float, named: bool) -> None:
+    conditioner = [{"name": "text", "dropout_rate": dropout}]
+    translation = translated(model={"rl": {"guidance": 3.0}, "conditioner": conditioner})
+    assert value(translation, "policy.diffusers.sample.guidance_scale") == 4.0
+    assert any(note.old == "model.rl.guidance" and note.lost for note in translation.notes) == named
+
+
 def test_effects_that_are_lost_are_named() -> None:
     rl = {"s_noise": 1.1, "reward_config": {"aesthetic": {"enabled": True}}}
     translation = translated(model={"rl": rl, "sde": {"sigma_max": 80}, "net": {"model_channels": 64}})

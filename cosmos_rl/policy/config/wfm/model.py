@@ -136,3 +136,8 @@ class ModelConfig(Table):
     high_sigma_ratio: float = 0.05
     low_sigma_ratio: float = 0.05
     use_rf_ckpts: bool = False
+
+    @property
+    def text_dropout(self) -> float:
+        """Share of samples that are trained without their text."""
+        return next((one.dropout_rate for one in self.conditioner if one.name == "text"), 0.0)

@@ -274,6 +274,8 @@ def _choose_loss(draft: _Draft) -> None:
     if not rl.on_policy:
         draft.put("policy.diffusers.weight_copy_decay_type", 1, f"{RL}.on_policy")
         draft.lose(f"{RL}.on_policy", "samples come from a policy that follows the trained one, not from the reference")
+    if rl.guidance > 0 and draft.config.model.text_dropout <= 1e-4:
+        draft.lose(f"{RL}.guidance", "it acts here; without dropout of the text it did not in the older trainer")
     if rl.update_ref_every_iter > 0 and rl.kl_beta > 0:
         draft.put(f"{JOB}.reference_reset_interval", rl.update_ref_every_iter, f"{RL}.update_ref_every_iter")
     if rl.data_beta > 0:
@@ -289,6 +291,9 @@ def _choose_data_term(draft: _Draft) -> None:
     draft.put(f"{JOB}.data_term.batch_size", batch, f"{RL}.data_beta", text="over all ranks")
     draft.put(f"{JOB}.data_term.levels", levels, f"{RL}.use_rl_sigma_and_noise", text="with noise of its own")
     draft.put(f"{JOB}.data_term.per_step", not rl.data_on_first_only, f"{RL}.data_on_first_only")
+    if rl.data_on_first_only:
+        text = "the older loss was a mean over the trained steps, with this in one of them"
+        draft.put(f"{JOB}.data_term.beta", rl.data_beta / len(rl.train_on), f"{RL}.data_on_first_only", text=text)
     draft.put(f"{JOB}.data_term.local_dir", draft.entry.dataset_dir, f"{draft.entry_key}.dataset_dir")
     _choose_levels(draft)
 
@@ -301,9 +306,7 @@ def _choose_levels(draft: _Draft) -> None:
     draft.put("policy.diffusers.weighting_scheme", "logit_normal")
     draft.put("policy.diffusers.logit_mean", mean, "model.sde.p_mean", "model.adjust_video_noise")
     draft.put("policy.diffusers.logit_std", model.sde.p_std, "model.sde.p_std")
-    for one in model.conditioner:
-        if one.name == "text":
-            draft.put(f"{JOB}.caption_dropout", one.dropout_rate, "model.conditioner.text")
+    draft.put(f"{JOB}.caption_dropout", model.text_dropout, "model.conditioner.text")
 
 
 def _choose_rewards(draft: _Draft) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_rl.data.cache import TensorCache
-from cosmos_rl.data.items import Wrapped, identify, take
+from cosmos_rl.data.items import Item, Wrapped, identify, take
 
 
 class CachedLatents(Wrapped):
@@ -21,8 +21,21 @@ class CachedLatents(Wrapped):
     def take(self, index: int, sample_id: int | None) -> Any:
         """See `cosmos_rl.data.items.take`."""
         item = identify(self._dataset, index, sample_id)
-        if item is not None and item.source is not None:
-            entry = self._cache.get(item.source, remember=False)  # loader processes would each keep their own
-            if entry is not None:
-                return replace(item, latent=entry["latent"])
+        found = None if item is None else self._with_latent(item)
+        if found is not None:
+            return found
         return take(self._dataset, index, sample_id)
+
+    def _with_latent(self, item: Item) -> Item | None:
+        """The item, and what was rejected for it, with their latents; None: not all are there."""
+        if item.source is None:
+            return None
+        entry = self._cache.get(item.source, remember=False)  # loader processes would each keep their own
+        if entry is None:
+            return None
+        rejected = item.rejected
+        if rejected is not None:
+            rejected = self._with_latent(rejected)
+            if rejected is None:
+                return None
+        return replace(item, latent=entry["latent"], rejected=rejected)

@@ -1,7 +1,7 @@
 """What travels from the data room to the trainer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Item:
     """What the VAE made of it, where a cache holds that."""
     edits: Path | None = None
     """The image that it was made of, for models that edit images."""
+    rejected: "Item | None" = None
+    """Of a preference: the sample that was rejected for the same prompt."""
 
 
 def take(dataset: Any, index: int, sample_id: int | None) -> Any:
@@ -169,7 +171,8 @@ class Readable(Wrapped):
 
 
 def to_item(raw: Any, index: int) -> Item:
-    """An element of any data set -> ``Item``. A user's data set may return mappings with ``visual`` and ``prompt``.
+    """An element of any data set -> ``Item``. A user's data set may return mappings with ``visual`` and ``prompt``, and
+    for preferences with ``rejected``, a second visual.
 
     Raises:
         BadSample: no tokenizer would take its prompt.
@@ -183,18 +186,27 @@ def to_item(raw: Any, index: int) -> Item:
         if isinstance(raw, Mapping):
             found = sorted(raw)
         raise UserError(f"data set element {index}: need a mapping with 'visual' and 'prompt', found {found}")
-    visual, prompt = raw["visual"], raw["prompt"]
-    if not isinstance(visual, Tensor) or visual.ndim not in (3, 4) or not visual.is_floating_point():
-        raise UserError(
-            f"data set element {index}: 'visual' must be a float tensor [3, H, W] or [3, T, H, W] in [-1, 1]"
-        )
+    prompt = raw["prompt"]
+    visual = _check_visual(raw, "visual", index)
     if not isinstance(prompt, str):
         raise UserError(f"data set element {index}: 'prompt' must be a string, found {type(prompt).__name__}")
     _check_text(prompt, index)
+    item = Item(visual, prompt, str(raw.get("name", index)), raw.get("fps"))
+    if raw.get("rejected") is None:
+        return item
+    return replace(item, rejected=replace(item, visual=_check_visual(raw, "rejected", index)))
+
+
+def _check_visual(raw: Mapping[str, Any], key: str, index: int) -> Tensor:
+    visual = raw[key]
+    if not isinstance(visual, Tensor) or visual.ndim not in (3, 4) or not visual.is_floating_point():
+        raise UserError(
+            f"data set element {index}: '{key}' must be a float tensor [3, H, W] or [3, T, H, W] in [-1, 1]"
+        )
     largest = float(visual.detach().abs().max()) if visual.numel() else 0.0
     if not largest <= 1.01:  # NaN is refused too
-        raise UserError(f"data set element {index}: 'visual' must be in [-1, 1], its largest magnitude is {largest:g}")
-    return Item(visual.to(torch.float32), prompt, str(raw.get("name", index)), raw.get("fps"))
+        raise UserError(f"data set element {index}: '{key}' must be in [-1, 1], its largest magnitude is {largest:g}")
+    return visual.to(torch.float32)
 
 
 def _check_text(prompt: str, index: int) -> None:

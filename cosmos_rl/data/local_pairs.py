@@ -5,12 +5,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cosmos_rl.data.images import DECODING, load_image
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.pair_files import describe_pairs, digest_pairs, list_embedding_folders, load_pairs
+from cosmos_rl.data.pair_files import Pair, describe_pairs, digest_pairs, list_embedding_folders, load_pairs
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config
 from cosmos_rl.utils.logging import logger
@@ -26,22 +27,34 @@ class LocalPairs(Sequence[Item]):
     """
 
     def __init__(
-        self, folder: str | Path, height: int, width: int, *, frames: int | None = None, seed: int = 0
+        self,
+        folder: str | Path,
+        height: int,
+        width: int,
+        *,
+        frames: int | None = None,
+        seed: int = 0,
+        pairs: Sequence[Pair] | None = None,
     ) -> None:
-        """Read all captions of ``folder``; elements come out as ``[3, (frames,) height, width]``.
+        """Read the captions of ``folder``; elements come out as ``[3, (frames,) height, width]``.
 
         Args:
             frames: of the videos to read; None: the folder holds images.
             seed: of the draw of windows.
+            pairs: what to read; None: all that the folder holds.
 
         Raises:
-            UserError: no usable pair, or more captions and images without a partner than pairs.
+            UserError: no usable pair in the folder, or more captions and images without a partner than pairs.
         """
         self.folder = Path(folder).expanduser()
         self._size = (height, width)
         self._frames, self._seed = frames, seed
         self._decoded: dict[int, Item] = {}
         self._bytes = 0
+        self.problems: Sequence[str] = ()
+        if pairs is not None:
+            self.pairs = pairs
+            return
         video = frames is not None
         self.pairs, self.problems, left_out = load_pairs(self.folder, video=video)
         logger.info(f"{self.folder}: {describe_pairs(self.pairs, video=video)}")
@@ -53,9 +66,7 @@ class LocalPairs(Sequence[Item]):
     @classmethod
     def of_config(cls, folder: str | Path, config: Config) -> "LocalPairs":
         """The folder with the sizes that a job trains on."""
-        diffusers = config.policy.diffusers
-        frames = diffusers.train_frames if diffusers.is_video else None
-        return cls(folder, *diffusers.inference_size, frames=frames, seed=config.train.seed)
+        return cls(folder, *config.policy.diffusers.inference_size, **reading(config))
 
     @property
     def prompts(self) -> list[str]:
@@ -143,6 +154,12 @@ class LocalPairs(Sequence[Item]):
             self._decoded[index] = item
             self._bytes += item.visual.nbytes
         return item
+
+
+def reading(config: Config) -> dict[str, Any]:
+    """Keywords of how a job reads its media."""
+    diffusers = config.policy.diffusers
+    return {"frames": diffusers.train_frames if diffusers.is_video else None, "seed": config.train.seed}
 
 
 def load_held_out_data(config: Config) -> LocalPairs | PromptFile | None:

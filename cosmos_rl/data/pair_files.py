@@ -128,14 +128,22 @@ def load_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
         UserError: no usable pair, or more captions and images are left out than pairs used.
     """
     pairs, problems = scan_pairs(folder, video=video)
+    layout = _describe_layout(_choose_kind(video))
+    return pairs, problems, describe_left_out(folder, problems, f"{len(pairs)} pairs", len(pairs), layout)
+
+
+def describe_left_out(place: Path, problems: Sequence[str], used: str, count: int, layout: str) -> str:
+    """A text about files that are left out, next to `count` that are `used`; empty: none are.
+
+    Raises:
+        UserError: more are left out than used; it says what is expected.
+    """
     if not problems:
-        return pairs, problems, ""
-    text = f"{folder}: {len(problems)} files are left out ({len(pairs)} pairs are used)" + _list_problems(
-        problems, _SHOWN
-    )
-    if len(problems) > _MAX_SKIPPED_SHARE * (len(pairs) + len(problems)):
-        raise UserError(f"{text}\nMore files are left out than used; {_describe_layout(_choose_kind(video))}")
-    return pairs, problems, text
+        return ""
+    text = f"{place}: {len(problems)} files are left out ({used} are used)" + _list_problems(problems, _SHOWN)
+    if len(problems) > _MAX_SKIPPED_SHARE * (count + len(problems)):
+        raise UserError(f"{text}\nMore files are left out than used; {layout}")
+    return text
 
 
 def count_pairs(folder: Path, *, video: bool) -> int:
@@ -152,7 +160,7 @@ def list_media(folder: Path, *, video: bool) -> list[Path]:
     """
     kind = _choose_kind(video)
     place = folder / kind.folder
-    names = _list_names(place) if place.is_dir() else []
+    names = list_names(place) if place.is_dir() else []
     found = [place / name for name in names if name.lower().endswith(kind.suffixes)]
     if not found:
         raise UserError(f"{place.absolute()}: no {kind.word} there; expected files {'|'.join(kind.suffixes)}")
@@ -175,6 +183,11 @@ def digest_pairs(pairs: Sequence[Pair]) -> str:
     return digest.hexdigest()[:16]
 
 
+def media_suffixes(*, video: bool) -> tuple[str, ...]:
+    """Endings of the files that are read, in lower case."""
+    return _choose_kind(video).suffixes
+
+
 def _choose_kind(video: bool) -> _Kind:
     return _VIDEOS if video else _IMAGES
 
@@ -182,13 +195,13 @@ def _choose_kind(video: bool) -> _Kind:
 def _find_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     """Everything in the folder, and what is wrong with its tables."""
     files, problems = _Files(), []
-    for name in _list_names(folder):
+    for name in list_names(folder):
         if name not in TABLES:
             files.add(name, kind)
     if (folder / METAS).is_dir() and (folder / kind.folder).is_dir():
-        for name in _list_names(folder / kind.folder):
+        for name in list_names(folder / kind.folder):
             files.add(f"{kind.folder}/{name}", kind)
-        for name in _list_names(folder / METAS):
+        for name in list_names(folder / METAS):
             files.add(f"{METAS}/{name}", kind, f"{kind.folder}/{os.path.splitext(name)[0]}")
     for table in TABLES:
         if (folder / table).is_file():
@@ -198,7 +211,8 @@ def _find_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     return files, problems
 
 
-def _list_names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
+    """Names of the files in a folder, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
 

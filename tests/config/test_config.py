@@ -156,7 +156,7 @@ def test_later_overrides_win(toml: Callable[..., Path]) -> None:
             '--policy.freeze_pattern=["("]',
             'policy.freeze_pattern: found ["("]; allowed: a list of values, each a regular expression',
         ),
-        ("--train.train_policy.type=dpo", 'train.train_policy.type: found "dpo"; allowed: "sft" or "grpo"'),
+        ("--train.train_policy.type=kto", 'train.train_policy.type: found "kto"; allowed: "sft" or "dpo" or "grpo"'),
         (
             '--train.train_policy={type="sft",kl_beta=1.0}',
             'train.train_policy.kl_beta: belongs to type = "grpo"; here is type = "sft"',

@@ -16,6 +16,7 @@ from cosmos_rl.policy.config import (
     unsupported_settings,
     world_size,
 )
+from cosmos_rl.policy.config.jobs import job_kind
 from scripts.write_recipes import render_recipes
 from tests.support.paths import ROOT
 
@@ -24,6 +25,7 @@ DOCUMENTED = (
     "stable-diffusion-3-5/stable-diffusion-3-5-image-sft.toml",
     "stable-diffusion-3-5/stable-diffusion-3-5-image-sft-lora.toml",
     "stable-diffusion-3-5/stable-diffusion-3-5-medium-nft.toml",
+    "stable-diffusion-3-5/stable-diffusion-3-5-medium-dpo-lora.toml",
     "sana/sana-image-sft.toml",
     "sana/sana-image-sft-lora.toml",
     "sana/sana-video-sft.toml",
@@ -63,12 +65,16 @@ def test_a_recipe_has_no_problems(recipe: str) -> None:
     assert world_size(config.policy.parallelism) == (1 if "cosmos-predict2-2b" in recipe else 8)
 
 
+def script_of(recipe: str) -> str:
+    return job_kind(load_config(CONFIGS / recipe)).script
+
+
 @pytest.mark.parametrize("recipe", NAMED)
 def test_a_recipe_opens_with_its_command_hardware_and_memory(recipe: str) -> None:
     text = opening(recipe)
     command = re.sub(r"\s*\\\n\s*", " ", text).split("\n")[2].strip()
     assert command.startswith(f"cosmos-rl --config ./configs/{recipe} ")
-    assert command.endswith(("cosmos_rl.tools.dataset.diffusers_dataset", "cosmos_rl.tools.dataset.diffusion_nft"))
+    assert command.endswith(script_of(recipe))
     assert all(f"\n{word}: " in text for word in ("Verified", "Hardware", "Memory", "Result"))
     several = "Hardware: 8 GPUs" in text
     assert ("On one GPU: " in text) == (several and (recipe.startswith("stable") or "sft" in recipe))

@@ -1,5 +1,6 @@
 """Every shipped recipe reaches its second step on a tiny model of its family, with nothing but sizes changed."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def rejected_folder(images: Path, folder: Path) -> Path:
+    """The same images in the opposite order."""
+    (folder / "rejected").mkdir()
+    files = sorted(images.glob("*.png"))
+    for file, other in zip(files, reversed(files), strict=True):
+        shutil.copy(file, folder / "rejected" / other.name)
+    return folder / "rejected"
+
+
 RUNS = [(recipe, family_of(recipe)) for recipe in NAMED]
 RUNS += [(f"{recipe}-{job}.toml", family) for family, recipe in FROM_AN_IMAGE.items() for job in ("sft-lora", "nft")]
 
@@ -99,6 +109,8 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
             for number in range(4):
                 write_video(folder / f"{number}.mp4", frames + 1)
                 (folder / f"{number}.txt").write_text(f"clip {number}")
+        if "dpo" in recipe:
+            options.append(f"--train.train_policy.dataset.rejected_dir={rejected_folder(image_folder, tmp_path)}")
         run = train(
             CONFIGS / recipe,
             *options,

@@ -51,7 +51,9 @@ def test_the_schema_is_printed_without_torch() -> None:
 def test_the_page_names_every_key_once_with_its_status() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     effective, _, appendix = page.partition("\n## Appendix")
-    assert {status for _, status in rows_of(effective)} == {Support.WORKS.value, Support.RL.value, Support.VIDEO.value}
+    assert {status for _, status in rows_of(effective)} == {
+        kind.value for kind in (Support.WORKS, Support.DPO, Support.RL, Support.VIDEO)
+    }
     assert len(rows_of(appendix)) == len(dict(rows_of(appendix)))
     described = dict(rows_of(appendix))
     for part in re.split(r"^## ", effective, flags=re.MULTILINE)[1:]:

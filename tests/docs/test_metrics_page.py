@@ -1,6 +1,7 @@
 """docs/metrics.md names every metric that a run logs, and no other."""
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,11 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     validation = ("--validation.enable=true", "--validation.freq=1", "--train.ckpt.enable_checkpoint=false")
     short = ("--train.max_num_steps=1", "--train.ckpt.export_safetensors=false")
     sft = train(write_toml(), *validation, *short, f"--validation.dataset.local_dir={image_folder}")
+    table, rejected = tmp_path / "preferences.jsonl", str(image_folder / "000.png")
+    chosen = [str(image_folder / f"{number:03d}.png") for number in range(1, 9)]
+    table.write_text("\n".join(json.dumps({"prompt": "one", "chosen": c, "rejected": rejected}) for c in chosen))
+    places = [f"--{key}.dataset.local_dir={table}" for key in ("train.train_policy", "validation")]
+    dpo = train(write_toml(), *validation, *short, "--train.train_policy.type=dpo", *places)
     untrained = '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]'
     job = "--train.train_policy."
     nft = nft_train(
@@ -92,7 +98,7 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     )
     clipped, masked = (nft_train(write_nft_toml(), *flow, *more) for more in ((), (f"{job}kl_mask_threshold=1e-5",)))
     forward = nft_train(write_nft_toml(), *short, "--train.ckpt.enable_checkpoint=false", f"{job}trainer_type=epg")
-    runs = (sft, nft, clipped, masked, forward)
+    runs = (sft, dpo, nft, clipped, masked, forward)
     logged = {name for run in runs for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []
     logged |= {"data/fps_mean"}  # of videos: tests/trainer/test_video_folders.py

@@ -77,7 +77,7 @@ def test_the_models_are_those_of_the_recipes_with_their_memory() -> None:
     found: dict[str, dict[str, str]] = {address: {} for address in listed}
     for recipe in NAMED:
         config = load_config(CONFIGS / recipe)
-        if config.policy.lora is None:
+        if config.policy.lora is None or "-dpo" in recipe:
             continue
         (memory,) = re.findall(r"^Memory: (\S+ \w+) on each GPU", opening(recipe), re.MULTILINE)
         found[config.policy.model_name_or_path]["nft" if "-nft" in recipe else "sft"] = memory

@@ -35,7 +35,7 @@ from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_p
 from tests.support.open_tasks import close_after_test
 from tests.support.patience import wait_until
 from tests.support.ranks import free_port
-from tests.support.trainer_runs import Stop, train, train_task
+from tests.support.trainer_runs import Stop, bundled_data, train, train_task
 
 PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
 PRELOADED = (  # what a job imports, much of it late
@@ -268,11 +268,11 @@ def run_here(job: Job, ranks: int = 1, rank: int = 0) -> None:
     folder = RunFolder(job.folder)
     resume_from = policy_dir(folder.checkpoints, job.resume_step) if job.resume_step else None
     with recorded() as steps:
+        config = settings(job, ranks)
         run(
-            settings(job, ranks),
+            config,
             folder,
-            dataset=training_prompts,
-            val_dataset=validation_prompts,
+            **bundled_data(config),
             resume_from=resume_from,
             stop=Stop(),
         )

@@ -7,8 +7,7 @@ from cosmos_rl.checkpoint.layout import policy_dir
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.trainer import run
 from cosmos_rl.storage.run_folder import RunFolder
-from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
-from tests.support.trainer_runs import Stop
+from tests.support.trainer_runs import Stop, bundled_data
 
 
 def main(config_file: str, folder: str, resume_step: str, *overrides: str) -> int:
@@ -19,8 +18,7 @@ def main(config_file: str, folder: str, resume_step: str, *overrides: str) -> in
     return run(
         config,
         run_folder,
-        dataset=training_pairs,
-        val_dataset=validation_data,
+        **bundled_data(config),
         resume_from=resume_from,
         stop=Stop(),
     )

@@ -1,5 +1,6 @@
 """Runs a training job in this process, the way `worker_entry` does."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,28 @@ from typing import Any, TypeVar
 from cosmos_rl.checkpoint.layout import policy_dir
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.trainer import run
 from cosmos_rl.policy.trainer.task import Task
 from cosmos_rl.storage import run_folder
-from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
 
 TaskT = TypeVar("TaskT", bound=Task)
+
+
+_DATA = {
+    "pairs": ("training_pairs", "validation_data"),
+    "preferences": ("training_preferences", "validation_data"),
+    "prompts": ("training_prompts", "validation_prompts"),
+}
+"""What the bundled script for a form of data calls its data sets."""
+
+
+def bundled_data(config: Config) -> dict[str, Any]:
+    """The data sets of the script that a command without one takes."""
+    kind = job_kind(config)
+    script = importlib.import_module(kind.script)
+    training, validation = _DATA[kind.data]
+    return {"dataset": getattr(script, training), "val_dataset": getattr(script, validation)}
 
 
 @dataclass
@@ -28,7 +45,7 @@ def train(
 ) -> Path:
     """Train; the run folder. ``resume`` is (run folder, step) of a checkpoint to resume, in the same folder."""
     config, folder, resume_from = _prepare(config_path, overrides, resume)
-    kwargs = {"dataset": training_pairs, "val_dataset": validation_data, "stop": Stop(), **kwargs}
+    kwargs = {**bundled_data(config), "stop": Stop(), **kwargs}
     code = run(config, folder, resume_from=resume_from, **kwargs)
     assert code == expect
     return folder.root
@@ -49,7 +66,7 @@ def train_task(
 
     config, folder, resume_from = _prepare(config_path, overrides, resume)
     with process_group(config.train.device) as context:
-        task = build(config, context, **{"dataset": training_pairs, "val_dataset": validation_data, **data})
+        task = build(config, context, **{**bundled_data(config), **data})
         loop = TrainLoop(config, folder, context, task, custom_logger_fns, {}, stop or Stop())
         assert loop.run(resume_from) == expect
     return folder.root, task

@@ -107,6 +107,8 @@ def _data_problems(config: Config, data: DataForm) -> Iterator[str]:
         return
     if data == "pairs":
         yield f"{key}: missing; give the folder of training images"
+    elif data == "preferences":
+        yield f"{key}: missing; give the folder of the chosen images, or a .jsonl file of preferences"
     elif not dataset.name:
         yield f"{key}: missing; give a file of prompts, or a prompt set as train.train_policy.dataset.name"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import load_pairs
+from cosmos_rl.data.preference_files import is_preference_table, load_preferences
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
@@ -136,6 +137,32 @@ def _pair_data(config: Config, notes: list[str]) -> list[str]:
     return problems
 
 
+def _preference_data(config: Config, notes: list[str]) -> list[str]:
+    """Chosen and rejected images for training and validation."""
+    problems = _preferences(config, "train.train_policy.dataset", config.train.train_policy.dataset, notes)
+    held_out = config.validation.dataset
+    if config.validation.enable:
+        if is_prompt_file(held_out.local_dir) and not is_preference_table(held_out.local_dir):
+            return problems + _held_out(config, notes)
+        problems += _preferences(config, "validation.dataset", held_out, notes)
+    return problems
+
+
+def _preferences(config: Config, key: str, dataset: DatasetConfig, notes: list[str]) -> list[str]:
+    if not dataset.local_dir:
+        return []  # a script may bring its own data
+    if not Path(dataset.local_dir).expanduser().exists():
+        return _missing(f"{key}.local_dir", dataset.local_dir)
+    try:
+        video = config.policy.diffusers.is_video
+        left_out = load_preferences(dataset.local_dir, dataset.rejected_dir, video=video).left_out
+    except UserError as error:
+        return [f"{key}: {error}"]
+    if left_out:
+        notes.append(f"{key}: {left_out}")
+    return []
+
+
 def _missing(key: str, value: str) -> list[str]:
     path = Path(value).expanduser()
     return [] if path.exists() else [f'{key} = "{value}": {path.absolute()} does not exist']
@@ -221,5 +248,9 @@ def _pairs(config: Config, table: str, folder: str, notes: list[str]) -> list[st
     return []
 
 
-_DATA: dict[DataForm, Callable[[Config, list[str]], list[str]]] = {"pairs": _pair_data, "prompts": _prompt_data}
+_DATA: dict[DataForm, Callable[[Config, list[str]], list[str]]] = {
+    "pairs": _pair_data,
+    "preferences": _preference_data,
+    "prompts": _prompt_data,
+}
 """What looks at the data folders of a job; puts what would be left out into the list."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import count_pairs
+from cosmos_rl.data.preference_files import count_preferences
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import read_prompts
 from cosmos_rl.errors import UserError
@@ -57,9 +58,12 @@ def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
     dataset = config.train.train_policy.dataset
     if own_data:
         return None, "the script brings its own data"
-    if job_kind(config).data == "prompts":
+    kind, video = job_kind(config).data, config.policy.diffusers.is_video
+    if kind == "prompts":
         return _count_prompts(dataset)
-    return _count_pairs(dataset, video=config.policy.diffusers.is_video)
+    if kind == "preferences":
+        return _count_preferences(dataset, video=video)
+    return _count_pairs(dataset, video=video)
 
 
 def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, str]:
@@ -70,6 +74,18 @@ def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, st
     if not place.is_dir():
         return None, f"{place} is not there"
     return count_pairs(place, video=video), ""
+
+
+def _count_preferences(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, str]:
+    if not dataset.local_dir:
+        return None, "train.train_policy.dataset.local_dir is not set"
+    place = Path(dataset.local_dir).expanduser()
+    if not place.exists():
+        return None, f"{place} is not there"
+    try:
+        return count_preferences(place, dataset.rejected_dir, video=video), ""
+    except UserError as error:
+        return None, str(error)
 
 
 def _count_prompts(dataset: DatasetConfig) -> tuple[int | None, str]:

@@ -18,11 +18,17 @@ def batch_lines(config: Config, length: RunLength, transformer: Mapping[str, Any
 
 
 def _sft_lines(config: Config) -> list[str]:
-    plan, ranks = job_kind(config).plan(config), data_ranks(config.policy.parallelism)
+    kind, ranks = job_kind(config), data_ranks(config.policy.parallelism)
+    plan, noun = kind.plan(config), "samples"
     parts = format_count(plan.backwards, "micro-batch", "micro-batches")
+    members = []
+    if kind.data == "preferences":
+        noun = "preferences"
+        members = [f"each of {kind.rows} samples, run by the reference too"]
     return [
-        f"{plan.total} samples per step = {ranks} x {plan.samples} (data parallel ranks x samples of a rank)",
+        f"{plan.total} {noun} per step = {ranks} x {plan.samples} (data parallel ranks x {noun} of a rank)",
         f"a rank takes its {plan.samples} in {parts} of {config.train.train_policy.mini_batch}",
+        *members,
     ]
 
 

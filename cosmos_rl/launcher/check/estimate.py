@@ -13,7 +13,7 @@ from functools import cached_property
 from cosmos_rl.distributed.blocks import BLOCK
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
-from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, rl_memory
+from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once
@@ -113,6 +113,11 @@ class _Rank:
         return self.work.rl or NO_RL
 
     @property
+    def samples(self) -> bool:
+        """Whether the policy makes samples, of a size that is known."""
+        return job_kind(self.config).online and self.work.rl is not None
+
+    @property
     def shards(self) -> int:
         return max(self.config.policy.parallelism.dp_shard_size, 1)
 
@@ -132,7 +137,7 @@ class _Rank:
         if config.policy.lora is not None:
             base = BYTES[config.train.param_dtype]
         spare = "adapters that are not trained"
-        if self.work.rl is not None:
+        if self.samples:
             spare = "old policy"
         encoders, vae = _frozen_parts(config, self.pipeline)
         return {
@@ -194,7 +199,7 @@ class _Rank:
             "optimiser step": self._stepping(),
             "export": self.state + self.average,
         }
-        if self.work.rl is not None:
+        if self.samples:
             phases["rollout"] = self._sampling()
         return phases
 
@@ -272,7 +277,8 @@ class _Work:
 
 
 def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -> _Work:
-    online, without = job_kind(config).online, []
+    kind, without = job_kind(config), []
+    online = kind.online
     activations = encoding = sampling = decoding = 0
     rl = None
     try:
@@ -288,9 +294,10 @@ def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -
             encoding = _encoding(config, pipeline)
     except Unknown as why:
         without.append(f"work of the VAE ({why})")
-    if online:
+    if online or kind.data == "preferences":
+        kept_memory = rl_memory if online else dpo_memory
         try:
-            rl = rl_memory(config, pipeline, chosen.trained, max(config.policy.parallelism.dp_shard_size, 1))
+            rl = kept_memory(config, pipeline, chosen.trained, max(config.policy.parallelism.dp_shard_size, 1))
         except Unknown as why:
             without.append(f"copies of the policy and latents ({why})")
     return _Work(activations, encoding, sampling, decoding, rl, without)
@@ -307,7 +314,7 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
 
 
 def _activations(config: Config, pipeline: PipelineFiles) -> int:
-    rows, dtype = config.train.train_policy.mini_batch, config.train.param_dtype
+    rows, dtype = job_kind(config).rows * config.train.train_policy.mini_batch, config.train.param_dtype
     block, layers = _block(config, pipeline, rows), find_blocks(pipeline).layers
     if not config.policy.model_gradient_checkpointing:
         return round(layers * block)

@@ -1,14 +1,15 @@
-"""What reinforcement learning takes in addition: kept policies, rollouts, and targets of the update. No torch."""
+"""What reinforcement learning and preference optimisation take in addition: kept policies, rollouts, and targets of the
+update. No torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cosmos_rl.launcher.geometry import find_geometry, frames_of, text_tokens, text_width
 from cosmos_rl.launcher.pipeline_files import PipelineFiles
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.chunks import rows_per_sample
-from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.plan import (
     DECODED_PIXELS,
     GALLERY,
@@ -17,6 +18,7 @@ from cosmos_rl.policy.config.plan import (
     keeps_reference,
     moves_reference,
     plan_online,
+    plan_sft,
 )
 
 
@@ -68,6 +70,7 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         held_out = guard.samples * latent
     shown = clip * min(2 * GALLERY, plan.samples)
     saved = (lora is not None or plan.keeps_old) + ((lora is not None or moving) and copies["reference"] > 0)
+    members = job_kind(config).rows
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)
     recorded = 0
@@ -80,8 +83,25 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         media=clip * plan.samples + max(clip * _copied(config) + _in_flight(config, clip, latent), shown),
         learnt=max(plan.pairs * latent, recorded) + shown,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
-        targets=4 * latent * rows,
+        targets=4 * latent * rows * members,
     )
+
+
+def dpo_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int) -> RlMemory:
+    """A copy as the reference, unless it is the base of an adapter, and what a rank holds of its preferences: both
+    members, their noise, and the reference's velocities.
+
+    Raises:
+        Unknown: the sizes of latents cannot be known.
+    """
+    lora, copies, saved = config.policy.lora, {}, 0
+    if lora is None or not lora.starts_as_base:
+        copies = {"reference": 4 * trained // shards}
+    if lora is not None and copies:
+        saved = 4 * trained
+    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    latent = 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
+    return replace(NO_RL, copies=copies, saved=saved, targets=5 * latent * plan_sft(config).samples)
 
 
 def decoded_at_once(config: Config) -> int:

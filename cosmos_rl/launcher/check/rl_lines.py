@@ -8,7 +8,7 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind, online_table
-from cosmos_rl.policy.config.plan import GUARD_SIGMAS, STEP_TRAINERS, OnlinePlan, plan_online
+from cosmos_rl.policy.config.plan import GUARD_SIGMAS, PAIR_TRAINERS, STEP_TRAINERS, OnlinePlan, plan_online
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 
 
@@ -31,7 +31,9 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
     passes = ""
     if job.mu_iterations > 1:
         passes = f", {job.mu_iterations} times"
-    yield f"{plan.samples // job.mini_batch} micro-batches of {job.mini_batch} at each level{passes}"
+    if job.trainer_type in PAIR_TRAINERS:
+        yield f"the best and the worst sample of each prompt make {plan.learnt} pairs per rank"
+    yield f"{math.ceil(plan.learnt / job.mini_batch)} micro-batches of {job.mini_batch} at each level{passes}"
     if job_kind(config).supported:
         yield from _policies(config, plan)
     else:
@@ -51,9 +53,12 @@ def _trained(config: Config, plan: OnlinePlan) -> str:
             f'{plan.sigmas} of {steps} sampling steps are trained ("{job.steps.choose}"{preset}): {plan.pairs} pairs '
             "of sample and step"
         )
+    what = "sample"
+    if job.trainer_type in PAIR_TRAINERS:
+        what = "preference"
     return (
         f"{plan.sigmas} of {steps} noise levels are trained, int({steps} x {diffusers.timesteps_fraction:g}): "
-        f"{plan.pairs} pairs of sample and level"
+        f"{plan.pairs} pairs of {what} and level"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import scan_pairs
+from cosmos_rl.data.preference_files import is_preference_table, load_preferences
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import is_prompt_file, read_prompts
 from cosmos_rl.data.text_lengths import Named, describe_truncation, load_encoders
@@ -39,10 +40,14 @@ def _texts(dataset: DatasetConfig, data: DataForm, split: str, *, video: bool) -
     try:
         if data == "prompts":
             return _prompts(prompt_file(dataset, "", split=split))
-        if split == "test" and is_prompt_file(dataset.local_dir):
+        of_preferences = data == "preferences" and is_preference_table(dataset.local_dir)
+        if split == "test" and is_prompt_file(dataset.local_dir) and not of_preferences:
             return _prompts(Path(dataset.local_dir))
         if not dataset.local_dir:
             return []
+        if data == "preferences":
+            found = load_preferences(dataset.local_dir, dataset.rejected_dir, video=video)
+            return [(pair.caption, pair.prompt) for pair in found.chosen]
         pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser(), video=video)
         return [(pair.caption, pair.prompt) for pair in pairs]
     except UserError:

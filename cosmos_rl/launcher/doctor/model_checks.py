@@ -12,6 +12,7 @@ from torch import Tensor
 from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.preferences import PreferencePairs
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context, pick_device
 from cosmos_rl.errors import UserError
@@ -19,7 +20,7 @@ from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.accept import unsupported_parts
 from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
-from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config import Config, DpoPolicyConfig, load_config
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.ranks import with_world_size
 from cosmos_rl.policy.model.diffusers import PipelineModel
@@ -27,7 +28,9 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.loading import read_pipeline
 from cosmos_rl.policy.model.quiet import load_adapter_weights, quiet_libraries
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model, prepare_export
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import add_media
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, add_media
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples
+from cosmos_rl.policy.trainer.diffusers_trainer.preferences import NoisedPreferences
 
 _LEAST_PSNR = 20.0
 """dB; less, and not much better than one colour for the whole image, and the VAE is not to be trusted."""
@@ -42,7 +45,7 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
     if problems:
         raise UserError("\n".join(problems))
     device = pick_device(config.train.device)
-    data: LocalPairs | None = None
+    data: Sequence[Item] | None = None
     try:
         model: PipelineModel = _load(config, device)
         if not job_kind(config).online:
@@ -66,13 +69,16 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
         yield from _examine_sft(config, model, data)
 
 
-def _examine_sft(config: Config, model: PipelineModel, data: LocalPairs) -> Iterator[Finding]:
+def _examine_sft(config: Config, model: PipelineModel, data: Sequence[Item]) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
     yield _reconstruction(model, items[0], latents[:1])
     cond = _encode_items(config, model, items)
     yield from _fresh_adapter(model, latents, cond)
-    step = list(_one_step(model, latents, cond, config.train.seed))
+    noised = _noise(model, latents, cond, config.train.seed)
+    if job_kind(config).data == "preferences":
+        noised = _pair_up(model, noised, items, Encoding(model, config))
+    step = list(_one_step(config, model, noised))
     yield from step
     if all(finding.mark != FAIL for finding in step):
         yield _export(model, config, items[0].prompt)
@@ -106,11 +112,13 @@ def _load(config: Config, device: torch.device) -> Any:
     return build_model(config, Context(device), rest_on_cpu=False)
 
 
-def _pairs(config: Config) -> LocalPairs:
-    folder = config.train.train_policy.dataset.local_dir
-    if not folder:
+def _pairs(config: Config) -> Sequence[Item]:
+    dataset = config.train.train_policy.dataset
+    if not dataset.local_dir:
         raise UserError("train.train_policy.dataset.local_dir: missing; one batch of it is tried")
-    return LocalPairs.of_config(folder, config)
+    if job_kind(config).data == "preferences":
+        return PreferencePairs.of_config(dataset, config)
+    return LocalPairs.of_config(dataset.local_dir, config)
 
 
 # ---- adapters and weights ----------------------------------------------------------------------------------------
@@ -189,15 +197,32 @@ def _psnr(image: Tensor, target: Tensor) -> float:
     return -10 * math.log10(max(float((image - target).square().mean()), 1e-10))
 
 
-def _one_step(model: PipelineModel, latents: Tensor, cond: Cond, seed: int) -> Iterator[Finding]:
-    """Loss and gradients of one micro-batch."""
+def _noise(model: PipelineModel, latents: Tensor, cond: Cond, seed: int) -> NoisedSamples:
     ids = range(len(latents))
     noise = randomness.normal(latents.shape[1:], seed, "doctor/noise", 0, list(ids)).to(latents.device)
     index = torch.tensor([(2 * i + 1) * model.train_sampling_steps // (2 * len(ids)) for i in ids])
+    return NoisedSamples(latents, cond, noise, index)
+
+
+def _pair_up(
+    model: PipelineModel, chosen: NoisedSamples, items: Sequence[Item], encoding: Encoding
+) -> NoisedPreferences:
+    policies = model.policies(keep_old=False, keep_reference=True)
+    return NoisedPreferences.of_samples(chosen, items, encoding).with_reference(model, policies, len(items))
+
+
+def _one_step(config: Config, model: PipelineModel, noised: NoisedSamples) -> Iterator[Finding]:
+    """Loss and gradients of one micro-batch."""
     model.transformer.train()
-    total, weight = model.training_sft_step(latents, cond, timestep=index, noise=noise)
+    job, count = config.train.train_policy, len(noised.clean)
+    if isinstance(noised, NoisedPreferences) and isinstance(job, DpoPolicyConfig):
+        total, weight, _ = noised.dpo_loss(model, job.dpo_beta)
+        about = f"{count} preferences; at the reference it is ln 2 = {math.log(2):.4g}"
+    else:
+        total, weight = noised.loss(model)
+        about = f"{count} samples"
     value = float(total.detach() / weight)
-    yield Finding(choose_mark(math.isfinite(value)), "forward", f"loss {value:.4g} on {len(latents)} samples")
+    yield Finding(choose_mark(math.isfinite(value)), "forward", f"loss {value:.4g} on {about}")
     if not math.isfinite(value):
         return
     total.backward()

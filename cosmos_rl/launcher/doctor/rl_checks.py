@@ -289,11 +289,13 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
     policies = model.policies(keep_old=True, keep_reference=keeps_reference(job))
     made, algorithm = sampled.made, build_algorithm(config)
     count = min(job.mini_batch, len(made.samples))
-    few = made.samples[:count]
+    few, data = made.samples[:count], {name: value[:count] for name, value in made.learnable.items()}
+    if algorithm.in_pairs:
+        data |= {f"{name}_rejected": value.flip(0)[:count] for name, value in made.learnable.items()}
     share = Share(
         [sample.sample_id for sample in few],
         [sample.key for sample in few],
-        {name: value[:count] for name, value in made.learnable.items()},
+        data,
         algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
     )

@@ -30,6 +30,7 @@ class Support(enum.Enum):
 
     WORKS = "works"
     PLANNED = "not yet"  # any value but the default is refused
+    DPO = "preference optimisation"  # read only by such jobs
     RL = "reinforcement learning"  # read only by such jobs
     VIDEO = "videos"  # read only by such jobs
     VLM = "vision-language models, not yet"  # read only by such jobs, which are refused as a whole
@@ -38,6 +39,7 @@ class Support(enum.Enum):
 
 T = TypeVar("T")
 Planned = Annotated[T, Support.PLANNED]
+ForDpo = Annotated[T, Support.DPO]
 ForRl = Annotated[T, Support.RL]
 ForVideo = Annotated[T, Support.VIDEO]
 ForVlm = Annotated[T, Support.VLM]

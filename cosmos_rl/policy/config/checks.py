@@ -11,9 +11,10 @@ from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
-_PLACES = ("output_dir", "local_dir", "dir", "lora_path", "model_name_or_path", "resume")
+_PLACES = ("output_dir", "local_dir", "rejected_dir", "dir", "lora_path", "model_name_or_path", "resume")
 """Keys that hold a path, whatever their table."""
 _NEEDED_PLACES = ("train.output_dir", "train.train_policy.cache.dir")
+_OF_SOME_JOBS = (Support.DPO, Support.RL, Support.VIDEO, Support.VLM)
 
 __all__ = ["cross_check", "data_ranks", "notes", "unsupported_settings", "world_size"]
 
@@ -62,7 +63,7 @@ def notes(config: Config) -> list[str]:
     idle = [key.path for key in changed if key.kind is Support.NO_EFFECT]
     if idle:
         lines.append(f"Upstream keys that can have no effect here: {', '.join(idle)}")
-    unread = [key.path for key in changed if key.kind in {Support.RL, Support.VIDEO, Support.VLM} - read]
+    unread = [key.path for key in changed if key.kind in set(_OF_SOME_JOBS) - read]
     if unread:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
@@ -79,6 +80,7 @@ def notes(config: Config) -> list[str]:
 
 def _kinds_read(config: Config) -> set[Support]:
     reads = {
+        Support.DPO: job_kind(config).data == "preferences",
         Support.RL: job_kind(config).online,
         Support.VIDEO: config.policy.diffusers.is_video,
         Support.VLM: not config.policy.is_diffusers,

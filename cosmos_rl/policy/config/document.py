@@ -13,7 +13,7 @@ from cosmos_rl.policy.config.aliases import PRESENT_NAMES
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.keys import describe_allowed, list_branches, read_support
 from cosmos_rl.policy.config.schema import Config
-from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig, TrainPolicyConfig
+from cosmos_rl.policy.config.train_policy import SftPolicyConfig, TrainPolicyConfig
 
 # Draft 7 is what editors know; anyOf because an absent key fits several tables.
 _DRAFT_7 = {"prefixItems": "items", "oneOf": "anyOf"}
@@ -26,8 +26,9 @@ set on the command line: `--train.optm_lr=1e-4`, `--policy.diffusers.inference_s
 ([`configs/cosmos_rl_config.toml`](../configs/cosmos_rl_config.toml)), `cosmos-rl schema` the JSON schema. A first line
 `#:schema <path of cosmos_rl_config.json>` gives completion and checks in editors that know TOML schemas.
 
-**Status** says which jobs read a key: all of them ("works"), or only those of reinforcement learning or of videos. Keys
-that do nothing in this version are in the [appendix](#appendix-keys-without-effect).
+**Status** says which jobs read a key: all of them ("works"), or only those of preference optimisation, of
+reinforcement learning or of videos. Keys that do nothing in this version are in the
+[appendix](#appendix-keys-without-effect).
 
 Unknown keys are errors. Old names that are still read: {aliases}.
 """
@@ -44,7 +45,7 @@ These keys do nothing in this version.
 | Key | Value | Default | Meaning | Status |
 |---|---|---|---|---|
 """
-_EFFECTIVE = (Support.WORKS, Support.RL, Support.VIDEO)
+_EFFECTIVE = (Support.WORKS, Support.DPO, Support.RL, Support.VIDEO)
 _TEMPLATE = """\
 #:schema ./schemas/cosmos_rl_config.json
 # All keys with their defaults, made by `cosmos-rl schema --toml`. A run needs policy.model_name_or_path and
@@ -146,7 +147,7 @@ def _fields(table: type[BaseModel]) -> dict[str, FieldInfo]:
     fields = dict(table.model_fields)
     if issubclass(table, TrainPolicyConfig):
         fields = {"type": fields["type"], **fields}
-    if table is GrpoPolicyConfig:  # what it shares with "sft" is described there
+    if issubclass(table, TrainPolicyConfig) and table is not SftPolicyConfig:  # what it shares is described with "sft"
         fields = {key: field for key, field in fields.items() if key not in TrainPolicyConfig.model_fields}
     return fields
 

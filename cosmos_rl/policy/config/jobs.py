@@ -10,10 +10,15 @@ from typing import Any, Literal
 
 from cosmos_rl.policy.config.plan import StepPlan, plan_online, plan_sft
 from cosmos_rl.policy.config.schema import Config
-from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig, SftPolicyConfig, TrainPolicyConfig
+from cosmos_rl.policy.config.train_policy import (
+    DpoPolicyConfig,
+    GrpoPolicyConfig,
+    SftPolicyConfig,
+    TrainPolicyConfig,
+)
 
-DataForm = Literal["pairs", "prompts"]
-"""Captioned images, or a list of prompts."""
+DataForm = Literal["pairs", "preferences", "prompts"]
+"""Captioned images, captions each with a chosen and a rejected image, or a list of prompts."""
 Part = str
 """`package.module:name`, imported when it is used: most of them need torch."""
 
@@ -36,6 +41,8 @@ class JobKind:
     """Called with configuration, context, data sets and, for online jobs, reward functions; makes the task."""
     algorithm: Part = ""
     """Of an online job: called with the configuration, makes the algorithm."""
+    rows: int = 1
+    """Of one forward pass, for each sample of its micro-batch."""
     adapters: tuple[str, ...] = ()
     """Names that `policy.lora.lora_names` must hold; the first is trained."""
     supported: bool = True
@@ -54,6 +61,15 @@ SFT = JobKind(
     script="cosmos_rl.tools.dataset.diffusers_dataset",
     task="cosmos_rl.policy.trainer.diffusers_trainer.build:build_sft",
 )
+DPO = replace(
+    SFT,
+    table=DpoPolicyConfig,
+    data="preferences",
+    items="preferences",
+    script="cosmos_rl.tools.dataset.preferences",
+    task="cosmos_rl.policy.trainer.diffusers_trainer.dpo_trainer:build_dpo",
+    rows=2,
+)
 DIFFUSION_NFT = JobKind(
     table=GrpoPolicyConfig,
     plan=plan_online,
@@ -69,8 +85,10 @@ FLOW_GRPO = replace(
 )
 DDRL = replace(FLOW_GRPO, algorithm="cosmos_rl.policy.trainer.rl.flow_grpo:Ddrl.from_config")
 FORWARD = replace(DIFFUSION_NFT, algorithm="cosmos_rl.policy.trainer.rl.forward:ForwardObjective.from_config")
+ONLINE_DPO = replace(FLOW_GRPO, algorithm="cosmos_rl.policy.trainer.rl.online_dpo:OnlineDpo.from_config", rows=2)
 JOBS: dict[tuple[str, str], JobKind] = {
     ("sft", "sft"): SFT,
+    ("dpo", "dpo"): DPO,
     ("grpo", "diffusion_nft"): DIFFUSION_NFT,
     ("grpo", "flow_grpo"): FLOW_GRPO,
     ("grpo", "ddrl"): DDRL,
@@ -78,6 +96,7 @@ JOBS: dict[tuple[str, str], JobKind] = {
     ("grpo", "pepg"): FORWARD,
     ("grpo", "par"): FORWARD,
     ("grpo", "awm"): FORWARD,
+    ("grpo", "online_dpo"): ONLINE_DPO,
 }
 """By `train.train_policy.type` and `train.train_policy.trainer_type`."""
 SCRIPTS: Mapping[str, DataForm] = {kind.script: kind.data for kind in JOBS.values()}

@@ -14,6 +14,8 @@ from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
 STEP_TRAINERS = ("flow_grpo", "ddrl")
 """Trainers that learn from recorded sampling steps; the others learn from finished samples."""
+PAIR_TRAINERS = ("online_dpo",)
+"""Trainers that learn from the best and the worst sample of each prompt."""
 GUARD_SIGMAS = (0.125, 0.375, 0.625, 0.875)
 """Noise levels at which the guard against reward hacking measures; each is the middle of a quarter of all levels."""
 KEPT_BYTES = 256 * 2**20
@@ -51,8 +53,10 @@ class OnlinePlan(StepPlan):
     """Forward passes of all chunks."""
     sigmas: int
     """Trained noise levels of a sample."""
+    learnt: int
+    """What a rank learns from: its samples, or pairs of a best and a worst one."""
     pairs: int
-    """(sample, noise level) pairs of one pass over the samples."""
+    """(sample or pair, noise level) pairs of one pass over these."""
     keeps_old: bool
     """Whether the old policy ever differs from the trained one while it is used."""
     old_forwards: int
@@ -88,8 +92,12 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     samples = total // ranks
     chunk, sigmas = rollout_chunk(config), trained_steps(config)
-    each_step = (job.batch_size_per_optimize or samples) * sigmas // job.mini_batch
-    steps = -(-samples // (job.batch_size_per_optimize or samples)) * job.mu_iterations
+    learnt, in_pairs = samples, job.trainer_type in PAIR_TRAINERS
+    if in_pairs:
+        learnt = max(math.ceil(total // group / ranks), 1)
+    size = job.batch_size_per_optimize or learnt
+    each_step = math.ceil(min(size, learnt) * sigmas / job.mini_batch)
+    steps = math.ceil(learnt / size) * job.mu_iterations
     dropout = _acts_dropout(config, transformer)
     passes = each_step * steps
     old_forwards, old_while_copied, reference_forwards = passes, passes, 0
@@ -100,7 +108,9 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
         old_forwards = old_while_copied
     if keeps_reference(job):
         reference_forwards = passes
-    keeps_old = not always_copied or steps > 1
+    keeps_old = (not always_copied or steps > 1) and not in_pairs
+    if in_pairs:
+        old_forwards = old_while_copied = 0
     if job.trainer_type in STEP_TRAINERS:
         old_forwards = old_while_copied = 0  # its velocities are recorded
         keeps_old = samples_with_old(config)
@@ -114,7 +124,8 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
         chunk=chunk,
         rollout_forwards=math.ceil(samples / chunk) * diffusers.sample.num_steps,
         sigmas=sigmas,
-        pairs=samples * sigmas,
+        learnt=learnt,
+        pairs=learnt * sigmas,
         keeps_old=keeps_old,
         old_forwards=old_forwards,
         old_while_copied=old_while_copied,
@@ -154,7 +165,7 @@ def last_trained_step(config: Config) -> int:
 
 def keeps_reference(job: GrpoPolicyConfig) -> bool:
     """Whether the loss asks for the reference's velocities."""
-    return job.kl_beta > 0 or job.norm_penalty > 0
+    return job.kl_beta > 0 or job.norm_penalty > 0 or job.trainer_type in PAIR_TRAINERS
 
 
 def moves_reference(job: GrpoPolicyConfig) -> bool:

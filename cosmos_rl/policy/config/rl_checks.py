@@ -4,7 +4,13 @@ import math
 from collections.abc import Iterator
 
 from cosmos_rl.policy.config.jobs import job_kind, online_table
-from cosmos_rl.policy.config.plan import STEP_TRAINERS, last_trained_step, samples_with_old, trained_steps
+from cosmos_rl.policy.config.plan import (
+    PAIR_TRAINERS,
+    STEP_TRAINERS,
+    last_trained_step,
+    samples_with_old,
+    trained_steps,
+)
 from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
@@ -95,6 +101,12 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
 def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     """Of trainers on sampling steps: the steps must have noise, and there must be that many."""
     sample, key = config.policy.diffusers.sample, "train.train_policy.steps"
+    kind = config.policy.diffusers.weight_copy_decay_type
+    if job.trainer_type in PAIR_TRAINERS and kind != 0:
+        yield (
+            f'policy.diffusers.weight_copy_decay_type: found {kind}; allowed: 0 with "{job.trainer_type}", which '
+            "samples with the trained policy"
+        )
     if job.trainer_type not in STEP_TRAINERS:
         if job.on_policy:
             yield f'train.train_policy.on_policy: found true; allowed: false with "{job.trainer_type}"'
@@ -156,13 +168,14 @@ def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
         return
     local = total // ranks
-    if local % job.mini_batch:
+    in_pairs = job.trainer_type in PAIR_TRAINERS  # a pair for each prompt, whatever its number of samples
+    if local % job.mini_batch and not in_pairs:
         yield (
             f"train.train_policy.mini_batch: found {job.mini_batch}; allowed: a divisor of the samples of a rank, "
             f"{key} / ranks = {total} / {ranks} = {local}"
         )
     chunk = job.batch_size_per_optimize
-    if chunk is not None and (local % chunk or chunk % job.mini_batch):
+    if chunk is not None and not in_pairs and (local % chunk or chunk % job.mini_batch):
         yield (
             f"train.train_policy.batch_size_per_optimize: found {chunk}; allowed: a multiple of "
             f"train.train_policy.mini_batch = {job.mini_batch} that divides the samples of a rank, "

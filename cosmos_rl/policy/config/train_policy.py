@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     AnyTable,
+    ForDpo,
     ForRl,
     ForVlm,
     Fraction,
@@ -44,7 +45,10 @@ class DatasetConfig(Table):
     local_dir: str = ""
     """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
     prompts (`.txt`, `.jsonl`, `.json`), a folder with one for each split, or the folders `metas` and `videos`, whose
-    captions are the prompts."""
+    captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones, or a `.jsonl` file with
+    `prompt`, `chosen` and `rejected`."""
+    rejected_dir: ForDpo[str] = ""
+    """Folder of the rejected images or videos, under the names of the chosen ones; none for a `.jsonl` file."""
     test_size: PositiveInt | OpenFraction | None = None
     """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
     a share."""
@@ -128,8 +132,8 @@ class SftPolicyConfig(TrainPolicyConfig):
     """`[train.train_policy]` with `type = "sft"`: supervised fine-tuning."""
 
     type: Literal["sft"] = "sft"
-    """"sft" or "grpo". Unset: "grpo" if temperature, epsilon_low, epsilon_high, kl_beta or use_remote_reward is given,
-    else "sft"."""
+    """"sft", "dpo" or "grpo". Unset: "grpo" if temperature, epsilon_low, epsilon_high, kl_beta or use_remote_reward is
+    given, else "sft"."""
     trainer_type: str = "sft"
     """Name of the trainer."""
     conversation_column_name: ForVlm[str] = "conversations"
@@ -148,6 +152,22 @@ class SftPolicyConfig(TrainPolicyConfig):
     """Which sample is added to such a batch next."""
     load_balanced_batches_per_optimizer_step: ForVlm[PositiveInt] = 1
     """Such batches per optimiser step."""
+
+
+class DpoPolicyConfig(TrainPolicyConfig):
+    """`[train.train_policy]` with `type = "dpo"`: preference optimisation on chosen and rejected images or videos.
+
+    It also has the keys of "sft" from mini_batch to balance_dp_token, and its tables. A sample is a preference: a
+    prompt with a chosen and a rejected image or video.
+    """
+
+    type: Literal["dpo"] = "dpo"
+    """Preference optimisation."""
+    trainer_type: str = "dpo"
+    """Name of the trainer."""
+    dpo_beta: PositiveFloat = 2000.0
+    """How much a difference between the errors of the two members counts, which are means over the latents' elements:
+    higher values stay nearer to the model at the start. diffusers' script has half this number for the same."""
 
 
 class DataTermConfig(Table):
@@ -230,8 +250,8 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     type: Literal["grpo"] = "grpo"
     """Reinforcement learning."""
     trainer_type: str = "grpo"
-    """Name of the trainer: "diffusion_nft", "flow_grpo", "ddrl", "epg", "pepg", "par" or "awm" for diffusers
-    pipelines."""
+    """Name of the trainer: "diffusion_nft", "flow_grpo", "ddrl", "epg", "pepg", "par", "awm" or "online_dpo" for
+    diffusers pipelines."""
     preset: Preset | None = None
     """Published settings, which hold wherever your file says nothing: trainer, sampler, trained steps and loss."""
     variant: Literal["grpo", "gspo", "dapo"] = "grpo"
@@ -267,7 +287,7 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     mu_iterations: PositiveInt = 1
     """Passes over the samples of a step."""
     batch_size_per_optimize: PositiveInt | None = None
-    """Samples per rank and optimiser step; unset: all of the step."""
+    """Samples per rank and optimiser step (online_dpo: pairs, as in mini_batch); unset: all of the step."""
     data_term: DataTermConfig = DataTermConfig()
     """Real samples that are fine-tuned on in addition to the reward."""
     reward_hacking_guard: RewardHackingGuardConfig = RewardHackingGuardConfig()
@@ -291,6 +311,8 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     advantage_temperature: PositiveFloat | None = None
     """Advantages are rewards minus the mean of their group over this, in place of a standard deviation (EPG, PEPG, PAR:
     10)."""
+    dpo_beta: PositiveFloat = 100.0
+    """online_dpo: how much a difference between the errors of a prompt's best and worst sample counts."""
     norm_penalty: NonNegativeFloat = 0.0
     """Weight of the square by which the velocities' root mean square exceeds that of the reference."""
     on_policy: StrictBool = False
@@ -368,5 +390,7 @@ def _infer_type(value: object) -> object:
 
 
 TrainPolicy = Annotated[
-    SftPolicyConfig | ForRl[GrpoPolicyConfig], Field(discriminator="type"), BeforeValidator(_infer_type)
+    SftPolicyConfig | ForDpo[DpoPolicyConfig] | ForRl[GrpoPolicyConfig],
+    Field(discriminator="type"),
+    BeforeValidator(_infer_type),
 ]

@@ -111,7 +111,7 @@ def log_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def _counts(path: str) -> bool:
-    if path in _ELSEWHERE or path.startswith(_ELSEWHERE_TABLES) or path.endswith(".local_dir"):
+    if path in _ELSEWHERE or path.startswith(_ELSEWHERE_TABLES) or path.endswith((".local_dir", ".rejected_dir")):
         return False
     return path.removeprefix("policy.lora.") not in _ADAPTER
 

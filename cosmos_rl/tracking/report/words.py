@@ -21,6 +21,7 @@ _ALGORITHMS = {
     "pepg": "PEPG",
     "par": "PAR",
     "awm": "AWM",
+    "online_dpo": "online DPO",
 }
 _SECRET = r"[\w.-]*(?:password|passwd|secret|token|api_?key|credential)[\w.-]*"
 
@@ -96,6 +97,8 @@ def describe_training(record: Record) -> Training:
     kind = record.setting("train.train_policy.type")
     if kind == "sft":
         return Training("Fine-tuning", part, model, " on the captioned images of ", name)
+    if kind == "dpo":
+        return Training("Preference optimisation (DPO)", part, model, " on the preferences of ", name)
     trainer = str(record.setting("train.train_policy.trainer_type") or kind or "")
     how = f"Reinforcement learning ({_ALGORITHMS.get(trainer, trainer)})"
     return Training(how, part, model, ", with the prompts of ", name, list_reward_names(record))

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
-from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples, Noising
 from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.rollout.sampler import Giving, build_validation_samples
@@ -51,8 +51,33 @@ class SftParts:
     """Copies the weights as they are now; its result writes them into a step's folder. None: no export."""
 
 
+class Totals:
+    """Sums over the samples of a step: of their losses, of their weights, and of what else is reported of them."""
+
+    def __init__(self, terms: Sequence[str]) -> None:
+        self._sums = dict.fromkeys(("loss", "weight", *terms), 0.0)
+
+    def add(self, loss: Tensor, weight: Tensor, terms: Mapping[str, Tensor]) -> None:
+        """Take in a micro-batch: summed loss and weight, and terms ``[B]``."""
+        for name, value in (("loss", loss), ("weight", weight), *terms.items()):
+            self._sums[name] += float(value.detach().sum())
+
+    def mean(self) -> float:
+        """Mean loss of this rank."""
+        return self._sums["loss"] / max(self._sums["weight"], 1e-12)
+
+    def reduce(self, context: Context) -> tuple[float, dict[str, float]]:
+        """The weight of all ranks, and the means over it."""
+        sums = dict(zip(self._sums, context.sum_over_ranks(list(self._sums.values())), strict=True))
+        weight = sums.pop("weight")
+        return weight, {name: value / max(weight, 1e-12) for name, value in sums.items()}
+
+
 class SFTTrainer(TaskBase):
     """The SFT task. One step = encode, noise at keyed sigmas, flow-matching loss over micro-batches, optimiser step."""
+
+    terms: ClassVar[tuple[str, ...]] = ()
+    """What the loss reports of each sample, in addition to its value."""
 
     def __init__(self, config: Config, context: Context, parts: SftParts) -> None:
         self.model: PipelineModel = parts.model
@@ -89,21 +114,22 @@ class SFTTrainer(TaskBase):
         torch.manual_seed(randomness.torch_seed(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
         dropout = self._config.train.train_policy.caption_dropout
-        whole = self.noising.prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
+        whole = self.prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
         size = self._config.train.train_policy.mini_batch
-        own_sum, own_weight, count = 0.0, 0.0, len(batch.items)
+        totals, count = Totals(self.terms), len(batch.items)
         for first in range(0, count, size):
             self.model.set_gradient_sync(first + size >= count)
-            micro_sum, micro_weight = whole.rows(slice(first, first + size)).loss(self.model)
+            micro_sum, micro_weight, terms = self.loss(whole.rows(slice(first, first + size)))
             (micro_sum * self.optimizer.loss_factor).backward()
-            own_sum, own_weight = own_sum + float(micro_sum.detach()), own_weight + float(micro_weight)
-        loss_sum, weight = self._context.sum_over_ranks([own_sum, own_weight])
-        (loss_max,) = self._context.max_over_ranks([own_sum / max(own_weight, 1e-12)])
-        loss = loss_sum / max(weight, 1e-12)
+            totals.add(micro_sum, micro_weight, terms)
+        (loss_max,) = self._context.max_over_ranks([totals.mean()])
+        weight, means = totals.reduce(self._context)
+        loss = means.pop("loss")
         result = self.apply_gradient(step, weight=weight, loss=loss, expects_gradient=loss > 0.0)
         metrics = {
             "train/loss_mean": loss,
             "train/loss_max": loss_max,
+            **{f"train/{name}_mean": value for name, value in means.items()},
             "optim/grad_norm": result.grad_norm,
             "optim/learning_rate": result.learning_rate,
             "train/epoch": self.epoch(step),
@@ -123,15 +149,25 @@ class SFTTrainer(TaskBase):
         with self.use_averaged_weights(), torch.no_grad(), self.model.eval_mode():
             if self._held_out is None:
                 return ValidationReport(images=self._images(self._val_prompts))
-            metrics = {"val/loss_mean": self.held_out_loss(notify), "val/skipped": len(self._val_skipped.reasons)}
+            metrics = {**self.held_out_metrics(notify), "val/skipped": len(self._val_skipped.reasons)}
             prompts = self._held_out_prompts()
             images = self._images([PromptRecord(prompt) for prompt in prompts], self._own_frames(prompts))
             return ValidationReport(metrics, images, objective=metrics["val/loss_mean"])
 
-    def held_out_loss(self, notify: Notify) -> float:
-        """Mean flow-matching loss of the held-out pairs; the same sigmas and noise at every call."""
+    def prepare(
+        self, purpose: str, step: int, ids: Sequence[int], items: Sequence[Item], dropout: float
+    ) -> NoisedSamples:
+        """What ``loss`` takes of items; all draws are keyed, see ``Noising``."""
+        return self.noising.prepare(purpose, step, ids, items, dropout)
+
+    def loss(self, samples: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        """``(sum, weight)`` of what ``prepare`` made, and what else is reported of each sample, named in ``terms``."""
+        return *samples.loss(self.model), {}
+
+    def held_out_metrics(self, notify: Notify) -> dict[str, float]:
+        """Mean loss and terms of the held-out samples; the same sigmas and noise at every call."""
         assert self._held_out is not None
-        total, weight = 0.0, 0.0
+        totals = Totals(self.terms)
         rank, ranks = self._context.dp_rank, self._context.dp_size
         chunks = split_chunks(len(self._held_out), self._validation_size, rank, ranks)
         for number, (ids, counts) in enumerate(chunks):
@@ -140,13 +176,12 @@ class SFTTrainer(TaskBase):
             counts = counts and bool(read)
             if not read:  # all ranks must meet in the forward pass
                 read, items = self._read_any(self._held_out)
-            micro_sum, micro_weight = self.noising.prepare("validation", 0, read, items, 0.0).loss(self.model)
+            micro_sum, micro_weight, terms = self.loss(self.prepare("validation", 0, read, items, 0.0))
             if counts:
-                total, weight = total + float(micro_sum), weight + float(micro_weight)
+                totals.add(micro_sum, micro_weight, terms)
             score = float(micro_sum) / max(float(micro_weight), 1e-12)
             notify("post_per_step_validation_hook", {"batch_index": number, "val_score": score})
-        total, weight = self._context.sum_over_ranks([total, weight])
-        return total / max(weight, 1e-12)
+        return {f"val/{name}_mean": value for name, value in totals.reduce(self._context)[1].items()}
 
     def _read_any(self, data: Readable) -> tuple[list[int], list[Item]]:
         """The first of the held-out pairs that can be read, and its position."""

@@ -41,7 +41,7 @@ class MicroBatch:
     """``B`` rows of one forward pass, on the device, with what the frozen policies predict for them."""
 
     state: Tensor
-    """Where the velocity is taken, ``[B, C, ...]``."""
+    """Where the velocity is taken, ``[B, C, ...]``; of pairs ``[2 B, C, ...]``, as level and prompts."""
     level: Level
     """``[B]``."""
     weight: Tensor
@@ -94,6 +94,8 @@ class Algorithm(Protocol):
     """The value of a sample that gives no gradient at the first step."""
     maxima: ClassVar[tuple[str, ...]]
     """Terms of which the largest value is reported too."""
+    in_pairs: ClassVar[bool]
+    """Whether it learns from the best sample of each group next to the worst one, whose data end with ``_rejected``."""
 
     @property
     def rollout_policy(self) -> PolicyName:

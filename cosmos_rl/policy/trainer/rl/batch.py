@@ -16,6 +16,7 @@ from cosmos_rl.algorithms.advantage import (
     select_rows,
     zero_std_share,
 )
+from cosmos_rl.algorithms.dpo import pair_best_with_worst
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
@@ -49,6 +50,15 @@ class ScoredBatch:
     """float64 ``[N]``: the advantages as the loss uses them, after the mode and within the bounds; NaN: missing."""
     kept_N: Tensor
     """bool ``[N]``: trained on."""
+    rejected: Mapping[int, int] | None = None
+    """Of an algorithm that learns from pairs: index of the best of a group -> that of its worst."""
+
+    @property
+    def learnt(self) -> list[int]:
+        """Indices of the samples that are trained on, or of the best ones of pairs."""
+        if self.rejected is not None:
+            return list(self.rejected)
+        return torch.nonzero(self.kept_N).flatten().tolist()
 
     @property
     def group_N(self) -> Tensor:
@@ -94,6 +104,7 @@ def score_batch(
     rewards: Rewards,
     job: GrpoPolicyConfig,
     global_std: bool,
+    in_pairs: bool,
     context: Context,
 ) -> ScoredBatch:
     """Rewards of all ranks, and from them the advantages; every rank computes the same.
@@ -102,6 +113,7 @@ def score_batch(
         samples: all of the step, in the order of the ranks.
         own, tables: this rank's samples, and their rewards chunk by chunk.
         rewards: what gave them.
+        in_pairs: train on the best and the worst of each group.
 
     Raises:
         UserError: more rewards are missing than the configuration allows.
@@ -118,8 +130,13 @@ def score_batch(
         used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
         whole_groups = job.on_missing_reward == "drop_group"
         kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
+    rejected = None
+    if in_pairs:
+        rejected = pair_best_with_worst(torch.where(kept_N, advantage_N, torch.nan), group_N)
+        kept_N = torch.zeros_like(kept_N)
+        kept_N[[*rejected, *rejected.values()]] = True
     first = context.dp_rank * len(own.samples)
-    return ScoredBatch(tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N)
+    return ScoredBatch(tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N, rejected)
 
 
 def _advantages(
@@ -162,20 +179,27 @@ class Learnable:
     """Index of the first of them."""
     data: Mapping[str, Tensor]
     """``[own samples, ...]`` on the CPU."""
+    rejected: Mapping[int, int] | None = None
 
     def select(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Those of some samples, in this order."""
+        """Those of some samples, in this order; of pairs also those of the rejected ones."""
         rows = [index - self.first for index in indices]
-        return {name: value[rows] for name, value in self.data.items()}
+        found = {name: value[rows] for name, value in self.data.items()}
+        if self.rejected is not None:
+            rows = [self.rejected[index] - self.first for index in indices]
+            found |= {f"{name}_rejected": value[rows] for name, value in self.data.items()}
+        return found
 
 
 def shard_learnable(step: ScoredBatch, batches: Sequence[Sequence[int]], context: Context) -> Learnable:
     """This rank's own samples; those of all ranks where ``batches`` give a sample to another rank than made it."""
     local, ranks, data = len(step.own.samples), context.dp_size, step.own.learnable
     splits = [(rank, split_evenly(indices, rank, ranks).indices) for indices in batches for rank in range(ranks)]
-    if any(index // local != rank for rank, indices in splits for index in indices):
-        return Learnable(0, {name: context.gather_rows(value) for name, value in data.items()})
-    return Learnable(step.first, data)
+    rejected = step.rejected or {}
+    needed = ((rank, {index, rejected.get(index, index)}) for rank, indices in splits for index in indices)
+    if any(index // local != rank for rank, indices in needed for index in indices):
+        return Learnable(0, {name: context.gather_rows(value) for name, value in data.items()}, step.rejected)
+    return Learnable(step.first, data, step.rejected)
 
 
 def explain_missing(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:

@@ -57,6 +57,7 @@ class FlowGrpo:
     purpose: ClassVar[str] = "flow_grpo"
     neutral: ClassVar[float] = 0.0
     maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "ratio_deviation", "log_ratio", "step_kl", "step_kl_nats")
+    in_pairs: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

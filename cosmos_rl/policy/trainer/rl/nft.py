@@ -43,6 +43,7 @@ class DiffusionNft:
     guidance: ClassVar[float] = 1.0
     neutral: ClassVar[float] = 0.5
     maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "unweighted_policy_loss", "kl_loss")
+    in_pairs: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -82,7 +83,7 @@ class DiffusionNft:
             level=levels.rows(torch.tensor([index for _, index in pairs])),
             weight=share.weight[order],
             value=share.value[order],
-            data={"clean": share.data["clean"][order]},
+            data={name: value[order] for name, value in share.data.items()},
             noise_ids=[share.sample_ids[row] * total + index for row, index in pairs],
             noise_key=draws.key(f"{self.purpose}/noise/{number}"),
         )

@@ -182,6 +182,7 @@ class OnlineTask(TaskBase):
             rewards=self._scoring.rewards,
             job=self._job,
             global_std=self._config.policy.diffusers.sample.global_std,
+            in_pairs=self.algorithm.in_pairs,
             context=self._context,
         )
         reasons = batches.explain_missing(own, tables)
@@ -203,7 +204,7 @@ class OnlineTask(TaskBase):
         size, ranks = self._job.batch_size_per_optimize, self._context.dp_size
         seed, purpose, step = draws.key(self.algorithm.purpose)
         steps = optimizer_batches(
-            torch.nonzero(batch.kept_N).flatten().tolist(),
+            batch.learnt,
             size=None if size is None else size * ranks,
             passes=self._job.mu_iterations,
             seed=seed,

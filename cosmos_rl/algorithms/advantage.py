@@ -101,6 +101,49 @@ def combine_advantages(
     return torch.where(groups.valid_N, groups.drop_rounding(added_N, stacked_KN.abs().sum(0)), torch.nan)
 
 
+def gdpo_advantages(
+    rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_N: Tensor, eps: float = 1e-4
+) -> Tensor:
+    """GDPO (arXiv 2601.05242): ``combine_advantages`` with the deviations of the groups, over the population standard
+    deviation of the step; float64 ``[N]``, NaN where a reward is missing.
+
+    So each reward decides as much within a group, however many rewards there are. The mean over a group is 0 already.
+    """
+    added_N = combine_advantages(rewards, weights, group_N, global_std=False)
+    valid = added_N[added_N.isfinite()]
+    if len(valid) == 0:
+        return added_N
+    return added_N / (valid.std(correction=0) + eps)
+
+
+def measure_nearest(feature_ND: Tensor, group_N: Tensor) -> Tensor:
+    """Cosine distance of each sample's features to those of the nearest other sample of its group, ``[N]`` in [0, 2].
+
+    The diversity of GARDO (arXiv 2512.24138), with features of an image encoder; a sample that is alone has 0.
+    """
+    unit_ND = torch.nn.functional.normalize(feature_ND.double(), dim=1)
+    others_NN = (group_N[:, None] == group_N[None, :]).fill_diagonal_(False)
+    nearest_N = (1.0 - unit_ND @ unit_ND.T).masked_fill(~others_NN, torch.inf).amin(1)
+    return torch.where(nearest_N.isfinite(), nearest_N, 0.0)
+
+
+def scale_by_diversity(reward_N: Tensor, diversity_N: Tensor, group_N: Tensor) -> Tensor:
+    """Advantages of GARDO (arXiv 2512.24138), which count a good sample the more the less it is like the others of its
+    group; float64 ``[N]``, NaN where the reward is missing.
+
+    ``(reward - mean) d / mean(d)`` where the reward is at least the mean of its group, else ``reward - mean``, without
+    a standard deviation. Not as in the paper, the mean of each group is then subtracted again: a sum that is not 0
+    pushes all samples alike.
+    """
+    groups = _Groups.from_rewards(reward_N, group_N)
+    deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
+    mean_N = groups.mean_P(diversity_N.double())[groups.inverse_N]
+    factor_N = torch.where(mean_N > 0, diversity_N.double() / mean_N, 1.0)
+    scaled_N = torch.where(deviation_N >= 0, deviation_N * factor_N, deviation_N)
+    centred_N = scaled_N - groups.mean_P(scaled_N)[groups.inverse_N]
+    return torch.where(groups.valid_N, centred_N, torch.nan)
+
+
 def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:
     """Advantages ``[N]`` -> what training uses of them; NaN stays NaN.
 

@@ -13,9 +13,12 @@ from cosmos_rl.algorithms.advantage import (
     all_equal,
     apply_mode,
     combine_advantages,
+    gdpo_advantages,
     group_advantages,
     mean_group_std,
+    measure_nearest,
     optimality,
+    scale_by_diversity,
     select_rows,
     zero_std_share,
 )
@@ -293,3 +296,49 @@ def test_rows_that_are_trained_on(whole_groups: bool, drop_equal_groups: bool, e
     advantage = group_advantages(reward, group, global_std=True)
     kept = select_rows(advantage, group, whole_groups=whole_groups, drop_equal_groups=drop_equal_groups)
     assert kept.tolist() == [bool(row) for row in expected]
+
+
+def test_gdpo_equals_an_independent_computation() -> None:
+    rng = np.random.default_rng(0)
+    group = np.repeat([3, 1, 8], 4)
+    rewards = {"small": rng.normal(size=12) * 1e-3, "large": rng.normal(size=12) * 50 + 7, "off": rng.normal(size=12)}
+    weights = {"small": 1.0, "large": 0.5, "off": 0.0}
+    added = np.zeros(12)
+    for name in ("small", "large"):
+        for one in set(group):
+            value = rewards[name][group == one]
+            added[group == one] += weights[name] * (value - value.mean()) / (value.std() + 1e-4)
+    given = {name: torch.from_numpy(value) for name, value in rewards.items()}
+    found = gdpo_advantages(given, weights, torch.from_numpy(group))
+    np.testing.assert_allclose(found, (added - added.mean()) / (added.std() + 1e-4), rtol=1e-9)
+
+
+def test_gdpo_leaves_out_what_is_missing_and_keeps_zeros() -> None:
+    rewards = {"a": torch.tensor([1.0, 2.0, 3.0, 3.0, torch.nan]), "b": torch.tensor([0.0, 1.0, 2.0, 2.0, 1.0])}
+    found = gdpo_advantages(rewards, {"a": 1.0, "b": 1.0}, torch.tensor([0, 0, 1, 1, 1]))
+    assert found[2:4].tolist() == [0.0, 0.0]
+    assert bool(found[4].isnan())
+    assert found[:2].tolist() == pytest.approx([-(2**0.5), 2**0.5], rel=1e-3)
+    nothing = gdpo_advantages({"a": torch.full((2,), torch.nan)}, {"a": 1.0}, torch.zeros(2))
+    assert bool(nothing.isnan().all())
+
+
+def test_the_golden_diversity_counts_a_good_sample_by_how_far_it_is_from_the_others() -> None:
+    features = torch.tensor([[1.0, 0, 0], [0.8, 0.6, 0], [0, 1, 0], [0, 0, 1]])
+    reward, group = torch.tensor([0.9, 0.8, 0.2, 0.1], dtype=torch.float64), torch.zeros(4)
+    nearest = measure_nearest(7 * features, group)
+    assert nearest.tolist() == pytest.approx([0.2, 0.2, 0.4, 1.0], abs=1e-6)
+    paper = np.array([0.177778, 0.133333, -0.3, -0.4])
+    found = scale_by_diversity(reward, nearest, group)
+    np.testing.assert_allclose(found, paper - paper.mean(), atol=1e-6)
+    assert paper.mean() == pytest.approx(-0.0972, abs=1e-4)
+
+
+def test_diversity_is_that_of_the_group_alone() -> None:
+    features = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0], [1, 1]])
+    group = torch.tensor([0, 0, 1, 1, 2])
+    assert measure_nearest(features, group).tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0, 0.0], abs=1e-12)
+    reward = torch.tensor([1.0, 0.0, 1.0, 0.0, torch.nan])
+    found = scale_by_diversity(reward, measure_nearest(features, group), group)
+    assert found[:4].tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])  # equal samples count alike
+    assert bool(found[4].isnan())

@@ -192,6 +192,16 @@ def test_rewards_of_different_size_can_count_alike(one_step: Callable[..., Any])
     assert metrics["reward/reward1_mean"] == pytest.approx(np.mean(big))
 
 
+def test_gdpo_takes_the_deviations_of_each_prompt_and_then_that_of_the_step(one_step: Callable[..., Any]) -> None:
+    small, big = [0.01, 0.02, 0.04, 0.03] * 2, [4.5, -5.0, 2.5, 2.0, 0.0, 1.0, 2.0, 3.0]
+    options = ("--train.train_policy.normalise_rewards=gdpo", *local(reward_clip_min=-1000.0))
+    record, metrics, _ = one_step(small, big, options=options, weights=(1.0, 2.0))
+    parts = [np.array(normalised([values[:4], values[4:]], by_group=True)) for values in (small, big)]
+    added = parts[0] + 2.0 * parts[1]
+    assert record.advantages == pytest.approx(list(added / (added.std() + 1e-4)))
+    assert metrics["adv/std"] == pytest.approx(1.0, abs=1e-3)
+
+
 @pytest.mark.parametrize("each", [True, False])
 def test_scale_weight_and_clips_count_however_rewards_are_normalised(one_step: Callable[..., Any], each: bool) -> None:
     """With one reward both ways are the same, but for the size of scale times weight."""

@@ -38,6 +38,8 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
         problems += _DATA[data](config, notes)
     if job_kind(config).online:
         problems += _rewards(config) + _check_pair_folders(config, notes)
+        if online_table(config).teacher:
+            problems += _missing("train.train_policy.teacher", online_table(config).teacher)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config)

@@ -15,8 +15,8 @@ from cosmos_rl.policy.config.plan import (
     GALLERY,
     KEPT_BYTES,
     STEP_TRAINERS,
+    copies_reference,
     keeps_reference,
-    moves_reference,
     plan_online,
     plan_sft,
 )
@@ -58,7 +58,7 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         Unknown: the sizes of latents cannot be known.
     """
     job, plan = online_table(config), plan_online(config)
-    lora, share, moving = config.policy.lora, 4 * trained // shards, moves_reference(job)
+    lora, share, moving = config.policy.lora, 4 * trained // shards, copies_reference(job)
     copies = {
         "old policy": share * (lora is None and plan.keeps_old),
         "reference": share * (keeps_reference(job) and (lora is None or moving or not lora.starts_as_base)),

@@ -25,7 +25,7 @@ from cosmos_rl.policy.config.plan import keeps_reference
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions, add_media
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
-from cosmos_rl.policy.trainer.rl.build import build_algorithm
+from cosmos_rl.policy.trainer.rl.build import build_algorithm, load_teacher
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.combine import clip_scores
@@ -286,7 +286,15 @@ def _encode_probes(model: PipelineModel, videos: Tensor) -> Tensor:
 
 def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampled: Sampled) -> Iterator[Finding]:
     """The gradient of one micro-batch in which samples are good and bad in turns."""
-    policies = model.policies(keep_old=True, keep_reference=keeps_reference(job))
+    kept = {"keep_old": True, "keep_reference": keeps_reference(job)}
+    if job.teacher:
+        kept["moving_reference"] = True
+    policies = model.policies(**kept)
+    try:
+        load_teacher(config, model, policies)
+    except UserError as error:
+        yield Finding(FAIL, "teacher", str(error))
+        return
     made, algorithm = sampled.made, build_algorithm(config)
     count = min(job.mini_batch, len(made.samples))
     few, data = made.samples[:count], {name: value[:count] for name, value in made.learnable.items()}

@@ -173,6 +173,11 @@ def moves_reference(job: GrpoPolicyConfig) -> bool:
     return keeps_reference(job) and job.reference_reset_interval is not None
 
 
+def copies_reference(job: GrpoPolicyConfig) -> bool:
+    """Whether the reference has other weights than the model at the start."""
+    return moves_reference(job) or (keeps_reference(job) and bool(job.teacher))
+
+
 def samples_with_old(config: Config) -> bool:
     """Of a trainer on sampling steps: whether another policy than the trained one makes the samples."""
     job = config.train.train_policy

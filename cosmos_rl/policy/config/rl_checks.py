@@ -33,6 +33,7 @@ def rl_rules(config: Config) -> list[str]:
         *_advantages(config, job),
         *_batches(config, job),
         *_real_samples(config, job),
+        *_teacher(config, job),
         *_guard(config, job),
         *_rewards(config, job),
     ]
@@ -145,6 +146,11 @@ def _levels(diffusers: DiffusersConfig) -> Iterator[str]:
 def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     if config.rollout.n_generation < 2:
         yield "rollout.n_generation: found 1; allowed: 2 or more, as an advantage compares samples of one prompt"
+    if job.normalise_rewards == "gdpo" and job.advantage_temperature is not None:
+        yield (
+            f"train.train_policy.advantage_temperature: found {job.advantage_temperature}; allowed: unset with "
+            'train.train_policy.normalise_rewards = "gdpo", which divides by deviations'
+        )
     if job.advantage_low >= 0:
         yield f"train.train_policy.advantage_low: found {job.advantage_low}; allowed: less than 0"
     if job.advantage_high <= 0:
@@ -202,6 +208,24 @@ def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"{key}.batch_size: found {term.batch_size}; allowed: a multiple of the {ranks} data parallel ranks, the "
             f"nearest {_nearest(term.batch_size, ranks)}"
         )
+
+
+def _teacher(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """It is the reference, so something must be compared with that, and nothing else may take its place."""
+    key, policy = "train.train_policy", config.policy
+    if not job.teacher:
+        return
+    if job.kl_beta == 0:
+        yield f"{key}.kl_beta: found 0.0; allowed: more than 0 with {key}.teacher, whose distance it weighs"
+    if job.reference_reset_interval is not None:
+        yield (
+            f"{key}.reference_reset_interval: found {job.reference_reset_interval}; allowed: unset with {key}.teacher, "
+            "which is the reference"
+        )
+    if job.trainer_type in PAIR_TRAINERS:
+        yield f'{key}.teacher: found "{job.teacher}"; allowed: unset with "{job.trainer_type}", which needs a reference'
+    if policy.freeze_pattern or policy.trainable_pattern or policy.trainable_map:
+        yield f'{key}.teacher: found "{job.teacher}"; allowed: with adapters, or where all weights are trained'
 
 
 def _guard(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:

@@ -273,15 +273,19 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """All rewards are 0, to try things; nothing is asked or called."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference model; 0: none is kept or run."""
+    teacher: str = ""
+    """On-policy distillation: an exported adapter that fits [policy.lora], or without that table a pipeline folder,
+    which takes the place of the reference."""
     advantage_low: StrictFloat = -5.0
     """Smaller advantages count as this."""
     advantage_high: StrictFloat = 5.0
     """Larger advantages count as this; also the scale of DiffusionNFT's weights."""
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """Which part of an advantage counts: all of it, above 0, below 0, 1 where it is above 0, its sign."""
-    normalise_rewards: Literal["sum", "each"] = "sum"
-    """Advantages of the weighted sum of the rewards, or the sum of each reward's advantages times its table's scale and
-    its weight. Both know a score only within its clips."""
+    normalise_rewards: Literal["sum", "each", "gdpo"] = "sum"
+    """"sum": advantages of the weighted sum of the rewards. "each": the sum of each reward's advantages times its
+    table's scale and its weight. "gdpo": the same with each prompt's own deviations, over the deviation of the whole
+    step. All know a score only within its clips."""
     drop_equal_groups: StrictBool = False
     """Leave out prompts whose samples all have the same advantage, so that they teach nothing."""
     mu_iterations: PositiveInt = 1

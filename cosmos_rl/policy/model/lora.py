@@ -160,7 +160,10 @@ def fold_config(peft_config: Any) -> dict[str, Any]:
     return table | same
 
 
-def adapter_file(path: str) -> Path:
+_PATH_KEY = "policy.lora.lora_path"
+
+
+def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
     """The safetensors file of an exported adapter: the file itself, or the one in a folder.
 
     Raises:
@@ -174,7 +177,7 @@ def adapter_file(path: str) -> Path:
     for candidate in tries:
         if candidate.is_file():
             return candidate
-    raise UserError(f"policy.lora.lora_path = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
+    raise UserError(f"{key} = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
 
 
 def adapter_place(exported: str, denoiser: str) -> str:
@@ -184,41 +187,42 @@ def adapter_place(exported: str, denoiser: str) -> str:
     return str(Path(exported) / denoiser)
 
 
-def warm_start(transformer: Any, adapter: str, path: str) -> None:
+def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY) -> None:
     """Load an exported adapter (diffusers or PEFT key style) into ``adapter``; every weight must fit.
+
+    Args:
+        key: the setting that names ``path``.
 
     Raises:
         UserError: other modules, ranks or scales than the current adapter.
     """
-    file = adapter_file(path)
+    file = adapter_file(path, key)
     with safe_open(file, framework="pt") as opened:
         weights = {_strip_prefixes(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    folded = _is_folded(transformer, adapter, _read_scales(file, metadata), file)
+    folded = _is_folded(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}")
     own = adapter_state(transformer, adapter)
-    problems = [f"  {key}: not in the adapter" for key in sorted(weights.keys() - own.keys())]
-    problems += [f"  {key}: not in the file" for key in sorted(own.keys() - weights.keys())]
+    problems = [f"  {name}: not in the adapter" for name in sorted(weights.keys() - own.keys())]
+    problems += [f"  {name}: not in the file" for name in sorted(own.keys() - weights.keys())]
     problems += [
-        f"  {key}: {tuple(weights[key].shape)} in the file, {tuple(own[key].shape)} in the adapter"
-        for key in sorted(own.keys() & weights.keys())
-        if weights[key].shape != own[key].shape
+        f"  {name}: {tuple(weights[name].shape)} in the file, {tuple(own[name].shape)} in the adapter"
+        for name in sorted(own.keys() & weights.keys())
+        if weights[name].shape != own[name].shape
     ]
     if problems:
         more = ""
         if len(problems) > 10:
             more = f"\n  and {len(problems) - 10} more"
         raise UserError(
-            f"policy.lora.lora_path: {file} does not fit policy.lora (r, target_modules, patterns):\n"
-            + "\n".join(problems[:10])
-            + more
+            f"{key}: {file} does not fit policy.lora (r, target_modules, patterns):\n" + "\n".join(problems[:10]) + more
         )
     factors: dict[str, float] = {}
     if folded:
         factors = scales(transformer, adapter)
-    for key, value in own.items():
-        weight, factor = weights[key], 1.0
-        if key.endswith(_UP):
-            factor = factors.get(key.removesuffix(_UP), 1.0)
+    for name, value in own.items():
+        weight, factor = weights[name], 1.0
+        if name.endswith(_UP):
+            factor = factors.get(name.removesuffix(_UP), 1.0)
         if factor != 1.0:
             weight = weight.float() / factor
         copy_full(value, weight)
@@ -238,17 +242,18 @@ def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     return json.loads(sidecar.read_text(encoding="utf-8"))
 
 
-def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Path) -> bool:
+def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], where: str) -> bool:
     """Whether the factor alpha / r is in the up matrices of a file; otherwise it must be the adapter's.
+
+    Args:
+        where: the setting and the file, for messages.
 
     Raises:
         UserError: the file says another factor than the adapter's, and not 1.
     """
     own = transformer.peft_config[adapter]
     if not stored:
-        logger.warning(
-            f"policy.lora.lora_path: {file} does not say its alpha; that of policy.lora is taken, {own.lora_alpha:g}"
-        )
+        logger.warning(f"{where} does not say its alpha; that of policy.lora is taken, {own.lora_alpha:g}")
         return False
     patterns = [stored.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     if not stored.get("use_rslora") and stored.get("lora_alpha") == stored.get("r") and patterns[0] == patterns[1]:
@@ -256,7 +261,7 @@ def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], file: Pat
     for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if name in stored and (stored[name] or None) != (getattr(own, name) or None):
             raise UserError(
-                f"policy.lora.lora_path: {file} was trained with {name} = {stored[name]!r}, policy.lora says "
+                f"{where} was trained with {name} = {stored[name]!r}, policy.lora says "
                 f"{getattr(own, name)!r}; the adapter would have a different strength"
             )
     return False

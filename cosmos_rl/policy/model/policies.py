@@ -6,7 +6,7 @@ trained parameters. Copies are sharded like what they copy, and made only when t
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -36,6 +36,10 @@ class Policies(Protocol):
 
     def reset_reference(self) -> None:
         """The reference becomes the trained policy as it is now; only where it was made to move."""
+        ...
+
+    def load_reference(self, load: Callable[[], None]) -> None:
+        """The reference becomes what ``load`` fills the trained weights with; these are then what they were."""
         ...
 
     def old_state(self) -> Mapping[str, Tensor]:
@@ -101,6 +105,10 @@ class AdapterPolicies:
         """``reference = default``."""
         _move_reference(self._reference, self._default_params)
 
+    def load_reference(self, load: Callable[[], None]) -> None:
+        """``reference = loaded``."""
+        _load_reference(self._reference, self._default_params, load)
+
     def old_state(self) -> Mapping[str, Tensor]:
         """The old adapter's weights by the names of the trained ones."""
         return {name: param.detach() for name, param in self._old_params.items()}
@@ -161,6 +169,10 @@ class CopyPolicies:
         """``reference = default``."""
         _move_reference(self._copies.get("reference", {}), self._params)
 
+    def load_reference(self, load: Callable[[], None]) -> None:
+        """``reference = loaded``."""
+        _load_reference(self._copies.get("reference", {}), self._params, load)
+
     def old_state(self) -> Mapping[str, Tensor]:
         """The old policy's weights; empty when it is always the trained one."""
         return self._copies.get("old", {})
@@ -172,7 +184,6 @@ class CopyPolicies:
         return {}
 
 
-@torch.no_grad()
 def build_policies(
     transformer: nn.Module,
     params: Mapping[str, nn.Parameter],
@@ -199,6 +210,7 @@ def build_policies(
     return AdapterPolicies(transformer, lora.active_adapter, old, copy_reference=copied)
 
 
+@torch.no_grad()
 def _exchange(transformer: nn.Module, params: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     free_gathered(transformer)
     for name, param in params.items():
@@ -212,6 +224,15 @@ def _move_reference(reference: Mapping[str, Tensor], new: Mapping[str, Tensor]) 
     if not reference:
         raise ValueError("this model keeps no copy as its reference")
     _blend(reference, new, 0.0)
+
+
+@torch.no_grad()
+def _load_reference(reference: Mapping[str, Tensor], params: Mapping[str, Tensor], load: Callable[[], None]) -> None:
+    held = {name: param.detach().clone() for name, param in params.items()}
+    load()
+    _move_reference(reference, params)
+    for name, param in params.items():
+        param.detach().copy_(held[name])
 
 
 @torch.no_grad()

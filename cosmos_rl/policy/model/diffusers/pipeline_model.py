@@ -301,6 +301,24 @@ class PipelineModel(FlowModel):
                     folder = lora.adapter_place(self.lora_config.lora_path, name)
                     lora.warm_start(module, self.primary_adapter, folder)
 
+    def load_policy(self, place: str, key: str) -> None:
+        """Fill the trained weights from an exported adapter, or where all weights are trained from a pipeline folder.
+
+        Args:
+            key: the setting that names ``place``, for messages.
+
+        Raises:
+            UserError: it holds other weights.
+        """
+        for name, module in self.denoisers.items():
+            if self.lora_config is not None:
+                lora.warm_start(module, self.primary_adapter, lora.adapter_place(place, name), key)
+                continue
+            folder = Path(place).expanduser() / name
+            if not folder.is_dir():
+                raise UserError(f"{key} = {place!r}: no folder {name} there; without [policy.lora] give a pipeline")
+            load_shards(folder, lora.base_state(module))
+
     def init_output_process(self) -> None:
         """Take the pipeline's processor of decoded samples, ``image_processor`` or ``video_processor``.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from cosmos_rl.algorithms.advantage import (
     apply_mode,
     combine_advantages,
+    gdpo_advantages,
     group_advantages,
     mean_group_std,
     select_rows,
@@ -151,6 +152,8 @@ def _advantages(
     """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
     counted = clip_scores(rewards, scores)
     temperature = job.advantage_temperature
+    if job.normalise_rewards == "gdpo":
+        return gdpo_advantages(counted, rewards.weights, group_N)
     if job.normalise_rewards == "each":
         return combine_advantages(counted, rewards.weights, group_N, global_std=std, temperature=temperature)
     size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)

@@ -19,6 +19,7 @@ from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, onli
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.model.policies import Policies
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
     expect_clean_frames,
@@ -96,7 +97,20 @@ def build_online(
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
-    return OnlineTask(config, context, build_algorithm(config), parts)
+    task = OnlineTask(config, context, build_algorithm(config), parts)
+    load_teacher(config, model, task.policies)
+    return task
+
+
+def load_teacher(config: Config, model: PipelineModel, policies: Policies) -> None:
+    """Put the teacher in the place of the reference, where one is named.
+
+    Raises:
+        UserError: it has other weights than the policy.
+    """
+    place, key = online_table(config).teacher, "train.train_policy.teacher"
+    if place:
+        policies.load_reference(lambda: model.load_policy(place, key))
 
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:

@@ -19,7 +19,7 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import keeps_reference, moves_reference, plan_online
+from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, moves_reference, plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
@@ -92,7 +92,7 @@ class OnlineTask(TaskBase):
         params = parts.model.trainable_parameters()
         super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
         kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
-        self.policies = parts.model.policies(**kept, moving_reference=moves_reference(job))
+        self.policies = parts.model.policies(**kept, moving_reference=copies_reference(job))
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)

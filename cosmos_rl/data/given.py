@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Given:
     """Of a video its first frames are given, not its last ones."""
     frames: Tensor | None = field(default=None, compare=False, repr=False)
     """uint8 ``[k, H, W, 3]``, where they are decoded already."""
+    source: str | None = field(default=None, compare=False)
+    """Which frames of which file they are, as in `Item`."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def choose_own(item: Item, name: str, clean: int, count: int) -> Given:
     if clean == 0:
         return Given("", 0)
     if item.visual.ndim == 4:
-        return first_frames(item.visual, name, clean, count)
+        return replace(first_frames(item.visual, name, clean, count), source=item.source)
     if item.edits is None:
         raise UserError(f"{printable(item.name)}: the model edits images, and {_NAME_EDITED}")
     return Given(str(item.edits), 1, item.edits)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -22,6 +23,7 @@ from cosmos_rl.policy.model.driver.loading import load_pipeline
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.driver.probe import prove
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
+from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.driven import CONDITIONED
 from tests.support.family_runs import Clips, TrainedFamily, family_toml, folder_of
 from tests.support.nft_runs import image_prompts, nft_train, nft_trainer
@@ -309,3 +311,34 @@ def test_all_weights_are_trained_from_an_image(tmp_path: Path, family: str, job:
         before, after = (load_file(one / part / "diffusion_pytorch_model.safetensors") for one in (base, trained))
         assert before.keys() == after.keys()
         assert sum(not torch.equal(value, after[name]) for name, value in before.items()) > len(before) / 2
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("family", ["wan-i2v", "cosmos-predict2.5"])
+def test_with_a_cache_the_medium_of_a_clip_is_encoded_once(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        write_video(tmp_path / f"clips/{number}.mp4", frames=9)
+        (tmp_path / f"clips/{number}.txt").write_text(f"clip {number}", encoding="utf-8")
+    described = TrainedFamily(family, frames=("num_frames", 9))
+    path = family_toml(tmp_path, described, job="sft", images=tmp_path / "clips")
+    options = ["--policy.diffusers.conditional_frames=[1, 1]"]
+    cache = ["--train.train_policy.cache.latents=true", f'--train.train_policy.cache.dir="{tmp_path / "cache"}"']
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "facts"))
+    calls: list[int] = []
+    stock = AutoencoderKLWan.encode
+
+    def encode(self: AutoencoderKLWan, *args: Any, **kwargs: Any) -> Any:
+        calls[-1] += 1
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(AutoencoderKLWan, "encode", encode)
+    losses = []
+    for more in ([], cache, cache):
+        calls.append(0)
+        rows = read_metrics(train(path, *options, *more) / "metrics.jsonl")
+        losses.append([row["train/loss_mean"] for row in rows if "train/loss_mean" in row])
+    assert losses[1] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert 4 + 1 <= calls[1] - calls[2] <= 4 + 4  # in three epochs each medium once, and the clips alone or together

@@ -11,7 +11,7 @@ from torch.utils import _pytree as tree
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import load_config
-from cosmos_rl.policy.model.driver.conditions import RAGGED, DrivenCond, concat_all
+from cosmos_rl.policy.model.driver.conditions import RAGGED, DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
@@ -46,6 +46,21 @@ def test_conditions_come_back_from_plain_tensors(rows: int) -> None:
     again = DrivenCond.from_tensors(load(save({k: v.contiguous() for k, v in cond.to_tensors().items()})))
     assert same(again, cond)
     assert same(again.rows(torch.tensor([0])), cond.rows(torch.tensor([0])))
+
+
+def test_what_media_were_made_into_comes_back_from_plain_tensors() -> None:
+    draw = torch.Generator().manual_seed(0)
+    state, image = torch.rand(1, 2, 3, generator=draw), torch.rand(1, 4, generator=draw).bfloat16()
+    inputs = {"off": {"[1]['image']": image.unsqueeze(0)}, "on": {}}
+    media = MediaCond((None, state, 7), (True, False, True), {"encode_image": [image, (image, None)]}, inputs, (1,))
+    again = MediaCond.from_tensors(load(save({k: v.clone() for k, v in media.to_tensors().items()})))
+    pairs = [(media.prepared, again.prepared), (media.encoded, again.encoded), (media.inputs, again.inputs)]
+    for ours, theirs in pairs:
+        left, form = tree.tree_flatten(ours)
+        right, other = tree.tree_flatten(theirs)
+        assert form == other
+        assert all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(left, right, strict=True))
+    assert (again.shared, again.kinds) == (media.shared, media.kinds)
 
 
 def test_rows_are_joined_in_their_order_and_other_lengths_are_noticed() -> None:

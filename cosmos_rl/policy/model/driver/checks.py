@@ -194,8 +194,9 @@ def check_path(probing: Probing) -> str:
     facts.timesteps, facts.sigmas = [float(level.t) for level in levels[:-1]], [float(level.sigma) for level in levels]
     facts.noise_shape = list(driver.noise_shape(driver.size))
     facts.scale = 1.0
-    facts.scale = float(driver.pack(torch.ones(1, *facts.noise_shape), driver.size).float().mean())
-    if abs(facts.scale - 1.0) < 1e-3 and facts.sigmas[0] <= 1.0 + 1e-6:
+    ends = [driver.pack(torch.full((1, *facts.noise_shape), value), driver.size).float() for value in (0.0, 1.0)]
+    facts.scale = float((ends[1] - ends[0]).mean())  # a start state may have a little of a medium in it
+    if abs(facts.scale - 1.0) < 2e-3 and facts.sigmas[0] <= 1.0 + 1e-6:
         facts.path = "flow"
     elif abs(facts.scale / facts.sigmas[0] - 1.0) < 1e-2:
         facts.path = "edm"

@@ -41,9 +41,14 @@ def condition(
         alone = cond.rows(torch.tensor([row]))
         generator = torch.Generator().manual_seed(0) if generators is None else generators[row]
         rows.append(_condition_row(driver, alone, medium, size, generator))
-    made = functools.reduce(MediaCond.concat, [row.media for row in rows if row.media is not None])
     if driver.row.text_sees_media:
         cond = _join_texts(driver, rows)
+    return join_media(driver, cond, [row.media for row in rows if row.media is not None], size)
+
+
+def join_media(driver: "Driver", cond: DrivenCond, media: Sequence[MediaCond], size: Size) -> DrivenCond:
+    """See `Driver.join_media`."""
+    made = functools.reduce(MediaCond.concat, media)
     masks = [driver.element_mask(kind, size) for kind in made.kinds]
     mask = None
     if any(one is not None for one in masks):

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 
+RAGGED = "list"
+"""Where the prompts are in a plain list with one entry each."""
+_FORM = "form"
+
 
 @dataclass(frozen=True)
 class MediaCond:
@@ -54,15 +58,27 @@ class MediaCond:
         }
         return replace(self, prepared=tuple(prepared), inputs=inputs, kinds=self.kinds + other.kinds)
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Plain tensors for a file, see `DrivenCond.to_tensors`."""
+        tensors: dict[str, Tensor] = {}
+        encoded = [[name, list(results)] for name, results in self.encoded.items()]
+        inputs = [[mode, [list(pair) for pair in table.items()]] for mode, table in self.inputs.items()]
+        nested = _flatten([list(self.prepared), encoded, inputs], None, tensors)
+        form = json.dumps({"values": nested, "shared": self.shared, "kinds": self.kinds})
+        return {**tensors, _FORM: torch.tensor(list(form.encode()), dtype=torch.uint8)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "MediaCond":
+        """What `to_tensors` made."""
+        form = json.loads(bytes(tensors[_FORM].tolist()))
+        (prepared, encoded, inputs), _ = _unflatten(form["values"], tensors)
+        tables = {mode: dict(table) for mode, table in inputs}
+        return cls(tuple(prepared), tuple(form["shared"]), dict(encoded), tables, tuple(form["kinds"]))
+
     def to(self, device: torch.device | str) -> "MediaCond":
         """The same on another device."""
         moved = [_move_nested(part, device) for part in (self.prepared, dict(self.encoded), dict(self.inputs))]
         return replace(self, prepared=moved[0], encoded=moved[1], inputs=moved[2])
-
-
-RAGGED = "list"
-"""Where the prompts are in a plain list with one entry each."""
-_FORM = "form"
 
 
 @dataclass(frozen=True)

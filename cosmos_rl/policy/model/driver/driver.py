@@ -113,6 +113,10 @@ class Driver(PipelineCalls):
         """
         return conditioning.condition(self, cond, media, size or self.size, generators)
 
+    def join_media(self, cond: DrivenCond, media: Sequence[MediaCond], size: Size | None = None) -> DrivenCond:
+        """The same rows, each with what `condition` made of its medium earlier."""
+        return conditioning.join_media(self, cond, media, size or self.size)
+
     def element_mask(self, kind: int, size: Size | None = None) -> Tensor | None:
         """Which elements ``[1, ...]`` of a state are generated where ``kind`` latent frames are given; None: all."""
         size = size or self.size

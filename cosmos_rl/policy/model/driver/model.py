@@ -141,6 +141,11 @@ class DrivenModel(PipelineModel):
             parts += self._encoders()
         return parts
 
+    @property
+    def keeps_media_apart(self) -> bool:
+        """Whether there are conditions of media that do not change those of the texts."""
+        return self.conditional_frames[1] > 0 and not self.driver.row.text_sees_media
+
     @staticmethod
     def supported_model_types() -> list[str]:
         """Every class that no other model serves."""

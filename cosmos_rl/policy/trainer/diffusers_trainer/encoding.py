@@ -17,7 +17,7 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
-from cosmos_rl.policy.model.driver.conditions import DrivenCond, concat_all
+from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.contract import Medium
 from cosmos_rl.policy.model.driver.model import DrivenModel
 
@@ -39,6 +39,7 @@ class Encoding:
         self._at_once = images_at_once(config)
         self.latent_cache: TensorCache | None = None
         self.text_cache: TensorCache | None = None
+        self._media_cache: TensorCache | None = None
         if not job.cached_latents and not job.cached_text:
             return
         folder = Path(job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(config.train.output_dir) / "cache")
@@ -49,6 +50,10 @@ class Encoding:
             kind = type(model.pipeline).__name__
             about = f"{digest_files(base / 'vae')}/{kind}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
             self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
+        if job.cached_latents and isinstance(model, DrivenModel) and model.keeps_media_apart:
+            parts = [digest_files(base / part) for part in ("vae", "image_encoder") if (base / part).is_dir()]
+            about = f"{'/'.join(parts)}/{model.vae.dtype}/{self._describe_encoders(config)}"
+            self._media_cache = TensorCache(folder.expanduser(), "media", about, bound)
         if job.cached_text:
             self.text_cache = TensorCache(folder.expanduser(), "text", self._describe_encoders(config), bound)
 
@@ -88,7 +93,24 @@ class Encoding:
         Of prompts that come with a medium, those of the medium too.
         """
         cond = self._text_conditions([text_of(prompt) for prompt in prompts], negatives)
-        return add_media(self._model, cond, prompts, self._size)
+        if self._media_cache is None or not any(map(_media_source, prompts)):
+            return add_media(self._model, cond, prompts, self._size)
+        assert isinstance(self._model, DrivenModel)
+        rows = [cond.rows(slice(row, row + 1)) for row in range(len(prompts))]
+        media = [self._cached_media(self._media_cache, *one) for one in zip(rows, prompts, strict=True)]
+        return self._model.driver.join_media(cond, media)
+
+    def _cached_media(self, cache: TensorCache, cond: DrivenCond, prompt: PromptKey) -> MediaCond:
+        """What the pipeline makes of the medium of one prompt."""
+        source, found = _media_source(prompt), None
+        if source is not None:
+            found = cache.get(f"{source}/{cond.guided}")
+        if found is None:
+            made = add_media(self._model, cond, [prompt], self._size).media
+            if source is None:
+                return made
+            found = cache.put(f"{source}/{cond.guided}", made.to_tensors())
+        return MediaCond.from_tensors(found).to(self._model.device)
 
     def load_medium(self, given: Given) -> Medium | None:
         """The frames that a sample is conditioned on; None: on none."""
@@ -113,6 +135,13 @@ class Encoding:
         names = found[prompts[0]].keys()
         text = {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
         return {name: value.to(self._model.device) for name, value in text.items()}
+
+
+def _media_source(prompt: PromptKey) -> str | None:
+    """What the medium of a prompt is kept under; None where nothing says which one it is."""
+    if not isinstance(prompt, GivenPrompt) or prompt.given.source is None:
+        return None
+    return f"{prompt.given.source}/{prompt.given.clean}/{prompt.text}"
 
 
 def add_media(model: PipelineModel, cond: Any, prompts: Sequence[PromptKey], size: tuple[int, int]) -> Any:

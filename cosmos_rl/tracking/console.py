@@ -11,6 +11,7 @@ _SHOWN = {
     "reward/mean": ("Reward", ".4f"),
     "reward/std": ("Reward std", ".4f"),
     "train/kl_loss_mean": ("KL", ".3g"),
+    "train/accuracy_mean": ("Accuracy", ".2f"),
     "optim/grad_norm": ("Grad norm", ".5f"),
     "optim/learning_rate": ("LR", ".3g"),
     "guard/loss_ratio": ("Held-out loss ratio", ".3g"),

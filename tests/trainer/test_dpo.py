@@ -71,6 +71,9 @@ def test_a_run_starts_at_the_reference_learns_and_resumes_exactly(
     assert lines[-1]["val/margin_mean"] < 0.0
     kept = {"model", "optim", "ema"} | ({"reference"} if start == "adapter" else set())
     assert {key.partition(".")[0] for key in state} == kept
+    report = (run / "report.html").read_text()
+    for text in ("Preferences fitted better than by the reference", "Margin of the preferences", "less that of the"):
+        assert text in report
     drop_steps_after(run, 2)
     train(config, *options, resume=(run, 2))
     assert_same_state(saved_state(run, 5), state)

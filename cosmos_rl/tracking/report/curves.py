@@ -52,6 +52,14 @@ class Charts:
         losses = [
             *self._draw("Loss", ["train/loss_mean", "val/loss_mean"]),
             *self._draw("Policy loss", ["train/policy_loss_mean"]),
+            *self._draw(
+                "Preferences fitted better than by the reference", ["train/accuracy_mean", "val/accuracy_mean"]
+            ),
+            *self._draw("Margin of the preferences", ["train/margin_mean", "val/margin_mean"]),
+            *self._draw(
+                "Error of the chosen images, less that of the reference",
+                ["train/chosen_error_change_mean", "val/chosen_error_change_mean"],
+            ),
             *self._draw("Distance to the reference (KL)", ["train/kl_loss_mean"]),
             *self._draw("Distance to the old policy (KL)", ["train/old_kl_mean"]),
             *self._draw("Gradient norm", ["optim/grad_norm"]),

@@ -35,6 +35,10 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"val/reward/(.+)_mean", Measure("Reward “{}”, validation prompts", 1)),
     (r"val/loss_mean", Measure("Loss on held-out data", -1)),
     (r"train/loss_mean", Measure("Training loss")),
+    (r"train/accuracy_mean", Measure("Preferences fitted better than by the reference", 1)),
+    (r"val/accuracy_mean", Measure("Held-out preferences fitted better than by the reference", 1)),
+    (r"(?:train|val)/margin_mean", Measure("Margin of the preferences", -1)),
+    (r"(?:train|val)/chosen_error_change_mean", Measure("Error of the chosen images, less that of the reference", -1)),
     (r"guard/loss_ratio", Measure("Held-out loss, relative to the start")),
     (r"guard/diversity_ratio", Measure("Diversity of the samples, relative to the start")),
     (r"guard/untrained_reward", Measure("Reward that is not trained on", 1)),
@@ -84,6 +88,7 @@ def list_main_keys(record: Record) -> list[str]:
     names = list_reward_names(record)
     keys = ["val/reward/mean", *(f"val/reward/{name}_mean" for name in names), "reward/mean"]
     keys += [*(f"reward/{name}_mean" for name in names), "val/loss_mean", "train/loss_mean"]
+    keys += ["val/accuracy_mean", "train/accuracy_mean", "train/chosen_error_change_mean"]
     keys += [key for key in record.keys if is_guarded(key)]
     keys += ["train/kl_loss_mean", "train/old_kl_mean", "optim/grad_norm"]
     keys += ["optim/learning_rate", "time/iteration", "train/nfe"]

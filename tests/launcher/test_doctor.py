@@ -9,6 +9,8 @@ import pytest
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.doctor import command as doctor
 from tests.support.checks import marks
+from tests.support.family_runs import TrainedFamily, family_toml
+from tests.support.videos import write_video
 
 Toml = Callable[..., Path]
 
@@ -130,3 +132,25 @@ def test_an_export_that_loses_the_adapter_is_found(
 def test_an_invalid_configuration_is_refused_before_anything_is_loaded(write_toml: Toml) -> None:
     assert main(["doctor", "--config", str(write_toml()), "--train.optm_lr=-1.0"]) == 2
     assert main(["doctor", "--train.optm_lr=1.0"]) == 2
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    ("family", "frames", "options"),
+    [
+        ("cosmos-predict2.5", 9, ["--policy.diffusers.conditional_frames=[1, 2]"]),
+        ("hunyuan-video-i2v", 5, []),
+    ],
+)
+def test_fine_tuning_on_videos_is_tried_with_their_first_frames(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, frames: int, options: list[str]
+) -> None:
+    for number in range(2):
+        write_video(tmp_path / f"clips/{number}.mp4", frames)
+        (tmp_path / f"clips/{number}.txt").write_text(f"clip {number}", encoding="utf-8")
+    described = TrainedFamily(family, frames=("num_frames", frames))
+    path = family_toml(tmp_path, described, job="sft", images=tmp_path / "clips")
+    code, found, out = marks(capsys, "--config", path, *options)
+    assert code == 0, out
+    assert "PSNR" in out
+    assert {found[subject] for subject in ("fresh adapter", "forward", "backward", "export")} == {"ok"}, out

@@ -72,8 +72,8 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
 def _examine_sft(config: Config, model: PipelineModel, data: Sequence[Item]) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
     latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
-    yield _reconstruction(model, items[0], latents[:1])
     cond = _encode_items(config, model, items)
+    yield _reconstruction(items[0], model.decode_conditioned(latents[:1], cond.rows(slice(0, 1)))[0])
     yield from _fresh_adapter(model, latents, cond)
     noised = _noise(model, latents, cond, config.train.seed)
     if job_kind(config).data == "preferences":
@@ -180,10 +180,11 @@ def _fresh_adapter(model: PipelineModel, latents: Tensor, cond: Cond) -> Iterato
 # ---- one image, one step ---------------------------------------------------------------------------------------
 
 
-def _reconstruction(model: PipelineModel, item: Item, latents: Tensor) -> Finding:
-    """An image through the VAE and back, against the image and against its mean colour."""
-    image = (item.visual.to(latents.device).float() + 1) / 2
-    again = model.decode(latents)[0].to(image.device)
+def _reconstruction(item: Item, again: Tensor) -> Finding:
+    """An image or a video after the VAE, ``[(T,) 3, H, W]``, against itself and against its mean colours."""
+    image = (item.visual.to(again.device).float() + 1) / 2
+    if image.ndim == 4:
+        image = image.movedim(0, 1)
     reached = _psnr(again, image)
     flat = _psnr(image.mean(dim=(-2, -1), keepdim=True).expand_as(image), image)
     bad = not math.isfinite(reached) or reached < min(_LEAST_PSNR, flat + _ABOVE_FLAT)

@@ -321,8 +321,8 @@ class DrivenModel(PipelineModel):
         return self._path.from_stock_state(self._stock_start(noise), self._start_sigma.expand(len(noise)))
 
     def _stock_start(self, noise: Tensor) -> Tensor:
-        start = self.driver.pack(noise, self.size)
-        return start if self.driver.path == "flow" else start * self.driver.facts.scale
+        start, scale = self.driver.pack(noise, self.size), self.driver.facts.scale
+        return start if scale == 1.0 else start * scale
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clean states -> media ``[N, (T,) 3, H, W]`` float32 in [0, 1], by the end of the stock call."""

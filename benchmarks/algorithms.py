@@ -31,7 +31,7 @@ from tests.support.toy_tasks import (
 
 SEEDS = (0, 1, 2)
 BUDGET = 4500
-LOOKS = 10
+LOOKS = 6
 """Measurements in a run, for the curves."""
 _JOB = "train.train_policy."
 _SDE = {"num_steps": 10, "guidance_scale": 1.0, "solver": "flow", "noise_level": 0.7}

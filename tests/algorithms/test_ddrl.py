@@ -1,4 +1,4 @@
-"""DDRL on a discrete distribution, where its optimum is known: the data times the exponential of the reward."""
+"""What the objectives of FlowGRPO and DDRL lead to, on a grid where the optimum is known: base times exp(reward)."""
 
 import pytest
 import torch
@@ -6,40 +6,64 @@ from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import AdvantageTransform, transform_advantages
 
-DATA = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05], dtype=torch.float64)
-REWARD = torch.tensor([0.0, 0.5, 1.0, 0.2, 0.9], dtype=torch.float64)
+GRID = torch.linspace(-4.0, 4.0, 161, dtype=torch.float64)
+LOG_BASE = torch.log_softmax(-(GRID**2) / 2, 0)
+REWARD = torch.sin(2 * GRID) + 0.3 * GRID
 
 
-def optimum(transform: AdvantageTransform, temperature: float, *, data_weight: float) -> Tensor:
-    """What maximises ``E_p[transform(A)] - data_weight KL(data, p)`` with ``A = (r - Z) / temperature``."""
-    normaliser = temperature * torch.log((DATA * torch.exp(REWARD / temperature)).sum())
+def minimise(objective) -> Tensor:
+    """The distribution that minimises it."""
+    logits = LOG_BASE.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [logits], lr=0.5, max_iter=250, tolerance_grad=1e-9, tolerance_change=1e-13, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = objective(torch.log_softmax(logits, 0))
+        loss.backward()
+        return loss
+
+    optimizer.step(evaluate)
+    return torch.softmax(logits.detach(), 0)
+
+
+def total_variation(found: Tensor, temperature: float) -> float:
+    return 0.5 * float((found - torch.softmax(LOG_BASE + REWARD / temperature, 0)).abs().sum())
+
+
+def ddrl(transform: AdvantageTransform, temperature: float) -> Tensor:
+    normaliser = temperature * torch.logsumexp(LOG_BASE + REWARD / temperature, 0)
     value = transform_advantages((REWARD - normaliser) / temperature, transform)
+    return minimise(lambda log_p: -(log_p.exp() * value).sum() - (LOG_BASE.exp() * log_p).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_ddrl_with_the_exponential_and_grpo_with_a_kl_divergence_have_the_tilt_as_their_optimum(
+    temperature: float,
+) -> None:
+    reverse = minimise(lambda log_p: (log_p.exp() * (log_p - LOG_BASE - REWARD / temperature)).sum())
+    assert total_variation(LOG_BASE.exp(), temperature) > 0.18
+    assert total_variation(reverse, temperature) <= 0.002
+    for transform in ("exp_reward", "centred_exp_reward"):
+        assert total_variation(ddrl(transform, temperature), temperature) <= 0.002
+
+
+@pytest.mark.parametrize(("temperature", "distance"), [(0.5, 0.765), (1.0, 0.465), (2.0, 0.028)])
+def test_ddrl_without_the_exponential_goes_too_far(temperature: float, distance: float) -> None:
+    assert total_variation(ddrl("identity", temperature), temperature) == pytest.approx(distance, abs=0.01)
+
+
+def test_without_data_it_collapses_to_the_best() -> None:
+    reward = torch.tensor([0.0, 0.5, 1.0, 0.2, 0.9], dtype=torch.float64)
+    value = transform_advantages(2 * (reward - reward.mean()), "exp_reward")
     logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.05)
     for _ in range(1500):
         optimizer.zero_grad()
-        log_p = torch.log_softmax(logits, 0)
-        loss = -(log_p.exp() * value).sum() - data_weight * (DATA * log_p).sum()
-        loss.backward()
+        (-(torch.softmax(logits, 0) * value).sum()).backward()
         optimizer.step()
-    return torch.softmax(logits.detach(), 0)
-
-
-@pytest.mark.parametrize("transform", ["exp_reward", "centred_exp_reward"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_optimum_is_the_data_times_the_exponential_of_the_reward(
-    transform: AdvantageTransform, temperature: float
-) -> None:
-    wanted = DATA * torch.exp(REWARD / temperature)
-    wanted /= wanted.sum()
-    found = optimum(transform, temperature, data_weight=1.0)
-    assert 0.5 * float((found - wanted).abs().sum()) < 1e-3
-    assert 0.5 * float((DATA - wanted).abs().sum()) > 0.1  # an optimum worth finding
-
-
-def test_without_data_it_collapses_to_the_best() -> None:
-    found = optimum("exp_reward", 0.5, data_weight=0.0)
-    assert float(found[REWARD.argmax()]) > 0.95
+    assert float(torch.softmax(logits, 0)[2]) > 0.95
 
 
 def test_the_transform_is_monotone_and_the_centred_one_leaves_the_mean_alone() -> None:

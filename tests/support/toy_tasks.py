@@ -147,6 +147,7 @@ def rightwards(media: np.ndarray) -> np.ndarray:
     return media[:, 0].astype(np.float64)
 
 
+@functools.cache
 def base_and_tilt(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Samples ``[count, 2]`` of the mixture, and of the mixture times ``exp(reward / TEMPERATURE)``."""
     generator = torch.Generator().manual_seed(seed)

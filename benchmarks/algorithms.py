@@ -53,8 +53,8 @@ _FOUR_PASSES = {
 _CENTRED = {**_FOUR_PASSES, _JOB + "advantage_temperature": 0.2, "policy.diffusers.weight_copy_decay_type": 0}
 
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    "NFT": {_JOB + "trainer_type": "diffusion_nft", _JOB + "kl_beta": 0.0},
-    "NFT, KL .3": {_JOB + "trainer_type": "diffusion_nft"},
+    "NFT": {**_FOUR_PASSES, _JOB + "trainer_type": "diffusion_nft", _JOB + "kl_beta": 0.0},
+    "NFT, KL .3": {**_FOUR_PASSES, _JOB + "trainer_type": "diffusion_nft"},
     "EPG, KL .3": {**_CENTRED, _JOB + "trainer_type": "epg"},
     "PEPG, KL .3": {**_CENTRED, _JOB + "trainer_type": "pepg"},
     "AWM, KL .3": {**_FOUR_PASSES, _JOB + "trainer_type": "awm"},

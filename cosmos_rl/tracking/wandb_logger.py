@@ -7,6 +7,7 @@ from typing import Any
 
 import wandb
 
+from cosmos_rl.tracking.older_names import add_older_names
 from cosmos_rl.tracking.tracked_run import TrackedRun
 from cosmos_rl.utils.logging import logger
 
@@ -34,7 +35,7 @@ class WandbLogger:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of one step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log(add_older_names(metrics), step=step)
 
     def log_images(self, step: int, key: str, files: Sequence[Path], captions: Sequence[str]) -> None:
         """Images with captions under ``key``."""

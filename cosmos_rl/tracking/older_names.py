@@ -15,7 +15,7 @@ _ONE_REWARD = re.compile(r"reward/(?P<name>.+)_mean")
 
 
 def add_older_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """``metrics``, and those of them that have an older name under it too; ``reward/<name>_mean`` is ``GRPO/<name>``."""
+    """``metrics``, and those that have an older name under it too; ``reward/<name>_mean`` is ``GRPO/<name>``."""
     added = {older: metrics[name] for name, older in _NAMES.items() if name in metrics}
     for name, value in metrics.items():
         one = _ONE_REWARD.fullmatch(name)

@@ -24,6 +24,8 @@ PARTS = (
     "memory",
     "nft_tasks",
     "driver",
+    "trained_steps",
+    "exact_tilt",
 )
 
 BUSY = "  (a busy machine changes this)"

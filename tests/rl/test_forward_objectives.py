@@ -7,7 +7,7 @@ import torch
 
 from cosmos_rl.policy.trainer.rl.forward import ForwardObjective
 from tests.support.toy_models import PlaneModel
-from tests.support.toy_tasks import POINT, bump, toy_config, toy_trainer
+from tests.support.toy_tasks import POINT, bump, measure_plane, plane_task, toy_config, toy_trainer
 
 JOB = "train.train_policy."
 
@@ -68,3 +68,23 @@ def test_the_reward_rises(trainer: str) -> None:
     task = toy_trainer(toy_config(tables), PlaneModel(), [POINT] * 2, reward_fns={"bump": bump})
     rewards = [task.train_step(step).metrics["reward/mean"] for step in range(10)]
     assert rewards[-1] > rewards[0] + 0.1, rewards
+
+
+@pytest.mark.zoo
+def test_pepg_reaches_the_tilt() -> None:
+    """With a distance of 0.3 to the reference and four optimiser steps for each rollout, like NFT by its own test."""
+    tables = {
+        "policy.diffusers.timesteps_fraction": 0.1,
+        "policy.diffusers.weight_copy_decay_type": 0,
+        JOB + "trainer_type": "pepg",
+        JOB + "advantage_temperature": 0.2,
+        JOB + "mini_batch": 512,
+        JOB + "batch_size_per_optimize": 512,
+        JOB + "mu_iterations": 4,
+    }
+    task, model = plane_task(0, 150, tables)
+    for step in range(150):
+        task.train_step(step)
+    end = measure_plane(model)
+    assert end.to_tilt <= 0.04
+    assert abs(end.reward - 0.778) <= 0.08 * 0.778

@@ -39,8 +39,6 @@ class DiffusionNft:
 
     name: ClassVar[str] = "DiffusionNFT"
     purpose: ClassVar[str] = "nft"
-    rollout_policy: ClassVar[PolicyName] = "old"
-    guidance: ClassVar[float] = 1.0
     neutral: ClassVar[float] = 0.5
     maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "unweighted_policy_loss", "kl_loss")
     in_pairs: ClassVar[bool] = False
@@ -52,6 +50,16 @@ class DiffusionNft:
         bounds = (job.advantage_low, job.advantage_high)
         decay, levels = diffusers.weight_copy_decay_type, diffusers.trained_levels
         return cls(diffusers.nft_beta, *bounds, decay, levels, norm_weight=job.norm_penalty)
+
+    @property
+    def rollout_policy(self) -> PolicyName:
+        """The old policy, whose samples the equations are about."""
+        return "old"
+
+    @property
+    def guidance(self) -> float:
+        """None: what is trained is the model without guidance."""
+        return 1.0
 
     def recorder(self, draws: Draws) -> None:
         """Finished samples are enough."""

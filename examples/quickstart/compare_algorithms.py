@@ -1,5 +1,5 @@
-"""All online algorithms on handwritten digits: do they teach a model to do without guidance? (`python -m
-benchmarks.digits --out FOLDER`)
+"""All online algorithms on handwritten digits: do they teach a model to do without guidance? (`python
+examples/quickstart/compare_algorithms.py --out FOLDER`)
 
 The quickstart's fine-tuned pipeline, its prompts and its reward, at equal budgets of network evaluations. Judged by a
 classifier that no training saw, on samples without guidance by the deployment's sampler (stock diffusers).
@@ -10,23 +10,18 @@ import functools
 import json
 import resource
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quickstart
+from digits import WORDS, enlarge, load_part, write_all
+from judge import SecondJudge, features, spread
+from PIL import Image
+from sklearn.neural_network import MLPClassifier
 
 from cosmos_rl.reward import batch_reward
-
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
-sys.path.insert(0, str(EXAMPLE))
-
-import quickstart  # noqa: E402
-from digits import WORDS, load_part, write_all  # noqa: E402
-from judge import SecondJudge, features, spread  # noqa: E402
-from PIL import Image  # noqa: E402
-from sklearn.neural_network import MLPClassifier  # noqa: E402
 
 JOB = "--train.train_policy."
 SAMPLE = "--policy.diffusers.sample."
@@ -68,7 +63,7 @@ ALGORITHMS: Mapping[str, tuple[int, Sequence[str]]] = {
 @functools.cache
 def _classifier() -> MLPClassifier:
     digits, labels = load_part("judge_fit")
-    cells = features([quickstart.enlarge(digit) for digit in digits])
+    cells = features([enlarge(digit) for digit in digits])
     return MLPClassifier((64,), max_iter=600, alpha=1e-3, random_state=0).fit(cells, labels)
 
 
@@ -95,7 +90,7 @@ def reinforce(out: Path, base: Path, name: str, seed: int) -> tuple[Path, dict[s
     folder, steps = out / f"{name.split()[0].lower()}_{seed}", max(BUDGET // (PER_STEP * each), 1)
     before = _cpu_seconds()
     quickstart.command(
-        *("--config", str(EXAMPLE / "nft.toml")),
+        *("--config", str(quickstart.HERE / "nft.toml")),
         f"--policy.model_name_or_path={base}",
         f"--train.output_dir={folder}",
         f"--train.seed={seed}",
@@ -108,7 +103,7 @@ def reinforce(out: Path, base: Path, name: str, seed: int) -> tuple[Path, dict[s
         f"{JOB}reward_hacking_guard.action=warn",
         f"{JOB}data_term.local_dir={out / 'data' / 'train'}",
         f"{JOB}use_remote_reward=false",
-        f'{JOB}local_reward.reward_fns=[{{function = "benchmarks/digits.py:digit_probability"}}]',
+        f'{JOB}local_reward.reward_fns=[{{function = "examples/quickstart/compare_algorithms.py:digit_probability"}}]',
         *options,
         quickstart.PROMPTS,
     )

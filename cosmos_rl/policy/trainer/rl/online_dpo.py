@@ -29,7 +29,6 @@ class OnlineDpo(DiffusionNft):
 
     name: ClassVar[str] = "Online DPO"
     purpose: ClassVar[str] = "online_dpo"
-    rollout_policy: ClassVar[PolicyName] = "default"
     neutral: ClassVar[float] = 0.0
     maxima: ClassVar[tuple[str, ...]] = ("policy_loss", "kl_loss")
     in_pairs: ClassVar[bool] = True
@@ -47,6 +46,11 @@ class OnlineDpo(DiffusionNft):
             norm_weight=job.norm_penalty,
             dpo_beta=job.dpo_beta,
         )
+
+    @property
+    def rollout_policy(self) -> PolicyName:
+        """The trained one."""
+        return "default"
 
     def frozen(self, *, old_is_current: bool, kl_beta: float) -> tuple[PolicyName, ...]:
         """The reference."""

@@ -85,7 +85,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         _JOB + "kl_mask_threshold": 1e-3,
         _JOB + "mu_iterations": 2,
     },
-    "DDRL, data .1, window of 2": {
+    "DDRL, data .1": {
         **_STEPS,
         **_WINDOW,
         _JOB + "trainer_type": "ddrl",

@@ -101,6 +101,10 @@ class Optimizer:
             return 1.0
         return self.loss_scale.value
 
+    def forget_moments(self) -> None:
+        """As before the first step; the learning rate goes by the schedule as before."""
+        self.torch_optimizer.state.clear()
+
     def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""
         if self.loss_scale is None:

@@ -46,14 +46,14 @@ ALGORITHMS: Mapping[str, tuple[int, Sequence[str]]] = {
     "AWM": (10 + 4 * 5, (f"{JOB}trainer_type=awm",)),
     "FlowGRPO": (10 + 9 * 3, (*_STEPS, f"{JOB}trainer_type=flow_grpo")),
     "Fast (window of 3)": (10 + 3 * 3, (*_STEPS, *_WINDOW, f"{JOB}trainer_type=flow_grpo")),
-    "DDRL (window of 3)": (
+    "DDRL (window of 3), data 0.015": (
         10 + 3 * 3 + 1,
         (
             *_STEPS,
             *_WINDOW,
             f"{JOB}trainer_type=ddrl",
             f"{JOB}advantage_transform=centred_exp_reward",
-            f"{JOB}data_term.beta=0.5",
+            f"{JOB}data_term.beta=0.015",
             f"{JOB}data_term.batch_size=40",
         ),
     ),

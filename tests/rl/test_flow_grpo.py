@@ -311,6 +311,7 @@ def test_settings_become_those_of_the_loss() -> None:
         ({JOB + "trainer_type": "ddrl"}, "data_term.beta: found 0.0; allowed: more than 0"),
         ({JOB + "trainer_type": "diffusion_nft", JOB + "on_policy": True}, "on_policy: found true; allowed: false"),
         ({"policy.lora": LORA, "policy.diffusers.weight_copy_decay_type": 1}, '"old", which samples'),
+        ({JOB + "reset_optimizer_with_reference": True}, "false without a reference that moves"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], problem: str) -> None:
@@ -352,6 +353,16 @@ def test_the_reference_is_renewed(trainer: str, lora: dict[str, Any]) -> None:
     before = {name: value.clone() for name, value in fresh.trainer.extra_tensors()["reference"].items()}
     fresh.trainer.train_step(0)
     assert all(torch.equal(before[name], value) for name, value in fresh.trainer.extra_tensors()["reference"].items())
+
+
+def test_the_moments_may_be_forgotten_with_the_reference() -> None:
+    changes = {JOB + "kl_beta": 0.1, JOB + "reference_reset_interval": 2, JOB + "reset_optimizer_with_reference": True}
+    run = Run(tables_of(**changes))
+    kept = []
+    for step in range(3):
+        run.trainer.train_step(step)
+        kept.append(bool(run.trainer.optimizer.torch_optimizer.state))
+    assert kept == [True, False, True]
 
 
 def test_rows_that_a_trust_region_stops_are_no_reason_to_expect_a_gradient() -> None:

@@ -53,6 +53,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, tiny_sd3: Path, lo
         *(option for option in FLOW if lora or "lora" not in option),
         "--policy.diffusers.weight_copy_decay_type=1",
         "--train.train_policy.reference_reset_interval=2",
+        "--train.train_policy.reset_optimizer_with_reference=true",
         '--train.train_policy.steps.choose="window"',
         "--train.train_policy.steps.size=2",
         "--train.train_policy.batch_size_per_optimize=8",

@@ -8,6 +8,7 @@ from cosmos_rl.policy.config.plan import (
     PAIR_TRAINERS,
     STEP_TRAINERS,
     last_trained_step,
+    moves_reference,
     samples_with_old,
     trained_steps,
 )
@@ -33,6 +34,7 @@ def rl_rules(config: Config) -> list[str]:
         *_advantages(config, job),
         *_batches(config, job),
         *_real_samples(config, job),
+        *_reference(job),
         *_teacher(config, job),
         *_guard(config, job),
         *_rewards(config, job),
@@ -207,6 +209,14 @@ def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         yield (
             f"{key}.batch_size: found {term.batch_size}; allowed: a multiple of the {ranks} data parallel ranks, the "
             f"nearest {_nearest(term.batch_size, ranks)}"
+        )
+
+
+def _reference(job: GrpoPolicyConfig) -> Iterator[str]:
+    if job.reset_optimizer_with_reference and not moves_reference(job):
+        yield (
+            "train.train_policy.reset_optimizer_with_reference: found true; allowed: false without a reference that "
+            "moves (train.train_policy.reference_reset_interval, and a kl_beta or norm_penalty)"
         )
 
 

@@ -324,7 +324,7 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     policy.diffusers.weight_copy_decay_type (0: it is the trained one too)."""
     reference_reset_interval: PositiveInt | None = None
     """Steps after which the reference becomes the present model; unset: never."""
-    reset_optimizer_with_reference: Planned[StrictBool] = False
+    reset_optimizer_with_reference: StrictBool = False
     """Forget the optimiser's moments then."""
     allowed_outdated_steps: NoEffect[NonNegativeInt] = 4
     """Samples are never outdated: rollout and training share the weights."""

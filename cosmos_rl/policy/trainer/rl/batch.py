@@ -85,11 +85,16 @@ def build_scoring_request(rollouts: Rollouts, latents: Tensor | None = None) -> 
 
 
 def mean_diversity(own: Rollouts, context: Context) -> float:
-    """Over the prompts of all ranks, each by its samples on one rank, so that no media travel."""
+    """Over the prompts of all ranks, each by its samples on one rank, so that no media travel.
+
+    NaN where no rank has two samples of a prompt.
+    """
     groups = [sample.group for sample in own.samples]
     count = float(sum(size > 1 for size in Counter(groups).values()))
     total, count = context.sum_over_ranks([count * measure_diversity(own.media, groups), count])
-    return total / max(count, 1.0)
+    if count == 0.0:
+        return math.nan
+    return total / count
 
 
 def stack_columns(table: RewardTable, names: Sequence[str]) -> Tensor:

@@ -150,6 +150,8 @@ class OnlineTask(TaskBase):
         done = step + 1
         if moves_reference(self._job) and done % (self._job.reference_reset_interval or 1) == 0:
             self.policies.reset_reference()
+            if self._job.reset_optimizer_with_reference:
+                self.optimizer.forget_moments()
         guarded, alarm = self.guard.check(done, conditions)
         metrics |= {**guarded, "train/nfe": self._total_nfe()}
         return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)

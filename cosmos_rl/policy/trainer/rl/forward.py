@@ -1,7 +1,7 @@
 """Objectives on the forward process other than DiffusionNFT: EPG, PEPG and PAR (arXiv 2602.04663), AWM
 (arXiv 2509.25050). They run what DiffusionNFT runs and differ in the loss alone, ``algorithms/forward_process.py``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -27,16 +27,8 @@ class ForwardObjective(DiffusionNft):
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """The keys that DiffusionNFT reads; the trainer's name is that of the objective."""
-        job, diffusers = online_table(config), config.policy.diffusers
-        return cls(
-            diffusers.nft_beta,
-            job.advantage_low,
-            job.advantage_high,
-            diffusers.weight_copy_decay_type,
-            diffusers.trained_levels,
-            norm_weight=job.norm_penalty,
-            objective=FORWARD_PROCESSES[job.trainer_type],
-        )
+        objective = FORWARD_PROCESSES[online_table(config).trainer_type]
+        return replace(super().from_config(config), objective=objective)
 
     def values(self, advantage_N: Tensor) -> Tensor:
         """The advantages themselves."""

@@ -1,7 +1,7 @@
 """Online DPO: the best and the worst sample of each prompt, by reward, as a pair (Diffusion-DPO, arXiv 2311.12908). See
 docs/algorithms/dpo.md."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -36,16 +36,7 @@ class OnlineDpo(DiffusionNft):
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """The keys of ``[policy.diffusers]`` and ``[train.train_policy]`` that it reads."""
-        job, diffusers = online_table(config), config.policy.diffusers
-        return cls(
-            diffusers.nft_beta,
-            job.advantage_low,
-            job.advantage_high,
-            diffusers.weight_copy_decay_type,
-            diffusers.trained_levels,
-            norm_weight=job.norm_penalty,
-            dpo_beta=job.dpo_beta,
-        )
+        return replace(super().from_config(config), dpo_beta=online_table(config).dpo_beta)
 
     @property
     def rollout_policy(self) -> PolicyName:

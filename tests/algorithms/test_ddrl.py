@@ -38,6 +38,7 @@ def ddrl(transform: AdvantageTransform, temperature: float) -> Tensor:
     return minimise(lambda log_p: -(log_p.exp() * value).sum() - (LOG_BASE.exp() * log_p).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_ddrl_with_the_exponential_and_grpo_with_a_kl_divergence_have_the_tilt_as_their_optimum(
     temperature: float,

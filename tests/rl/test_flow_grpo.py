@@ -219,6 +219,7 @@ def test_samples_of_a_group_may_start_from_one_noise() -> None:
     ],
     ids=["clip", "guard", "mask", "cps"],
 )
+@pytest.mark.slow
 def test_the_reward_rises(options: dict[str, Any]) -> None:
     tables = tables_of(
         **{

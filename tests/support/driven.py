@@ -65,7 +65,8 @@ ZOO = [
     Family("aura-flow"),
     Family("mochi", frames=("num_frames", 7), t="other"),
 ]
-PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY]
+PARAMS = [pytest.param(one, id=one.name) for one in ORDINARY[:1]]
+PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.slow) for one in ORDINARY[1:]]
 PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
 
 

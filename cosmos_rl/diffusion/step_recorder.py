@@ -71,9 +71,9 @@ class StepRecorder:
             self._kept.setdefault(name, []).append(value)
 
     def recorded(self) -> dict[str, Tensor]:
-        """``state``, ``noise`` and perhaps ``velocity`` ``[N, K, C, ...]``; ``step`` int64 ``[N, K]``; and float64
-        ``[N, K]`` of the steps ``z' = ... + g v + s noise``: ``g``, ``s``, and ``next``, the sigma after them."""
-        return {name: torch.stack(values, dim=1) for name, values in self._kept.items()}
+        """Hands over ``state``, ``noise`` and perhaps ``velocity`` ``[N, K, C, ...]``; ``step`` int64 ``[N, K]``; and
+        float64 ``[N, K]`` of the steps ``z' = ... + g v + s noise``: ``g``, ``s``, and ``next``, the sigma after it."""
+        return {name: torch.stack(self._kept.pop(name), dim=1) for name in list(self._kept)}  # never all of it twice
 
 
 def _compose(chosen: Kernel, other: Kernel, indices: Set[int], index: int, sigmas: Sequence[float]) -> Transition:

@@ -265,6 +265,8 @@ def build_validation_samples(records: Sequence[PromptRecord], count: int, give: 
 
 def concat_rollouts(parts: Sequence[Rollouts], media: Tensor) -> Rollouts:
     """Several rollouts as one, in their order; ``media`` are those of all, see `place_media`."""
+    if len(parts) == 1:
+        return replace(parts[0], media=media)
     samples = tuple(sample for part in parts for sample in part.samples)
     recorded = {name: torch.cat([p.recorded[name] for p in parts]) for name in parts[0].recorded}
     rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("latents", "finite")}

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosmos_rl.data.images import are_finite, to_uint8
 from cosmos_rl.launcher.check import rl_estimate
@@ -20,49 +18,24 @@ from cosmos_rl.policy.model.diffusers import diffuser_model
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Rows, Share
 from tests.support.nft_runs import nft_toml, nft_trainer
+from tests.support.storages import Storages
 
 IMAGE = 3 * 32 * 32
 """Values of one image of the jobs below, of which a step makes 16."""
 SHOWN = 8
 
 
-class Storages(TorchDispatchMode):
-    """The storages that operations of this thread make within the block, and which of them are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, torch.dtype, int]] = {}
-        self.largest_float = self.most_images = 0
-        """Bytes of one tensor; bytes of all images of this size at a time."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view:
-            storage = result.untyped_storage()
-            self._made[storage.data_ptr()] = (StorageWeakRef(storage), result.dtype, storage.nbytes())
-            if result.is_floating_point():
-                self.largest_float = max(self.largest_float, storage.nbytes())
-            elif result.dtype == torch.uint8:
-                self.most_images = max(self.most_images, self.count_bytes(torch.uint8, IMAGE))
-        return result
-
-    def count_bytes(self, dtype: torch.dtype, unit: int) -> int:
-        """Bytes of those of this type that are there now, where they are a multiple of ``unit``."""
-        sizes = [size for made, kind, size in self._made.values() if kind == dtype and not made.expired()]
-        return sum(size for size in sizes if size % unit == 0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_video_becomes_bytes_a_megapixel_at_a_time(dtype: torch.dtype) -> None:
     video = (torch.rand(2, 10, 3, 320, 512, generator=torch.Generator().manual_seed(0)) * 1.2 - 0.1).to(dtype)
-    with Storages() as made:
+    with Storages(IMAGE) as made:
         found = to_uint8(video)
     assert made.largest_float <= 2**20 * 3 * 4 < video[0].numel() * 4
     whole = (video.float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1)
     assert found.is_contiguous()
     assert torch.equal(found, whole)
     video[1, 9, 2, 319, 511] = torch.nan
-    with Storages() as made:
+    with Storages(IMAGE) as made:
         assert are_finite(video).tolist() == [True, False]
     assert made.largest_float < 100
 
@@ -92,7 +65,7 @@ def test_a_step_holds_its_media_once_and_not_while_it_learns(
 ) -> None:
     for module in (diffuser_model, rl_estimate):
         monkeypatch.setattr(module, "DECODED_PIXELS", 32 * 32)
-    storages = Storages()
+    storages = Storages(IMAGE)
     before_decoding: list[tuple[int, int]] = []
     learning: list[int] = []
 

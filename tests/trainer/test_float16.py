@@ -103,7 +103,7 @@ def applied_gradient(dtype: str) -> tuple[Tensor, bool]:
         kept_N=torch.ones(SAMPLES, dtype=torch.bool),
     )
     latents = {i: randomness.normal(SHAPE, 0, "latents", 0, [i])[0] for i in range(OWN)}
-    learnable = Learnable(0, {"clean": torch.stack(list(latents.values()))})
+    learnable = Learnable({"clean": torch.stack(list(latents.values()))}, {i: i for i in range(OWN)})
     draws, conditions, meter = trainer._draws(0), trainer._new_conditions(), Meter(())
     result = trainer._optimizer_step(draws, 0, list(range(SAMPLES)), scored, learnable, conditions, meter)
     return torch.cat(found), result.applied

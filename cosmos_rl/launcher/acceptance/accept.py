@@ -1,5 +1,6 @@
 """Whether a valid configuration can run here: the only place that refuses one. No torch."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from cosmos_rl.launcher.acceptance.length import RunLength, run_length
 from cosmos_rl.launcher.acceptance.media_size import media_problems
 from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
+from cosmos_rl.launcher.geometry import find_geometry, frames_of
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
 from cosmos_rl.launcher.pipeline_source import call_defaults
 from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
 from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
+from cosmos_rl.policy.config.recorded import recorded_problem
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def find_problems(
         yield from media_problems(config, model.pipeline)
         yield from _switch_problems(config, model.pipeline.class_name)
         yield from _payload_problems(config, model.pipeline)
+        yield from _recorded_problems(config, model.pipeline)
     if data is not None:
         yield from _data_problems(config, data)
     if job_kind(config).online and not own_script and not _has_rewards(config):
@@ -121,6 +125,17 @@ def _payload_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
     channels = pipeline.configs.get("vae", {}).get("z_dim")
     for key in latents_keys(config):
         problem = latents_problem(key, model, pipeline.class_of("vae"), channels, is_video=is_video)
+        if problem is not None:
+            yield problem
+
+
+def _recorded_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    """Whether the recorded sampling steps are too large; of sizes that are not known the trainer says so."""
+    if not job_kind(config).online:
+        return
+    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    with suppress(Unknown):
+        problem = recorded_problem(config, math.prod(find_geometry(pipeline).latent_shape(*media)))
         if problem is not None:
             yield problem
 

@@ -43,6 +43,8 @@ class Memory:
     """Part of a step -> bytes on the device at its height; on a CPU, of everything."""
     host: int
     """Bytes in the host's memory next to a GPU: parts that rest there, and copies that are being written."""
+    recorded: int
+    """Of these, in the host's memory: recorded sampling steps."""
     without: Sequence[str]
     """What could not be estimated and is left out."""
 
@@ -77,7 +79,8 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
         else:
             phases["export"] += export
         phases["saving"] = rank.state + host
-    return Memory({name: size for name, size in rank.parts.items() if size}, phases, host, rank.work.without)
+    parts = {name: size for name, size in rank.parts.items() if size}
+    return Memory(parts, phases, host, rank.rl.recorded, rank.work.without)
 
 
 def disk(config: Config, files: ModelFiles) -> Disk:

@@ -14,12 +14,12 @@ from cosmos_rl.policy.config.plan import (
     DECODED_PIXELS,
     GALLERY,
     KEPT_BYTES,
-    STEP_TRAINERS,
     copies_reference,
     keeps_reference,
     plan_online,
     plan_sft,
 )
+from cosmos_rl.policy.config.recorded import recorded_steps
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RlMemory:
     saved: int
     """Of a checkpoint: the old policy, a reference that is an adapter, and the guard's samples."""
     latents: int
-    """In host memory: those of a rank's samples and of the guard's."""
+    """In host memory: those of a rank's samples and of the guard's, and the recorded steps."""
     media: int
     """In host memory, until they are scored and shown: those of a rank's samples, copies of some, and requests."""
     learnt: int
@@ -40,6 +40,8 @@ class RlMemory:
     """On the device: those of the step's distinct prompts."""
     targets: int
     """On the device, while it learns."""
+    recorded: int = 0
+    """In host memory, at the height of a step; a part of latents and media or learnt."""
 
     @property
     def host(self) -> int:
@@ -73,15 +75,17 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
     members = job_kind(config).rows
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)
-    recorded = 0
-    if job.trainer_type in STEP_TRAINERS:
-        recorded = plan.pairs * latent * (2 + (plan.keeps_old or plan.optimizer_steps > 1))  # state, noise, velocity
+    recorded, kept, height = recorded_steps(config, latent // 4), 0, 0
+    if recorded is not None:
+        kept, height = recorded.kept, recorded.height
+    joined = kept * (plan.chunk < plan.samples)  # of the chunks, into one
     return RlMemory(
         copies={name: size for name, size in copies.items() if size},
         saved=4 * trained * saved + held_out,
-        latents=plan.samples * latent + recorded + held_out,
-        media=clip * plan.samples + max(clip * _copied(config) + _in_flight(config, clip, latent), shown),
-        learnt=max(plan.pairs * latent, recorded) + shown,
+        latents=plan.samples * latent + kept + held_out,
+        media=clip * plan.samples + max(clip * _copied(config) + _in_flight(config, clip, latent), shown) + joined,
+        learnt=(height - kept or plan.pairs * latent) + shown,
+        recorded=height,
         conditions=_conditions(config, pipeline) * (plan.samples // plan.group),
         targets=4 * latent * rows * members,
     )

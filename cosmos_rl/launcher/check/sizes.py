@@ -25,6 +25,8 @@ def memory_lines(memory: estimate.Memory | None, *, on_cpu: bool) -> Iterator[st
     yield f"{'peak':40} {format_bytes(memory.peak):>8}"
     if not on_cpu:
         yield f"{'and in host memory':40} {format_bytes(memory.host):>8}"
+    if memory.recorded:
+        yield f"{'of it, in host memory: recorded steps':40} {format_bytes(memory.recorded):>8}"
     yield "activations (of some families up to twice as much) and the VAE's work are rough"
     yield "libraries and the CUDA context come on top"
     yield from (f"unknown and left out: {what}" for what in memory.without)

@@ -297,15 +297,17 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
         return
     made, algorithm = sampled.made, build_algorithm(config)
     count = min(job.mini_batch, len(made.samples))
-    few, data = made.samples[:count], {name: value[:count] for name, value in made.learnable.items()}
+    few, row, rejected = made.samples[:count], torch.arange(count), None
     if algorithm.in_pairs:
-        data |= {f"{name}_rejected": value.flip(0)[:count] for name, value in made.learnable.items()}
+        rejected = torch.arange(len(made.samples)).flip(0)[:count]
     share = Share(
         [sample.sample_id for sample in few],
         [sample.key for sample in few],
-        data,
-        algorithm.values(torch.arange(count).remainder(2).double() * 2.0 - 1.0).float(),
+        made.learnable,
+        row,
+        algorithm.values(row.remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
+        rejected,
     )
     levels = model.sampling_levels(config.policy.diffusers.sample.num_steps).rows(slice(-1))
     rows = algorithm.rows(share, levels=levels, draws=Draws(config.train.seed, 0), number=0)

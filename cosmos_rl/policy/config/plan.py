@@ -185,6 +185,12 @@ def samples_with_old(config: Config) -> bool:
     return not job.on_policy and config.policy.diffusers.weight_copy_decay_type != 0
 
 
+def keeps_velocity(config: Config) -> bool:
+    """Of a trainer on sampling steps: whether the velocities that made the samples are recorded. They are needed where
+    the trained policy may be another one than that which sampled: after an optimiser step, or with an old policy."""
+    return samples_with_old(config) or plan_online(config).optimizer_steps > 1
+
+
 def _acts_dropout(config: Config, transformer: Mapping[str, Any] | None) -> bool | None:
     """Of the adapters or of the network itself, which has what its `config.json` says."""
     if config.policy.lora is not None and config.policy.lora.lora_dropout > 0:

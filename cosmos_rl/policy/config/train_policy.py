@@ -208,6 +208,9 @@ class StepsConfig(Table):
     """Training steps that a "decay" window stays at its last place."""
     elsewhere: Literal["noise", "euler", "dpm2"] = "noise"
     """How the steps that are not trained are sampled: with noise as well, or by one of the solvers without noise."""
+    max_gb: PositiveFloat = 64.0
+    """Host memory of a rank, in 10^9 bytes, for what it records of the trained steps, with the copies that learning
+    makes; a run that would need more is refused before it begins."""
 
 
 class RewardHackingGuardConfig(Table):

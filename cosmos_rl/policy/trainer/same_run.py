@@ -37,6 +37,7 @@ _ELSEWHERE = frozenset(
         "train.train_batch_per_replica",
         "train.global_batch_size",
         "train.train_policy.enable_dataset_cache",
+        "train.train_policy.steps.max_gb",
         "train.train_policy.dataloader_num_workers",
         "train.train_policy.dataloader_prefetch_factor",
         "train.train_policy.max_skipped_frac",

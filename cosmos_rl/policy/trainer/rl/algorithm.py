@@ -77,11 +77,15 @@ class Share:
     sample_ids: Sequence[int]
     prompts: Sequence[PromptKey]
     data: Mapping[str, Tensor]
-    """``[S, ...]``."""
+    """``[samples that this rank holds, ...]``; not a copy, as recorded steps are large."""
+    row: Tensor
+    """int64 ``[S]``: where in ``data`` each sample is."""
     value: Tensor
     """``[S]``."""
     weight: Tensor
     """``[S]``; 0 for samples that only fill up."""
+    rejected: Tensor | None = None
+    """int64 ``[S]``: where in ``data`` the rejected sample of each pair is, of an algorithm that learns from pairs."""
 
 
 class Algorithm(Protocol):
@@ -95,7 +99,7 @@ class Algorithm(Protocol):
     maxima: ClassVar[tuple[str, ...]]
     """Terms of which the largest value is reported too."""
     in_pairs: ClassVar[bool]
-    """Whether it learns from the best sample of each group next to the worst one, whose data end with ``_rejected``."""
+    """Whether it learns from the best sample of each group next to the worst one."""
 
     @property
     def rollout_policy(self) -> PolicyName:

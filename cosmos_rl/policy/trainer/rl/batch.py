@@ -66,9 +66,10 @@ class ScoredBatch:
         """int64 ``[N]``."""
         return torch.tensor([sample.group for sample in self.samples])
 
-    def without_media(self) -> "ScoredBatch":
-        """What learning needs; the rest is freed."""
-        return replace(self, own=replace(self.own, media=self.own.media.new_empty(0)))
+    def without_samples(self) -> "ScoredBatch":
+        """What learning needs besides `Learnable`; media, latents and recorded steps can be freed."""
+        nothing = self.own.media.new_empty(0)
+        return replace(self, own=replace(self.own, media=nothing, latents=nothing.float(), recorded={}))
 
 
 def build_scoring_request(rollouts: Rollouts, latents: Tensor | None = None) -> ScoringRequest:
@@ -183,31 +184,51 @@ def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable
 class Learnable:
     """What an algorithm may learn from, of the samples that this rank holds."""
 
-    first: int
-    """Index of the first of them."""
     data: Mapping[str, Tensor]
-    """``[own samples, ...]`` on the CPU."""
+    """``[samples, ...]`` on the CPU."""
+    place: Mapping[int, int]
+    """Index of a sample -> its row in ``data``."""
     rejected: Mapping[int, int] | None = None
 
-    def select(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Those of some samples, in this order; of pairs also those of the rejected ones."""
-        rows = [index - self.first for index in indices]
-        found = {name: value[rows] for name, value in self.data.items()}
-        if self.rejected is not None:
-            rows = [self.rejected[index] - self.first for index in indices]
-            found |= {f"{name}_rejected": value[rows] for name, value in self.data.items()}
-        return found
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """int64 ``[len(indices)]``: where these samples are."""
+        return torch.tensor([self.place[index] for index in indices], dtype=torch.int64)
+
+    def rejected_rows(self, indices: Sequence[int]) -> Tensor | None:
+        """Those of the samples that were rejected for these; None where nothing is learnt from pairs."""
+        if self.rejected is None:
+            return None
+        return self.rows([self.rejected[index] for index in indices])
 
 
 def shard_learnable(step: ScoredBatch, batches: Sequence[Sequence[int]], context: Context) -> Learnable:
-    """This rank's own samples; those of all ranks where ``batches`` give a sample to another rank than made it."""
+    """This rank's own samples, or where ``batches`` give a sample to another rank than made it, those that it needs."""
     local, ranks, data = len(step.own.samples), context.dp_size, step.own.learnable
-    splits = [(rank, split_evenly(indices, rank, ranks).indices) for indices in batches for rank in range(ranks)]
     rejected = step.rejected or {}
-    needed = ((rank, {index, rejected.get(index, index)}) for rank, indices in splits for index in indices)
-    if any(index // local != rank for rank, indices in needed for index in indices):
-        return Learnable(0, {name: context.gather_rows(value) for name, value in data.items()}, step.rejected)
-    return Learnable(step.first, data, step.rejected)
+    needed: list[set[int]] = []
+    for rank in range(ranks):
+        trained = {index for indices in batches for index in split_evenly(indices, rank, ranks).indices}
+        needed.append(trained | {rejected[index] for index in trained & rejected.keys()})
+    if any(index // local != rank for rank, indices in enumerate(needed) for index in indices):
+        own = sorted(needed[context.dp_rank])
+        data = {name: _exchange(value, own, context) for name, value in data.items()}
+    else:
+        own = range(step.first, step.first + local)
+    return Learnable(data, {index: row for row, index in enumerate(own)}, step.rejected)
+
+
+def _exchange(value: Tensor, needed: Sequence[int], context: Context) -> Tensor:
+    """Rows ``needed``, by their index in the step, of a tensor whose rows lie on all ranks.
+
+    One row of each rank travels at a time, so that no rank holds the rows of all.
+    """
+    found, place = value.new_empty(len(needed), *value.shape[1:]), {index: row for row, index in enumerate(needed)}
+    for row in range(len(value)):
+        for rank, given in enumerate(context.gather_rows(value[row : row + 1])):
+            index = rank * len(value) + row
+            if index in place:
+                found[place[index]] = given
+    return found
 
 
 def explain_missing(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:

@@ -19,7 +19,13 @@ from cosmos_rl.diffusion.step_selection import StepSelection
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import last_trained_step, noisy_steps, plan_online, samples_with_old, trained_steps
+from cosmos_rl.policy.config.plan import (
+    keeps_velocity,
+    last_trained_step,
+    noisy_steps,
+    samples_with_old,
+    trained_steps,
+)
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, MicroBatch, Rows, Share, Terms
@@ -86,7 +92,7 @@ class FlowGrpo:
             elsewhere=ELSEWHERE[steps.elsewhere],
             decay_type=diffusers.weight_copy_decay_type,
             lagged=lagged,
-            keep_velocity=lagged or plan_online(config).optimizer_steps > 1,
+            keep_velocity=keeps_velocity(config),
             norm_weight=job.norm_penalty,
         )
 
@@ -115,13 +121,14 @@ class FlowGrpo:
 
     def rows(self, share: Share, *, levels: Level, draws: Draws, number: int) -> Rows:
         """All recorded steps: one of every sample, then the next one."""
-        count, size = share.data["step"].shape
+        count, size = len(share.row), share.data["step"].shape[1]
         row_R, column_R = torch.arange(count).repeat(size), torch.arange(size).repeat_interleave(count)
-        step_R = share.data["step"][row_R, column_R]
+        held_R = share.row[row_R]
+        step_R = share.data["step"][held_R, column_R]
         names = ["state", "noise", "g", "s", "next"]
         if self.lagged or number > 0:
             names.append("velocity")
-        data = {name: share.data[name][row_R, column_R] for name in names}
+        data = {name: share.data[name][held_R, column_R] for name in names}
         return Rows(
             prompts=[share.prompts[row] for row in row_R.tolist()],
             level=levels.rows(step_R),

@@ -86,12 +86,15 @@ class DiffusionNft:
             drawn.append(torch.randperm(total, generator=generator)[: self.num_sigmas].tolist())
         pairs = [(row, drawn[row][j]) for j in range(self.num_sigmas) for row in range(len(drawn))]
         order = torch.tensor([row for row, _ in pairs])
+        data = {name: value[share.row[order]] for name, value in share.data.items()}
+        if share.rejected is not None:
+            data |= {f"{name}_rejected": value[share.rejected[order]] for name, value in share.data.items()}
         return Rows(
             prompts=[share.prompts[row] for row, _ in pairs],
             level=levels.rows(torch.tensor([index for _, index in pairs])),
             weight=share.weight[order],
             value=share.value[order],
-            data={name: value[order] for name, value in share.data.items()},
+            data=data,
             noise_ids=[share.sample_ids[row] * total + index for row, index in pairs],
             noise_key=draws.key(f"{self.purpose}/noise/{number}"),
         )

@@ -1,6 +1,7 @@
 """Online reinforcement learning of a flow model. One step: sample a group for each prompt, score the samples, turn the
 scores into advantages, learn from them. What is learnt, and from which policy's samples, is the algorithm's answer."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,11 +17,13 @@ from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, moves_reference, plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
+from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
@@ -77,9 +80,12 @@ class OnlineTask(TaskBase):
     def __init__(self, config: Config, context: Context, algorithm: Algorithm, parts: Parts) -> None:
         """
         Raises:
-            UserError: prompts and batch do not fit.
+            UserError: prompts and batch do not fit, or recorded steps would take too much memory.
         """
         job = online_table(config)
+        latent = parts.model.latent_shape(*config.policy.diffusers.inference_size)
+        if problem := recorded_problem(config, math.prod(latent)):
+            raise UserError(problem)
         self._job, self.algorithm, self.model = job, algorithm, parts.model
         self._prompts, self._encode = parts.prompts, parts.encode
         self._prompts_digest = digest_prompts(parts.prompts)  # every save asks for it
@@ -133,9 +139,11 @@ class OnlineTask(TaskBase):
         scored = time.perf_counter()
         batch = self._score(step, own, tables)
         diversity, gallery = batches.mean_diversity(own, self._context), self._build_gallery(step, batch)
-        batch = batch.without_media()
+        updates = self._plan_updates(draws, batch)
+        learnable = batches.shard_learnable(batch, updates, self._context)
+        batch = batch.without_samples()
         del own  # or the media, which are large, would stay while the policy learns
-        metrics, refusal = self._learn(draws, batch, conditions)
+        metrics, refusal = self._learn(draws, batch, updates, learnable, conditions)
         learnt = time.perf_counter()
         metrics |= {
             **batches.compute_reward_metrics(batch),
@@ -199,13 +207,11 @@ class OnlineTask(TaskBase):
             self._equal_warned = True
         return batch
 
-    def _learn(
-        self, draws: Draws, batch: ScoredBatch, conditions: StepConditions
-    ) -> tuple[dict[str, float], Refusal | None]:
-        """All optimiser steps of this training step, then the old policy moves; (metrics, what was refused)."""
+    def _plan_updates(self, draws: Draws, batch: ScoredBatch) -> list[list[int]]:
+        """The samples of all ranks in each optimiser step of this training step."""
         size, ranks = self._job.batch_size_per_optimize, self._context.dp_size
         seed, purpose, step = draws.key(self.algorithm.purpose)
-        steps = optimizer_batches(
+        return optimizer_batches(
             batch.learnt,
             size=None if size is None else size * ranks,
             passes=self._job.mu_iterations,
@@ -213,10 +219,19 @@ class OnlineTask(TaskBase):
             purpose=purpose,
             step=step,
         )
-        learnable = batches.shard_learnable(batch, steps, self._context)
+
+    def _learn(
+        self,
+        draws: Draws,
+        batch: ScoredBatch,
+        updates: Sequence[Sequence[int]],
+        learnable: Learnable,
+        conditions: StepConditions,
+    ) -> tuple[dict[str, float], Refusal | None]:
+        """All optimiser steps of this training step, then the old policy moves; (metrics, what was refused)."""
         meter, results = Meter(self.algorithm.maxima), []
         self.model.transformer.train()
-        for number, indices in enumerate(steps):
+        for number, indices in enumerate(updates):
             results.append(self._optimizer_step(draws, number, indices, batch, learnable, conditions, meter))
         if any(result.applied for result in results):
             self.algorithm.after_step(self.policies, self._optimizer_steps)
@@ -280,9 +295,11 @@ class OnlineTask(TaskBase):
         return Share(
             [sample.sample_id for sample in samples],
             [sample.key for sample in samples],
-            learnable.select(own.indices),
+            learnable.data,
+            learnable.rows(own.indices),
             value_N[list(own.indices)],
             torch.tensor(own.weights),
+            learnable.rejected_rows(own.indices),
         )
 
     def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:

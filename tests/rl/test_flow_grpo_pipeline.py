@@ -1,5 +1,6 @@
 """FlowGRPO on tiny pipelines: what is recorded in a rollout is what training computes there, guidance included."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import Job, nft_toml, nft_train, nft_trainer, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
@@ -45,19 +47,39 @@ def test_training_replays_the_rollout(tmp_path: Path, family: str, guidance: flo
     assert moved["train/ratio_deviation_max"] > 1e-4
 
 
+WINDOW = (
+    '--train.train_policy.steps.choose="window"',
+    "--train.train_policy.steps.size=2",
+    "--train.train_policy.batch_size_per_optimize=8",
+)
+LAGGED = (
+    "--policy.diffusers.weight_copy_decay_type=1",
+    "--train.train_policy.reference_reset_interval=2",
+    "--train.train_policy.reset_optimizer_with_reference=true",
+)
+
+
+def flow_options(*, lora: bool) -> tuple[str, ...]:
+    """Of a job with or without adapters."""
+    return tuple(option for option in FLOW if lora or "lora" not in option)
+
+
+def ddrl_options(images: Path) -> tuple[str, ...]:
+    """Of 12 images 4 for each optimiser step, so that an epoch ends within a training step."""
+    term = f'{{beta = 0.5, local_dir = "{images}", batch_size = 4, levels = "trained_steps", per_step = true}}'
+    return (
+        "--train.train_policy.trainer_type=ddrl",
+        "--train.train_policy.kl_beta=0.0",
+        "--train.train_policy.advantage_transform=centred_exp_reward",
+        f"--train.train_policy.data_term={term}",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "all weights"])
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, tiny_sd3: Path, lora: bool) -> None:
     """A lagging policy that samples, a reference that moves, random windows and several optimiser steps."""
-    options = (
-        *(option for option in FLOW if lora or "lora" not in option),
-        "--policy.diffusers.weight_copy_decay_type=1",
-        "--train.train_policy.reference_reset_interval=2",
-        "--train.train_policy.reset_optimizer_with_reference=true",
-        '--train.train_policy.steps.choose="window"',
-        "--train.train_policy.steps.size=2",
-        "--train.train_policy.batch_size_per_optimize=8",
-    )
+    options = (*flow_options(lora=lora), *LAGGED, *WINDOW)
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)
     run = nft_train(config, *options)
     state = saved_state(run, 3)
@@ -67,29 +89,57 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, tiny_sd3: Path, lo
     assert_same_state(saved_state(run, 3), state)
 
 
+Runs = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def run_of(tiny_sd3: Path, image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """(trainer, ranks) -> the folder of three steps, with the same batches on any number of ranks."""
+    folder, found = tmp_path_factory.mktemp("ranks"), dict[tuple[str, int], Path]()
+    config = nft_toml(folder, tiny_sd3, lora=False)
+
+    def run(trainer: str, ranks: int) -> Path:
+        if (trainer, ranks) not in found:
+            options = (
+                *flow_options(lora=False),
+                '--train.train_policy.steps.choose="random"',
+                "--train.train_policy.mini_batch=2",
+                "--train.optm_lr=1e-4",
+                f"--train.train_policy.batch_size_per_optimize={8 // ranks}",
+                *(ddrl_options(image_folder) * (trainer == "ddrl")),
+            )
+            job = Job(config, folder / f"{trainer} {ranks}", options)
+            run_forked([job], ranks, folder)
+            found[trainer, ranks] = job.folder
+        return found[trainer, ranks]
+
+    return run
+
+
 @pytest.mark.process
-def test_two_ranks_train_like_one(tmp_path: Path, tiny_sd3: Path) -> None:
-    """Recorded steps are shared out like the samples: shuffled batches give a rank those of the other one too."""
-    options = (
-        *(option for option in FLOW if "lora" not in option),
-        '--train.train_policy.steps.choose="random"',
-        "--train.train_policy.mini_batch=2",
-        "--train.optm_lr=1e-4",
-    )
-    config, states = nft_toml(tmp_path, tiny_sd3, lora=False), []
-    for ranks in (1, 2):
-        job = Job(
-            config, tmp_path / str(ranks), (*options, f"--train.train_policy.batch_size_per_optimize={8 // ranks}")
-        )
-        run_forked([job], ranks, tmp_path)
-        states.append(saved_state(job.folder, 3))
-    one, two = states
-    start = saved_state(tmp_path / "1", 1)
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [
+        ("flow_grpo", 2),
+        *(pytest.param(*case, marks=pytest.mark.zoo) for case in (("flow_grpo", 4), ("ddrl", 2), ("ddrl", 4))),
+    ],
+)
+def test_any_number_of_ranks_trains_like_one(run_of: Runs, trainer: str, ranks: int) -> None:
+    """Recorded steps are shared out like the samples: shuffled batches give a rank those of the other ones too. Of four
+    ranks each has a prompt; real samples are one of the four of an optimiser step."""
+    one, several = (saved_state(run_of(trainer, count), 3) for count in (1, ranks))
+    start = saved_state(run_of(trainer, 1), 1)
     keys = [key for key in one if key.startswith("model.")]
-    apart = sum(float((two[key] - one[key]).double().square().sum()) for key in keys)
+    apart = sum(float((several[key] - one[key]).double().square().sum()) for key in keys)
     moved = sum(float((one[key] - start[key]).double().square().sum()) for key in keys)
     assert moved > 0
     assert (apart / moved) ** 0.5 <= 2e-3
+    for ours, theirs in zip(*(read_metrics(run_of(trainer, n) / "metrics.jsonl") for n in (ranks, 1)), strict=True):
+        named = {key for key in theirs if key.startswith(("reward/", "adv/", "train/"))} - {"train/nfe"}
+        assert len(named) > 10
+        assert ("train/data_loss_mean" in named) == (trainer == "ddrl")
+        for key in named:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.metrics import read_metrics
+from tests.rl.test_flow_grpo_pipeline import WINDOW, ddrl_options, flow_options
 from tests.support.nft_runs import Job, forked, nft_toml, nft_train, prompt_file, run_forked
 from tests.support.patience import wait_until
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
@@ -97,12 +98,17 @@ def test_another_reward_is_reported_and_other_prompts_are_refused_on_resume(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["lora", pytest.param("hard copies, several steps", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    "name", ["lora", *(pytest.param(name, marks=pytest.mark.zoo) for name in ("hard copies, several steps", "ddrl"))]
+)
 def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
-    tmp_path: Path, tiny_sd3: Path, name: str
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, name: str
 ) -> None:
-    ranks = 1 if name == "lora" else 2
-    lora, given = JOBS[name]
+    ranks = 2 if name == "hard copies, several steps" else 1
+    if name == "ddrl":
+        lora, given = False, (*flow_options(lora=False), *WINDOW, *ddrl_options(image_folder))
+    else:
+        lora, given = JOBS[name]
     given = tuple(option.replace("optimize=8", f"optimize={8 // ranks}") for option in given)
     total = 6
     options = (*options_of(tmp_path), *given, f"--train.max_num_steps={total}", "--train.ckpt.save_freq=3")

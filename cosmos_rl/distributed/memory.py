@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from cosmos_rl.distributed.phase import enter_phase
 from cosmos_rl.errors import OutOfMemory
 
 
@@ -12,7 +13,8 @@ from cosmos_rl.errors import OutOfMemory
 def memory_phase(name: str) -> Iterator[None]:
     """Within the block an error that means no memory becomes ``OutOfMemory`` of this phase, or of an inner one."""
     try:
-        yield
+        with enter_phase(name):
+            yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(name) from error
     except RuntimeError as error:

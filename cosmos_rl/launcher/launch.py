@@ -22,6 +22,7 @@ from cosmos_rl.policy.config import Config, load_config, notes, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS
 from cosmos_rl.policy.config.ranks import resolve_world_size
 from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.tracking.screen import clear_leftovers
 from cosmos_rl.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def _run(
                 coordinator=coordinator,
                 job_id=job_id,
             )
+    clear_leftovers()
     if code == EXIT_USER_ERROR:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     elif failure:

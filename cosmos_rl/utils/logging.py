@@ -1,5 +1,6 @@
 """The one logger of the package: a line per message on standard output."""
 
+import errno
 import io
 import logging
 import os
@@ -26,6 +27,12 @@ class _StandardOutput(logging.StreamHandler):
     @property
     def stream(self) -> object:
         return sys.stdout
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Whoever read the lines is gone, as a closed terminal: nobody is left to be told so."""
+        error = sys.exc_info()[1]
+        if not (isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)):
+            super().handleError(record)
 
 
 def _make_logger() -> logging.Logger:

@@ -1,9 +1,13 @@
 """``cosmos-rl-reward-prepare``: environments and weights of the enabled rewards, with a report that can be trusted."""
 
 import asyncio
+import contextlib
+import functools
 import importlib.metadata
+import os
 import sys
 import venv
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ class _Tools:
     offline: bool
     wheels: Path | None
     locks: Path | None
+    say: Callable[[str], None]
+    """Shows what is being done."""
 
 
 def list_requirements(reward: str) -> list[str]:
@@ -55,25 +61,44 @@ async def prepare(
     chosen = [args for args in config.enabled if not only or args.reward_type in only]
     if missing := [name for name in only if name not in {args.reward_type for args in chosen}]:
         raise UserError(f"--reward {missing[0]}: not an enabled reward of the configuration")
-    tools = _Tools(offline, wheels, locks)
     jobs = [(args.reward_type, args, make_reward_spec(args, config.max_attempts)) for args in chosen]
     failed, wants_decoder = 0, False
-    for name, args, spec in jobs:
-        try:
-            if check:
-                note = await _start(spec)
-            else:
-                note = await _fetch(args, spec, tools)
-            print(f"{name}: ok{_format_note(note)}", flush=True)
-            if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
-                wants_decoder = True
-                fields = {"reward_type": "latent", "venv_python": config.decode_args.venv_python}
-                latent = RewardArgs.model_validate(fields)
-                jobs.append(("latent decoder", latent, make_decode_spec(config)))
-        except (Failed, UserError) as error:
-            failed += 1
-            print(f"{name}: failed: {error}", flush=True)
+    with _show_progress() as show:
+        for number, (name, args, spec) in enumerate(jobs, 1):
+            tools = _Tools(offline, wheels, locks, functools.partial(show, f"[{number}/{len(jobs)}] {name}:"))
+            try:
+                if check:
+                    tools.say("starting")
+                    note = await _start(spec)
+                else:
+                    note = await _fetch(args, spec, tools)
+                print(f"{name}: ok{_format_note(note)}", flush=True)
+                if note.get("needs_latent_decoder") and not wants_decoder and not config.no_latent_decoder:
+                    wants_decoder = True
+                    fields = {"reward_type": "latent", "venv_python": config.decode_args.venv_python}
+                    latent = RewardArgs.model_validate(fields)
+                    jobs.append(("latent decoder", latent, make_decode_spec(config)))
+            except (Failed, UserError) as error:
+                failed += 1
+                print(f"{name}: failed: {error}", flush=True)
     return int(failed > 0)
+
+
+@contextlib.contextmanager
+def _show_progress() -> Iterator[Callable[[str, str], None]]:
+    """What is being prepared, what of it and for how long: a line under the others on a terminal, nothing elsewhere."""
+    from rich.markup import escape  # the service needs none of it
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    off = not sys.stdout.isatty() or os.environ.get("COSMOS_PROGRESS") == "0"
+    with Progress(*columns, transient=True, disable=off) as progress:
+        task = progress.add_task("")
+
+        def show(what: str, step: str) -> None:
+            progress.reset(task, description=escape(f"{what} {step}"))
+
+        yield show
 
 
 def _format_note(note: dict[str, object]) -> str:
@@ -85,6 +110,7 @@ def _format_note(note: dict[str, object]) -> str:
 async def _fetch(args: RewardArgs, spec: PoolSpec, tools: _Tools) -> dict[str, Any]:
     """Make the environment, and have the worker download what it needs."""
     await _install(args, tools)
+    tools.say("looking for its weights" if tools.offline else "downloading what it needs")
     op = {"score": "fetch", "decode": "fetch decoder"}[spec.message["op"]]
     return await _start(spec, {"op": op, "offline": tools.offline}, downloads=not tools.offline)
 
@@ -103,12 +129,15 @@ async def _install(args: RewardArgs, tools: _Tools) -> None:
     python = find_interpreter(args.venv_python)
     folder = Path(python).parents[1]
     if not Path(python).exists() or (args.setup_script and await _half_made(python)):
+        tools.say(f"making the environment {folder}")
         venv.EnvBuilder(with_pip=bool(args.setup_script)).create(folder)
         if not Path(python).exists():
             raise UserError(f"venv_python = {args.venv_python!r}: not the interpreter of the environment {folder}")
     if args.setup_script:
+        tools.say(f"running {args.setup_script}")
         await _run(["bash", args.setup_script, args.download_path, str(folder)], "setup_script")
         return
+    tools.say("installing packages")
     await _install_packages(args.reward_type, python, tools)
 
 

@@ -19,7 +19,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.loop import HOOKS
-from cosmos_rl.tracking.console import format_duration
+from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
 from tests.support.states import saved_state, trace
 from tests.support.trainer_runs import train

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.phase import count_parts
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def gather_over_ranks(
     rank, ranks = context.dp_rank, context.dp_size
     rows = math.ceil(count / ranks)
     own: list[Tensor] = []
-    for number, (ids, counts) in enumerate(split_chunks(count, size, rank, ranks)):
+    chunks = list(split_chunks(count, size, rank, ranks))
+    for number, (ids, counts) in enumerate(chunks):
+        count_parts(number, len(chunks))
         parts = make(ids, number)
         own = own or [torch.zeros(rows, *part.shape[1:], dtype=part.dtype) for part in parts]
         if counts:

@@ -15,6 +15,7 @@ from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.distributed.phase import enter_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
@@ -22,6 +23,7 @@ from cosmos_rl.policy.trainer import same_run
 from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin_run
 from cosmos_rl.tracking.console import Console
+from cosmos_rl.tracking.live import LiveDisplay
 from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_loggers
 from cosmos_rl.tracking.media import Shown, build_caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
@@ -55,6 +57,7 @@ class TrainLoop:
         custom_loggers: Sequence[LoggerFn],
         hooks: Mapping[str, HookFn],
         stop: StopRequest,
+        display: LiveDisplay | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -63,6 +66,7 @@ class TrainLoop:
         self._custom_loggers = custom_loggers
         self._hooks = hooks
         self._stop = stop
+        self._display = display or LiveDisplay()
         self._metrics: MetricsFile | None = None
         if context.is_main:
             self._metrics = MetricsFile(run.metrics)
@@ -103,8 +107,9 @@ class TrainLoop:
 
     def _train(self, start: int, end_of_step: Callable[[], None]) -> int:
         task, total = self._task, self._task.total_steps
-        console = Console(total, start)
-        task.start(start)
+        console = Console(total, start, self._display)
+        with enter_phase("preparing"):
+            task.start(start)
         if start == 0 and self._config.validation.enable and self._config.validation.val_before_train:
             self._log(0, self._validate(0))
         step = start
@@ -119,6 +124,9 @@ class TrainLoop:
                 metrics |= self._validate(done)
             self._log(done, metrics)
             self._show(done, "rollout", "rollout_images", report.gallery)
+            if report.alarm is not None:
+                self._display.show_alarm(report.alarm.text)
+            console.show(done, metrics)
             if self._line_due(done, start):
                 console.log(done, metrics)
             if report.alarm is not None and report.alarm.action != "warn":
@@ -294,7 +302,8 @@ class TrainLoop:
         self._report()
         ckpt = self._config.train.ckpt
         if ckpt.upload_hf:
-            hub.upload(export, ckpt.hf_repo_name or "", self._run.name, lambda name: describe(repository=name))
+            with enter_phase("uploading"):
+                hub.upload(export, ckpt.hf_repo_name or "", self._run.name, lambda name: describe(repository=name))
 
     def _report(self) -> None:
         """Everything is saved by now: a page that cannot be made does not fail the run."""
@@ -303,6 +312,7 @@ class TrainLoop:
         except Exception:
             logger.exception(f"{self._run.root}: the report could not be made; cosmos-rl report tries again")
 
+    @memory_phase("loading")
     def _restore(self, resume_from: Path | None) -> int:
         """Load a checkpoint; the 0-based next step. All ranks take rank 0's: a shared disk may lag behind."""
         agreed = self._context.broadcast_from_main(str(resume_from or ""))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl.tracking.console import format_duration
+from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.report.images import Pairs
 from cosmos_rl.tracking.report.measures import format_change, list_main_keys, list_reward_names, measure, read_limit
 from cosmos_rl.tracking.report.record import Record

@@ -16,6 +16,7 @@ from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.phase import count_parts, enter_phase
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import PipelineModel
@@ -110,7 +111,8 @@ class SFTTrainer(TaskBase):
 
     def train_step(self, step: int) -> StepReport:
         """One optimiser step on the batch at ``step``."""
-        batch = next(self._batches)
+        with enter_phase("reading data"):
+            batch = next(self._batches)
         torch.manual_seed(randomness.torch_seed(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
         dropout = self._config.train.train_policy.caption_dropout
@@ -118,6 +120,7 @@ class SFTTrainer(TaskBase):
         size = self._config.train.train_policy.mini_batch
         totals, count = Totals(self.terms), len(batch.items)
         for first in range(0, count, size):
+            count_parts(first, count)
             self.model.set_gradient_sync(first + size >= count)
             micro_sum, micro_weight, terms = self.loss(whole.rows(slice(first, first + size)))
             (micro_sum * self.optimizer.loss_factor).backward()
@@ -169,8 +172,9 @@ class SFTTrainer(TaskBase):
         assert self._held_out is not None
         totals = Totals(self.terms)
         rank, ranks = self._context.dp_rank, self._context.dp_size
-        chunks = split_chunks(len(self._held_out), self._validation_size, rank, ranks)
+        chunks = list(split_chunks(len(self._held_out), self._validation_size, rank, ranks))
         for number, (ids, counts) in enumerate(chunks):
+            count_parts(number, len(chunks))
             notify("pre_per_step_validation_hook", {"batch_index": number})
             read, items = read_held_out(self._held_out, ids, self._val_skipped)
             counts = counts and bool(read)

@@ -17,6 +17,7 @@ from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
+from cosmos_rl.distributed.phase import count_parts, enter_phase
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
@@ -135,7 +136,8 @@ class OnlineTask(TaskBase):
         began = time.perf_counter()
         own, pending = self._roll_out(step, conditions)
         rolled_out = time.perf_counter()
-        tables = [self._scoring.wait(future) for future in pending]
+        with enter_phase("scoring"):
+            tables = [self._scoring.wait(future) for future in pending]
         scored = time.perf_counter()
         batch = self._score(step, own, tables)
         diversity, gallery = batches.mean_diversity(own, self._context), self._build_gallery(step, batch)
@@ -174,6 +176,7 @@ class OnlineTask(TaskBase):
         _, purpose, _ = self._draws(step).key("rollout")
         with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
             for first in range(0, len(samples), self.plan.chunk):
+                count_parts(first, len(samples))
                 chunk = samples[first : first + self.plan.chunk]
                 recorder = self.algorithm.recorder(self._draws(step))
                 made = self._sampler.sample(chunk, conditions, purpose, step, recorder)
@@ -232,6 +235,7 @@ class OnlineTask(TaskBase):
         meter, results = Meter(self.algorithm.maxima), []
         self.model.transformer.train()
         for number, indices in enumerate(updates):
+            count_parts(number, len(updates))
             results.append(self._optimizer_step(draws, number, indices, batch, learnable, conditions, meter))
         if any(result.applied for result in results):
             self.algorithm.after_step(self.policies, self._optimizer_steps)

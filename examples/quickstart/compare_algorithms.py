@@ -46,15 +46,16 @@ ALGORITHMS: Mapping[str, tuple[int, Sequence[str]]] = {
     "AWM": (10 + 4 * 5, (f"{JOB}trainer_type=awm",)),
     "FlowGRPO": (10 + 9 * 3, (*_STEPS, f"{JOB}trainer_type=flow_grpo")),
     "Fast (window of 3)": (10 + 3 * 3, (*_STEPS, *_WINDOW, f"{JOB}trainer_type=flow_grpo")),
-    "DDRL (window of 3), data 0.015": (
+    "DDRL (window of 3), data 0.02": (
         10 + 3 * 3 + 1,
         (
             *_STEPS,
             *_WINDOW,
             f"{JOB}trainer_type=ddrl",
             f"{JOB}advantage_transform=centred_exp_reward",
-            f"{JOB}data_term.beta=0.015",
+            f"{JOB}data_term.beta=0.02",
             f"{JOB}data_term.batch_size=40",
+            "--train.optm_lr=4e-4",
         ),
     ),
 }
@@ -118,6 +119,11 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def over(values: Sequence[float]) -> str:
+    """Mean over the seeds, and the range."""
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} ... {max(values):.3f})"
+
+
 def main() -> None:
     """Print a table row for each algorithm as it ends."""
     parser = argparse.ArgumentParser(description="All online algorithms on handwritten digits.")
@@ -128,7 +134,7 @@ def main() -> None:
     out: Path = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     base, judge = fine_tune(out, 0), SecondJudge()
-    labels = [digit for digit in range(10) for _ in range(20)]
+    labels = [digit for digit in range(10) for _ in range(50)]
     asked = np.array(labels)
     before = quickstart.sample(quickstart.sampler(base), labels, 0, guidance=1.0)
     rows = [
@@ -155,11 +161,9 @@ def main() -> None:
                     spent,
                 )
             )
-        means = [statistics.mean(column) for column in zip(*found, strict=True)]
-        rows.append(
-            f"| {name} | {means[0]:.3f} | {means[1]:.3f} | {means[2]:.2f} | {means[3]:.2f} | {means[4]:.0f} "
-            f"| {means[5]:.0f} |"
-        )
+        columns = list(zip(*found, strict=True))
+        cells = [over(column) for column in columns[:4]] + [f"{statistics.mean(column):,.0f}" for column in columns[4:]]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
         (out / "table.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
     print("\n".join(rows))
 

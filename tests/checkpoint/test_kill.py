@@ -20,10 +20,18 @@ def inside_a_save(output: Path) -> bool:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lora", [pytest.param(True, marks=pytest.mark.zoo), False], ids=["lora and ema", "full"])
-def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
-    write_toml: Callable[..., Path], tmp_path: Path, lora: bool
+@pytest.mark.parametrize(
+    ("lora", "kills"),
+    [
+        pytest.param(False, (8, None), id="full, twice"),
+        pytest.param(False, (3, 8, None, 17, 21), id="full", marks=pytest.mark.zoo),
+        pytest.param(True, (3, 8, None, 17, 21), id="lora and ema", marks=pytest.mark.zoo),
+    ],
+)
+def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
+    write_toml: Callable[..., Path], tmp_path: Path, lora: bool, kills: tuple[int | None, ...]
 ) -> None:
+    """Killed at steps off the save cadence, or (None) while one is written."""
     options = [f"--train.max_num_steps={TOTAL}", f"--train.ckpt.save_freq={SAVE_FREQ}", "--train.resume=true"]
     options += ["--train.train_batch_per_replica=6", f"--train.ema_enable={str(lora).lower()}"]
     config = write_toml(lora=lora)
@@ -34,7 +42,7 @@ def test_a_run_killed_five_times_ends_like_the_undisturbed_one(
 
     chance = random.Random(0 if lora else 1)
     output = tmp_path / "killed"
-    for step in (3, 8, None, 17, 21):  # off the save cadence; None: while a step is being written
+    for step in kills:
         run = Run(config, tmp_path / "log", f"--train.output_dir={output}", *options)
         if step is None:
             run.kill_group_when(lambda: inside_a_save(output))

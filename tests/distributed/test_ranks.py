@@ -46,8 +46,9 @@ def assert_same_results(run: Path, reference: Path, name: str) -> None:
         assert np.abs(one - other).max() <= 1  # rounding to 8 bits
 
 
+@pytest.mark.zoo
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", ["image-sft-lora", pytest.param("image-sft", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("recipe", ["image-sft-lora", "image-sft"])
 def test_the_sd3_recipes_give_one_result_on_one_two_and_four_ranks(
     tiny_sd3: Path, image_folder: Path, tmp_path: Path, recipe: str
 ) -> None:

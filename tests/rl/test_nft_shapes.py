@@ -33,6 +33,7 @@ def test_real_images_are_right() -> None:
     assert shapes(0 * media, [PROMPTS[-1]] * 48).tolist() == [0.0] * 48
 
 
+@pytest.mark.zoo
 def test_it_learns_to_count(tmp_path: Path) -> None:
     """Right counts from about 0.65 to at least 0.8, while the held-out loss stays under twice that of the start."""
     config = toy_config({**shapes_tables(0, 40, kl_beta=0.4), "validation.freq": 40})

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from cosmos_rl.data.images import load_image, to_uint8
+from cosmos_rl.data.images import fit, load_image, to_uint8
 from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import IMAGE_SUFFIXES
 from cosmos_rl.data.prompts import BEGINNING, PromptRecord
@@ -201,7 +203,7 @@ def load_given(
         BadSample: the file cannot be decoded or is too short.
     """
     if given.frames is not None:
-        return given.frames
+        return _refit(given.frames, height, width)
     assert given.path is not None
     if _is_image(given.path):
         visual = load_image(given.path, height, width).unsqueeze(1)
@@ -213,6 +215,13 @@ def load_given(
             choose = start_of_first
         visual = load_clip(given.path, count, height, width, choose, needed_by=needed_by).visual
     return to_uint8((visual.movedim(0, 1) + 1.0) / 2.0)
+
+
+def _refit(frames: Tensor, height: int, width: int) -> Tensor:
+    """Decoded frames, which a bucket may have given another size, scaled to cover this one and cropped."""
+    if frames.shape[1:3] == (height, width):
+        return frames
+    return torch.stack([torch.from_numpy(np.array(fit(Image.fromarray(f.numpy()), height, width))) for f in frames])
 
 
 def _is_image(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """What travels from the data room to the trainer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.picture_sizes import Measured
 from cosmos_rl.data.text_lengths import Named, TextEncoder, find_refusal
 from cosmos_rl.data.texts import find_text_problem, printable
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.buckets import Sides
 
 
 class BadSample(UserError):
@@ -81,6 +83,18 @@ class Part(Sequence[Any]):
     def identify(self, index: int, sample_id: int | None) -> Item | None:
         """See the function of that name."""
         return identify(self._dataset, self._range[index], sample_id)
+
+    @property
+    def bucket_of(self) -> Callable[[int], Sides] | None:
+        """What says at which size an element comes out, where the data set knows it."""
+        bucket_of = getattr(self._dataset, "bucket_of", None)
+        return bucket_of and (lambda index: bucket_of(self._range[index]))
+
+    @property
+    def measure(self) -> Callable[[int], Measured] | None:
+        """What measures an element's file, where the data set knows it."""
+        measure = getattr(self._dataset, "measure", None)
+        return measure and (lambda index: measure(self._range[index]))
 
     @property
     def prompts(self) -> list[str] | None:

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from cosmos_rl.data.images import DECODING, load_image
-from cosmos_rl.data.items import Item
+from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import Pair, describe_pairs, digest_pairs, list_embedding_folders, load_pairs
+from cosmos_rl.data.picture_sizes import Measured, measure_file
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.buckets import Sides, choose_size
+from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.utils.logging import logger
 
 _DECODED_BYTES = 256 * 2**20
@@ -35,6 +39,8 @@ class LocalPairs(Sequence[Item]):
         frames: int | None = None,
         seed: int = 0,
         pairs: Sequence[Pair] | None = None,
+        sizes: Sequence[Sides] = (),
+        like: "LocalPairs | None" = None,
     ) -> None:
         """Read the captions of ``folder``; elements come out as ``[3, (frames,) height, width]``.
 
@@ -42,12 +48,15 @@ class LocalPairs(Sequence[Item]):
             frames: of the videos to read; None: the folder holds images.
             seed: of the draw of windows.
             pairs: what to read; None: all that the folder holds.
+            sizes: each element comes out at the one of the nearest aspect ratio; empty: all at ``height``, ``width``.
+            like: each element comes out at the size of that one's in place.
 
         Raises:
             UserError: no usable pair in the folder, or more captions and images without a partner than pairs.
         """
         self.folder = Path(folder).expanduser()
-        self._size = (height, width)
+        self._size, self._sizes, self._like = (height, width), sizes, like
+        self._measured: dict[int, Measured] = {}
         self._frames, self._seed = frames, seed
         self._decoded: dict[int, Item] = {}
         self._bytes = 0
@@ -100,16 +109,17 @@ class LocalPairs(Sequence[Item]):
         if whole is not None:
             return whole
         pair = self.pairs[index]
-        source = self._describe(pair.file, 0)  # before it is read: a file that is written meanwhile is another one
+        size = self.bucket_of(index)
+        source = self._describe(pair.file, 0, size)  # before it is read: if it is written meanwhile it is another one
         if self._frames is None:
-            item = Item(load_image(self.folder / pair.file, *self._size), pair.prompt, pair.name, source=source)
+            item = Item(load_image(self.folder / pair.file, *size), pair.prompt, pair.name, source=source)
             if pair.image:
                 item = replace(item, edits=self.folder / pair.image)
             return self._keep(index, item)
         from cosmos_rl.data.videos import load_clip
 
-        clip = load_clip(self.folder / pair.file, self._frames, *self._size, self._window_of(sample_id))
-        source = source and self._describe(pair.file, clip.start)
+        clip = load_clip(self.folder / pair.file, self._frames, *size, self._window_of(sample_id))
+        source = source and self._describe(pair.file, clip.start, size)
         item = Item(clip.visual, pair.prompt, pair.name, clip.fps, source)
         if clip.windows == 1:
             return self._keep(index, item)
@@ -127,10 +137,37 @@ class LocalPairs(Sequence[Item]):
 
             window = find_window(self.folder / pair.file, self._frames, self._window_of(sample_id))
             start, fps = window.start, window.fps
-        source = self._describe(pair.file, start)
+        source = self._describe(pair.file, start, self.bucket_of(index))
         if source is None:
             return None
         return Item(torch.empty(0), pair.prompt, pair.name, fps, source)
+
+    def measure(self, index: int) -> Measured:
+        """A file's height and width.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        found = self._measured.get(index)
+        if found is None:
+            found = measure_file(self.folder, self.pairs[index].file, video=self._frames is not None)
+            self._measured[index] = found
+        return found
+
+    def bucket_of(self, index: int) -> Sides:
+        """Height and width at which an element comes out.
+
+        Raises:
+            BadSample: they depend on the file, which cannot be read.
+        """
+        if self._like is not None:
+            return self._like.bucket_of(index)
+        if not self._sizes:
+            return self._size
+        try:
+            return choose_size(self.measure(index).sides, self._sizes)
+        except UserError as error:
+            raise BadSample(str(error)) from error
 
     def _window_of(self, sample_id: int | None) -> Callable[[int], int]:
         from cosmos_rl.data.videos import start_of_middle
@@ -139,13 +176,13 @@ class LocalPairs(Sequence[Item]):
             return start_of_middle
         return random.Random(f"{self._seed}/window/{sample_id}").randrange
 
-    def _describe(self, file: str, start: int) -> str | None:
+    def _describe(self, file: str, start: int, size: Sides) -> str | None:
         path = self.folder / file
         try:
             stat = path.stat()
         except OSError:
             return None
-        decoded = f"{self._size}/{self._frames or 1} from {start}/{DECODING}"
+        decoded = f"{size}/{self._frames or 1} from {start}/{DECODING}"
         return f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}/{decoded}"
 
     def _keep(self, index: int, item: Item) -> Item:
@@ -159,7 +196,10 @@ class LocalPairs(Sequence[Item]):
 def reading(config: Config) -> dict[str, Any]:
     """Keywords of how a job reads its media."""
     diffusers = config.policy.diffusers
-    return {"frames": diffusers.train_frames if diffusers.is_video else None, "seed": config.train.seed}
+    how: dict[str, Any] = {"frames": diffusers.train_frames if diffusers.is_video else None, "seed": config.train.seed}
+    if diffusers.buckets is not None and not job_kind(config).online:
+        how["sizes"] = diffusers.training_sizes
+    return how
 
 
 def load_held_out_data(config: Config) -> LocalPairs | PromptFile | None:

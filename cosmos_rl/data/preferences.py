@@ -5,9 +5,11 @@ from dataclasses import replace
 
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.local_pairs import LocalPairs, reading
+from cosmos_rl.data.picture_sizes import Measured
 from cosmos_rl.data.preference_files import Preferences, is_preference_table, load_preferences
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
 from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.utils.logging import logger
 
 
@@ -27,8 +29,8 @@ class PreferencePairs(Sequence[Item]):
         if files.left_out:
             logger.warning(files.left_out)
         size, how = config.policy.diffusers.inference_size, reading(config)
-        members = ((files.chosen_folder, files.chosen), (files.rejected_folder, files.rejected))
-        return cls(*(LocalPairs(folder, *size, **how, pairs=pairs) for folder, pairs in members))
+        chosen = LocalPairs(files.chosen_folder, *size, **how, pairs=files.chosen)
+        return cls(chosen, LocalPairs(files.rejected_folder, *size, **how, pairs=files.rejected, like=chosen))
 
     @classmethod
     def of_config(cls, dataset: DatasetConfig, config: Config) -> "PreferencePairs":
@@ -59,6 +61,14 @@ class PreferencePairs(Sequence[Item]):
     def digest(self) -> str:
         """Of names and captions of both members, in order."""
         return self._chosen.digest + self._rejected.digest
+
+    def measure(self, index: int) -> Measured:
+        """The chosen file's height and width."""
+        return self._chosen.measure(index)
+
+    def bucket_of(self, index: int) -> Sides:
+        """Height and width at which both members come out."""
+        return self._chosen.bucket_of(index)
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -2,16 +2,18 @@
 reads nothing twice, whatever the number of ranks."""
 
 import functools
+import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cosmos_rl.data.items import BadSample, Item, take, to_item
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.utils.logging import logger
 
 _TRIES = 10
@@ -26,6 +28,42 @@ class Position:
     """Global position: ``step * batch`` plus the index in the batch; the key of all random draws for this sample."""
     index: int
     """Index into the data set."""
+    size: Sides | None = None
+    """Height and width that the samples of its step have; None: those of all samples."""
+
+
+class Stream(Protocol):
+    """Which item stands at which position of an endless run."""
+
+    @property
+    def length(self) -> int:
+        """Items of the data set."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Positions of a step, over all ranks."""
+        ...
+
+    def steps_until(self, epoch: int) -> int:
+        """Steps of the first ``epoch`` passes over the data."""
+        ...
+
+    def epoch_of(self, step: int) -> int:
+        """In which 0-based pass a step lies."""
+        ...
+
+    def positions(self, step: int) -> list[Position]:
+        """The ``batch`` positions of 0-based ``step``."""
+        ...
+
+    def batches(self, first_step: int, last_step: int) -> Iterator[list[Position]]:
+        """Positions of the steps ``first_step`` ... ``last_step - 1``."""
+        ...
+
+    def following(self, position: Position) -> Iterator[int]:
+        """The item of a position and those that may take its place, in order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +92,18 @@ class MapStream:
         if self.drop_last:
             return self.length // self.batch
         return -(-self.length // self.batch)
+
+    def steps_until(self, epoch: int) -> int:
+        """See `Stream`."""
+        return epoch * self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> int:
+        """See `Stream`."""
+        return step // self.steps_per_epoch
+
+    def following(self, position: Position) -> Iterator[int]:
+        """See `Stream`."""
+        return ((position.index + offset) % self.length for offset in range(self.length))
 
     def order(self, epoch: int) -> Sequence[int]:
         """The order of the items in 0-based ``epoch``."""
@@ -147,14 +197,13 @@ class _Fetched:
 class _ByPosition(Dataset[Any]):
     """Lets loader workers fetch by ``Position``. Errors travel as values: a worker would wrap them into tracebacks."""
 
-    def __init__(self, dataset: Sequence[Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Sequence[Any], stream: Stream) -> None:
+        self._dataset, self._stream = dataset, stream
 
     def __getitem__(self, position: Position) -> _Fetched:  # pyright: ignore[reportIncompatibleMethodOverride]
         skipped: list[tuple[int, str]] = []
-        length = len(self._dataset)
-        for offset in range(min(_TRIES, length)):
-            index = (position.index + offset) % length  # a pure function of the position: a resume finds the same one
+        # a pure function of the position: a resume finds the same one
+        for index in itertools.islice(self._stream.following(position), _TRIES):
             try:
                 item = to_item(take(self._dataset, index, position.sample_id), index)
                 return _Fetched(position, item, tuple(skipped))
@@ -172,7 +221,7 @@ class _ByPosition(Dataset[Any]):
 class _ShareOfSteps:
     """Positions of this rank step by step, made while they are needed."""
 
-    def __init__(self, stream: MapStream, first_step: int, last_step: int, rank: int, world_size: int) -> None:
+    def __init__(self, stream: Stream, first_step: int, last_step: int, rank: int, world_size: int) -> None:
         self._steps = (stream, first_step, last_step)
         self._share = slice(rank, None, world_size)
 
@@ -205,7 +254,7 @@ def _stay_until_closed(_worker: int) -> None:
 
 def load_batches(
     dataset: Sequence[Any],
-    stream: MapStream,
+    stream: Stream,
     first_step: int,
     last_step: int,
     *,
@@ -222,7 +271,7 @@ def load_batches(
     """
     skipped = skipped or Skipped(len(dataset), 0.0)
     loader = DataLoader(
-        _ByPosition(dataset),
+        _ByPosition(dataset, stream),
         batch_sampler=_ShareOfSteps(stream, first_step, last_step, rank, world_size),  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,

@@ -278,3 +278,18 @@ def test_a_check_of_the_environment_reads_the_captions(
     report = capsys.readouterr().out
     assert "2 files are left out (6 pairs are used)" in report
     assert "7.json: has no text under 'prompt'; it has 'text'" in report
+
+
+def test_a_check_of_the_environment_says_which_pictures_lose_much(
+    tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i, size in enumerate([(96, 32), (32, 96), (32, 32), (128, 32)]):
+        Image.new("RGB", size).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text("a cat")
+    path = str(write_toml())
+    assert main(["check", "--env", "--config", path, f"--train.train_policy.dataset.local_dir={tmp_path}"]) == 0
+    report = capsys.readouterr().out
+    assert "warning: 3 of 4 images lose more than a quarter of their area" in report
+    assert "3.png loses most, 75%" in report
+    assert main(["check", "--env", "--config", path]) == 0
+    assert "lose more than a quarter" not in capsys.readouterr().out

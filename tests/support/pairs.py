@@ -1,6 +1,7 @@
 """Folders of captioned images, and changes of them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,4 +26,16 @@ def edit_folder(folder: Path, count: int = 6) -> Path:
         Image.fromarray(pixels[1]).save(folder / f"before/{number}.png")
         caption = {"prompt": f"make it {number}", "image": f"before/{number}.png"}
         (folder / f"{number}.json").write_text(json.dumps(caption), encoding="utf-8")
+    return folder
+
+
+def marked_folder(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
+    """Captioned grey images of (height, width) each, whose two far ends are red for eight pixels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (height, width) in enumerate(sizes):
+        pixels = np.full((height, width, 3), 128, np.uint8)
+        along = pixels if height >= width else pixels.swapaxes(0, 1)
+        along[:8] = along[-8:] = (255, 0, 0)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture {number}")
     return folder

@@ -7,7 +7,7 @@ from cosmos_rl.launcher.geometry import find_geometry
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
 from cosmos_rl.launcher.pipeline_source import in_diffusers, makes_videos
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.model_rules import conditional_frames_problem, frames_problem, size_problem
+from cosmos_rl.policy.config.model_rules import conditional_frames_problem, frames_problem, size_problems
 from cosmos_rl.policy.model.driver.rows import find_row
 
 _POSITIONS = "pos_embed.pos_embed"
@@ -31,7 +31,7 @@ def media_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
     except Unknown:
         return
     model, positions = config.policy.model_name_or_path, _positions(pipeline)
-    problems = [size_problem(diffusers.inference_size, model, geometry.multiple, positions)]
+    problems: list[str | None] = list(size_problems(diffusers, model, geometry.multiple, positions))
     if diffusers.is_video:
         for key in ("train_frames", "inference_frames"):
             frames = getattr(diffusers, key)

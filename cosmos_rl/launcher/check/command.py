@@ -9,6 +9,7 @@ from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.arguments import Launch, read_launch, script_for
 from cosmos_rl.launcher.check.report import Report, Section
+from cosmos_rl.launcher.check.size_notes import size_notes
 from cosmos_rl.launcher.check.text_notes import text_notes
 from cosmos_rl.launcher.flags import add_launch_flags
 from cosmos_rl.policy.config import Config, dump_toml, world_size
@@ -122,7 +123,7 @@ def _inspect_environment(config: Config, data: DataForm | None) -> tuple[list[st
         notes += [f"warning: the disk of train.output_dir has {line}" for line in lacks]
     except UserError as error:
         problems.append(str(error))
-    return problems, notes + text_notes(config, data)
+    return problems, notes + text_notes(config, data) + size_notes(config, data)
 
 
 def _print(sections: Sequence[Section]) -> None:

@@ -312,7 +312,7 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
     Raises:
         Unknown: the pipeline's files do not say so, and it was not measured.
     """
-    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    media = (*config.policy.diffusers.largest_size, frames_of(config))
     return find_geometry(pipeline).tokens(*media) + text_tokens(config, pipeline)
 
 
@@ -342,10 +342,10 @@ def _maps(pipeline: PipelineFiles) -> list[int]:
 
 
 def _encoding(config: Config, pipeline: PipelineFiles) -> int:
-    height, width = config.policy.diffusers.inference_size
+    height, width = config.policy.diffusers.largest_size
     return _VAE_MAPS * 4 * height * width * _maps(pipeline)[0] * images_at_once(config)
 
 
 def _decoding(config: Config, pipeline: PipelineFiles) -> int:
-    height, width = config.policy.diffusers.inference_size
+    height, width = config.policy.diffusers.largest_size
     return 4 * height * width * decoded_at_once(config) * (_VAE_MAPS * _maps(pipeline)[:2][-1] + _IMAGES)

@@ -73,7 +73,10 @@ def _suggest_for_model(config: Config) -> Iterator[str]:
         yield 'train.param_dtype = "bfloat16" for what is computed'
     if policy.lora is None:
         yield "[policy.lora] in place of all weights"
-    yield f"a smaller policy.diffusers.inference_size, now {list(policy.diffusers.inference_size)}"
+    key = "inference_size"
+    if policy.diffusers.buckets is not None:
+        key = "buckets, of which the largest is"
+    yield f"a smaller policy.diffusers.{key}, now {list(policy.diffusers.largest_size)}"
     if not train.optm_name.endswith("8bit"):
         yield f'train.optm_name = "{train.optm_name}8bit"'
     if train.ema_enable:

@@ -132,7 +132,7 @@ class Report:
 
     def _sample(self, pipeline: PipelineFiles) -> Iterator[str]:
         """What the transformer sees of one sample."""
-        media = (*self.config.policy.diffusers.inference_size, frames_of(self.config))
+        media = (*self.config.policy.diffusers.largest_size, frames_of(self.config))
         try:
             geometry = find_geometry(pipeline)
         except Unknown as why:
@@ -140,7 +140,10 @@ class Report:
             return
         latents, count = geometry.latent_shape(*media), geometry.tokens(*media)
         text = text_tokens(self.config, pipeline)
-        yield f"a sample: latents {' x '.join(map(str, latents))}, {count:,} tokens, and at most {text:,} of its prompt"
+        what = "a sample"
+        if self.config.policy.diffusers.buckets is not None:
+            what = "a sample of {} x {} pixels, the largest".format(*media)
+        yield f"{what}: latents {' x '.join(map(str, latents))}, {count:,} tokens, and at most {text:,} of its prompt"
 
     def _ranks(self) -> Iterator[str]:
         parallelism = self.config.policy.parallelism

@@ -65,7 +65,7 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         "old policy": share * (lora is None and plan.keeps_old),
         "reference": share * (keeps_reference(job) and (lora is None or moving or not lora.starts_as_base)),
     }
-    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    media = (*config.policy.diffusers.largest_size, frames_of(config))
     clip, latent = 3 * math.prod(media), 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
     guard, held_out = job.reward_hacking_guard, 0
     if guard.enable and not guard.local_dir:
@@ -103,14 +103,14 @@ def dpo_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: in
         copies = {"reference": 4 * trained // shards}
     if lora is not None and copies:
         saved = 4 * trained
-    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    media = (*config.policy.diffusers.largest_size, frames_of(config))
     latent = 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
     return replace(NO_RL, copies=copies, saved=saved, targets=5 * latent * plan_sft(config).samples)
 
 
 def decoded_at_once(config: Config) -> int:
     """Samples of one call of the decoder."""
-    pixels = math.prod(config.policy.diffusers.inference_size) * frames_of(config)
+    pixels = math.prod(config.policy.diffusers.largest_size) * frames_of(config)
     return min(plan_online(config).chunk, max(DECODED_PIXELS // pixels, 1))
 
 

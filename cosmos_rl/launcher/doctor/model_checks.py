@@ -71,7 +71,14 @@ def examine(config_file: str, overrides: Sequence[str]) -> Iterator[Finding]:
 
 def _examine_sft(config: Config, model: PipelineModel, data: Sequence[Item]) -> Iterator[Finding]:
     items = [data[i] for i in range(min(config.train.train_policy.mini_batch, len(data)))]
-    latents = model.encode_visuals([item.visual for item in items], *config.policy.diffusers.inference_size)
+    height, width = items[0].visual.shape[-2:]
+    with model.at_size((height, width)):  # of buckets the first one's
+        yield from _try_samples(config, model, [item for item in items if item.visual.shape[-2:] == (height, width)])
+
+
+def _try_samples(config: Config, model: PipelineModel, items: Sequence[Item]) -> Iterator[Finding]:
+    """Encoding, a step and an export with samples of the size that the model works on."""
+    latents = model.encode_visuals([item.visual for item in items], *model.media_size)
     cond = _encode_items(config, model, items)
     yield _reconstruction(items[0], model.decode_conditioned(latents[:1], cond.rows(slice(0, 1)))[0])
     yield from _fresh_adapter(model, latents, cond)
@@ -92,7 +99,7 @@ def _encode_items(config: Config, model: PipelineModel, items: Sequence[Item]) -
         count = model.count_given(most)
         prompts = [join_key(item.prompt, choose_own(item, item.name, most, count)) for item in items]
     cond = model.encode_prompts([item.prompt for item in items])
-    return add_media(model, cond, prompts, config.policy.diffusers.inference_size)
+    return add_media(model, cond, prompts, model.media_size)
 
 
 def _examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:

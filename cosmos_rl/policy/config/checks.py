@@ -3,8 +3,10 @@
 import re
 
 from cosmos_rl.policy.config.base import Support
+from cosmos_rl.policy.config.buckets import choose_size
 from cosmos_rl.policy.config.jobs import JOBS, job_kind
 from cosmos_rl.policy.config.keys import list_keys
+from cosmos_rl.policy.config.policy import DiffusersConfig
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
@@ -41,6 +43,8 @@ def unsupported_settings(config: Config) -> list[str]:
         lines.append(f"train.train_policy.trainer_type = {format_value(job.trainer_type)}; use {names}")
     if not config.policy.is_diffusers:
         lines.append("policy.is_diffusers = false (vision-language models); set it to true for a diffusers pipeline")
+    if config.policy.diffusers.buckets is not None and job_kind(config).online:
+        lines.append("policy.diffusers.buckets with reinforcement learning; leave the table out")
     lora = config.policy.lora
     if lora is not None and lora.init_lora_weights not in (True, False, "gaussian"):
         lines.append(
@@ -122,6 +126,7 @@ def _model_rules(config: Config) -> list[str]:
         lines.append(
             f"policy.diffusers.inference_size: found [{height}, {width}]; allowed: [height, width], multiples of 8"
         )
+    lines += _bucket_rules(policy.diffusers)
     if policy.parallelism.dp_shard_size == 0:
         lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")
     selections = [name for name in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, name)]
@@ -130,6 +135,32 @@ def _model_rules(config: Config) -> list[str]:
     if selections and policy.lora:
         lines.append(
             f"policy.{selections[0]}: given together with [policy.lora]; allowed: without, as adapters freeze the rest"
+        )
+    return lines
+
+
+def _bucket_rules(diffusers: DiffusersConfig) -> list[str]:
+    key, buckets = "policy.diffusers.buckets", diffusers.buckets
+    if buckets is None:
+        return []
+    if bool(buckets.sizes) == (buckets.area is not None):
+        return [f"{key}: found {'both' if buckets.sizes else 'neither'} of sizes and area; allowed: one of them"]
+    sizes, lines = buckets.listed, []
+    if not sizes:
+        return [f"{key}.area: found {buckets.area}; allowed: at least step x step = {buckets.step**2}"]
+    if any(side % 8 for size in sizes for side in size):
+        found = f"step: found {buckets.step}; allowed: a multiple of 8"
+        if buckets.sizes:
+            wrong = next(size for size in sizes if size[0] % 8 or size[1] % 8)
+            found = f"sizes: found {list(wrong)}; allowed: [height, width], multiples of 8"
+        lines.append(f"{key}.{found}")
+    if len(set(sizes)) < len(sizes):
+        lines.append(f"{key}.sizes: found a size twice; allowed: different ones")
+    if diffusers.inference_size not in sizes:
+        near = list(choose_size(diffusers.inference_size, sizes))
+        lines.append(
+            f"policy.diffusers.inference_size: found {list(diffusers.inference_size)}; with {key} it is the size of "
+            f"validation and must be one of them, as {near}"
         )
     return lines
 

@@ -7,6 +7,7 @@ size decides the last bits of a sample.
 
 import math
 
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
@@ -21,12 +22,15 @@ CACHED_AT_ONCE = 8
 """Texts, or images at most, that are encoded at once for a cache: the same number whatever is missing."""
 
 
-def images_at_once(config: Config) -> int:
-    """Images that are encoded in one pass; for a cache always as many, filled up where fewer are missing."""
+def images_at_once(config: Config, size: Sides | None = None) -> int:
+    """Images that are encoded in one pass; for a cache always as many, filled up where fewer are missing.
+
+    `size`: theirs, height and width; None: the largest that is trained on.
+    """
     job = config.train.train_policy
     if not job.cached_latents:
         return job.mini_batch
-    height, width = config.policy.diffusers.inference_size
+    height, width = size or config.policy.diffusers.largest_size
     return min(max(_ENCODED_PIXELS // (height * width), 1), CACHED_AT_ONCE)
 
 
@@ -59,7 +63,7 @@ def validation_chunk(config: Config, prompts: int) -> int:
 def _most(config: Config) -> int:
     """Samples that fit into a call."""
     diffusers = config.policy.diffusers
-    height, width = diffusers.inference_size
+    height, width = diffusers.largest_size
     frames = 1
     if diffusers.is_video:
         frames = max(diffusers.train_frames, diffusers.inference_frames)

@@ -1,7 +1,7 @@
 """Rules between a configuration and its model, the same for a check that knows files alone and for the model itself."""
 
 import difflib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from cosmos_rl.policy.config.policy import DiffusersConfig
 
@@ -79,7 +79,30 @@ def adapter_name_problems(adapters: Iterable[str], modules: Iterable[str]) -> li
     ]
 
 
-def size_problem(size: tuple[int, int], model: str, factor: int, positions: int | None = None) -> str | None:
+def size_problems(diffusers: DiffusersConfig, model: str, factor: int, positions: int | None = None) -> Iterator[str]:
+    """`size_problem` for every configured size."""
+    key, buckets = "policy.diffusers.inference_size", diffusers.buckets
+    if buckets is not None and buckets.area is not None and buckets.step % factor:
+        near = max(factor, (buckets.step + factor // 2) // factor * factor)
+        yield (
+            f"policy.diffusers.buckets.step = {buckets.step}: {model} needs multiples of {factor} (VAE times patch "
+            f"size), as {near}"
+        )
+        return
+    if buckets is not None:
+        key = "policy.diffusers.buckets, size"
+    found = (size_problem(size, model, factor, positions, key=key) for size in diffusers.training_sizes)
+    yield from (problem for problem in found if problem is not None)
+
+
+def size_problem(
+    size: tuple[int, int],
+    model: str,
+    factor: int,
+    positions: int | None = None,
+    *,
+    key: str = "policy.diffusers.inference_size",
+) -> str | None:
     """Why images of ``size`` do not fit a model; None: they fit.
 
     Args:
@@ -87,8 +110,9 @@ def size_problem(size: tuple[int, int], model: str, factor: int, positions: int 
         model: its name, for the message.
         factor: pixels of a token's side, of which height and width are multiples.
         positions: tokens of a side for which the model knows positions; None: any number.
+        key: what sets the size.
     """
-    found = f"policy.diffusers.inference_size = {list(size)}: {model}"
+    found = f"{key} = {list(size)}: {model}"
     if any(side % factor for side in size):
         near = [max(factor, (side + factor // 2) // factor * factor) for side in size]
         return f"{found} needs multiples of {factor} (VAE times patch size), as {near}"

@@ -23,6 +23,7 @@ from cosmos_rl.policy.config.base import (
     PositiveInt,
     Table,
 )
+from cosmos_rl.policy.config.buckets import Sides, generate_sizes
 
 LoraInit = Annotated[
     StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")],
@@ -107,6 +108,27 @@ class TokenizerConfig(Table):
     """Frames of the encoder's window."""
 
 
+class BucketsConfig(Table):
+    """`[policy.diffusers.buckets]`: several sizes to train at. An image or a video goes to the one of the nearest
+    aspect ratio; a step takes samples of one size. Either sizes or area."""
+
+    sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    """[height, width] of each, in pixels."""
+    area: PositiveInt | None = None
+    """Most pixels of a size: makes the list of all sizes of about this area, by step and max_ratio."""
+    step: PositiveInt = 64
+    """Sides of these sizes are multiples of it."""
+    max_ratio: Annotated[StrictFloat, Field(ge=1)] = 2.0
+    """Of these sizes the longer side is at most this many times the shorter one."""
+
+    @property
+    def listed(self) -> tuple[Sides, ...]:
+        """All sizes, (height, width); empty: none fits."""
+        if self.area is None:
+            return self.sizes
+        return generate_sizes(self.area, self.step, self.max_ratio)
+
+
 class DiffusersConfig(Table):
     """`[policy.diffusers]`: settings of diffusion and flow pipelines."""
 
@@ -134,7 +156,9 @@ class DiffusersConfig(Table):
     offload: StrictBool = True
     """Keep VAE and text encoders on the CPU between uses."""
     inference_size: tuple[PositiveInt, PositiveInt] = (1024, 1024)
-    """[height, width] of training, validation and rollout images, in pixels."""
+    """[height, width] of training, validation and rollout images, in pixels. With buckets: of those of validation."""
+    buckets: BucketsConfig | None = None
+    """Train at several sizes in place of inference_size."""
     train_frames: ForVideo[PositiveInt] = 41
     """Frames of a training video and of a rollout: for most models a multiple of 4, plus 1."""
     inference_frames: ForVideo[PositiveInt] = 41
@@ -155,6 +179,18 @@ class DiffusersConfig(Table):
     """How images and videos are sampled."""
     tokenizer: Planned[TokenizerConfig] = TokenizerConfig()
     """The VAE that packs videos for the reward service."""
+
+    @property
+    def training_sizes(self) -> tuple[Sides, ...]:
+        """(height, width) of all media that are trained on."""
+        if self.buckets is None:
+            return (self.inference_size,)
+        return self.buckets.listed
+
+    @property
+    def largest_size(self) -> Sides:
+        """The one with most pixels, which memory and time are estimated for."""
+        return max(self.training_sizes, key=math.prod)
 
     @property
     def trained_levels(self) -> int:

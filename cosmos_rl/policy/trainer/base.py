@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.streams import Stream
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
@@ -28,18 +29,22 @@ class TaskBase(abc.ABC):
         config: Config,
         context: Context,
         params: Mapping[str, torch.nn.Parameter],
-        total_steps: int,
-        steps_per_epoch: int,
+        stream: Stream,
         export: Callable[[], WriteExport] | None,
     ) -> None:
-        """``export`` copies the weights as they are now; its result writes them into a step's folder."""
+        """
+        Args:
+            stream: what the steps take.
+            export: copies the weights as they are now; its result writes them into a step's folder.
+        """
         self._config, self._context = config, context
         if data_ranks(config.policy.parallelism) != context.dp_size:
             raise RuntimeError(f"the configuration is not that of {context.dp_size} data-parallel ranks")
         self._seed = config.train.seed
         self.params = params
-        self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
-        self.optimizer: Optimizer = build_optimizer(params, config.train, total_steps)
+        self.stream: Stream = stream
+        self.total_steps: int = count_steps(stream, config)
+        self.optimizer: Optimizer = build_optimizer(params, config.train, self.total_steps)
         self.ema: Ema | None = build_ema(params, config.train)
         self._export = export
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
@@ -96,7 +101,7 @@ class TaskBase(abc.ABC):
 
     def epoch(self, step: int) -> int:
         """In which 0-based pass over the data the run is after ``step`` steps."""
-        return step // self._steps_per_epoch
+        return self.stream.epoch_of(step)
 
     def prepare_export(self) -> WriteExport:
         """Copy the weights to export (EMA if kept) in ``train.param_dtype``."""
@@ -125,9 +130,9 @@ class TaskBase(abc.ABC):
         """Nothing depends on it."""
 
 
-def count_steps(steps_per_epoch: int, config: Config) -> int:
+def count_steps(stream: Stream, config: Config) -> int:
     """Steps of the whole run: all epochs, or fewer where ``train.max_num_steps`` ends it."""
-    steps = steps_per_epoch * config.train.epoch
+    steps = stream.steps_until(config.train.epoch)
     if config.train.max_num_steps is None:
         return steps
     return min(steps, config.train.max_num_steps)

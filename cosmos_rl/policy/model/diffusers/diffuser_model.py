@@ -68,7 +68,7 @@ class DiffuserModel(PipelineModel):
                 f"{type(self).__name__}.text_embedding gives {', '.join(foreign)}: override transformer_input, which "
                 "knows only the three usual parts"
             )
-        height, width = self.config.inference_size
+        height, width = self.media_size
         return self.nft_prepare_transformer_input(
             latents,
             **{name: text.get(keyword) for name, keyword in TEXT_KEYWORDS.items()},  # pyright: ignore[reportArgumentType]
@@ -129,7 +129,7 @@ class DiffuserModel(PipelineModel):
         self, pipeline: Any, prompt: str, generator: torch.Generator, *, num_steps: int, guidance: float
     ) -> Tensor:
         """See ``PipelineModel``."""
-        height, width = self.config.inference_size
+        height, width = self.media_size
         return pipeline(
             prompt,
             height=height,

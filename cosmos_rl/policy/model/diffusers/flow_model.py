@@ -30,6 +30,7 @@ from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
+from cosmos_rl.policy.model.diffusers.sized import Sized
 from cosmos_rl.policy.model.driver.contract import Level, Medium
 from cosmos_rl.policy.model.policies import Policies, build_policies, free_gathered
 
@@ -44,7 +45,7 @@ Visuals = tuple[Tensor, list[Tensor], list[Tensor] | None]
 """(media in [0, 1], the states of the sampling loop, log-probabilities per step or None)."""
 
 
-class FlowModel(abc.ABC):
+class FlowModel(Sized, abc.ABC):
     """A trainable velocity field with conditions and a decoder.
 
     Attributes:

@@ -21,6 +21,7 @@ from cosmos_rl.distributed.precision import compute_in_float32
 from cosmos_rl.distributed.sharding import Sharding, check_names, find_weight_files, load_shards, materialise
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
@@ -42,11 +43,13 @@ class PipelineModel(FlowModel):
             the pipeline has several.
         train_sampling_steps: number of noise levels that training draws from.
         timestep_map: ascending scheduler timesteps of training, float32 ``[train_sampling_steps]``.
+        media_size: height and width of the media that it works on at the moment.
         sigma_map: the sigmas in [0, 1] of ``timestep_map``.
         text_encoders, tokenizers: lists that a family fills.
         warns_of_cuts: whether to say it once when a prompt is longer than the text encoders take.
     """
 
+    media_size: Sides
     transformer: Any
     vae: Any
     scheduler: Any
@@ -90,7 +93,7 @@ class PipelineModel(FlowModel):
         Raises:
             UserError: the pipeline does not fit the configuration.
         """
-        self.config = config
+        self.config, self.media_size = config, config.inference_size
         self.lora_config = lora_config
         self.model_str = model_str
         self.revision = revision

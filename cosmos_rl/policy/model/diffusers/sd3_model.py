@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
-from cosmos_rl.policy.config.model_rules import size_problem
+from cosmos_rl.policy.config.model_rules import size_problems
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.model.diffusers.weight_mapper import DiffuserModelWeightMapper
@@ -24,8 +24,7 @@ class SD3Model(DiffuserModel):
     def __init__(self, config: DiffusersConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         factor = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
-        problem = size_problem(config.inference_size, self.model_str, factor)
-        if problem is not None:
+        for problem in size_problems(config, self.model_str, factor):
             raise UserError(problem)
         self.set_scheduler_timestep(self.train_sampling_steps)
         self.text_encoders = [self.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3]

@@ -1,20 +1,23 @@
 """Pipelines that make only the sizes of a list of their own, and resize what comes out to the size asked for."""
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.driver.contract import Size
 from cosmos_rl.policy.model.driver.driver import Driver
 
 
-def require_listed_size(binned: Driver, plain: Driver) -> None:
+def require_listed_size(binned: Driver, plain: Driver, size: Size, key: str) -> None:
     """Refuse a size that the stock call would replace: training must see the latents that sampling makes.
 
     Args:
-        binned: calls the pipeline with its list, at the size of the media.
+        binned: calls the pipeline with its list.
         plain: calls it without.
+        size: of the media.
+        key: what sets it.
 
     Raises:
         UserError: names the size of the list.
     """
-    size, kind = binned.size, type(binned.pipeline).__name__
+    kind = type(binned.pipeline).__name__
     try:
         made = binned.noise_shape(size)[-2:]
     except ValueError as error:
@@ -26,6 +29,6 @@ def require_listed_size(binned: Driver, plain: Driver) -> None:
         return
     listed = [side * new // old for side, new, old in zip((size.height, size.width), made, asked, strict=True)]
     raise UserError(
-        f"policy.diffusers.inference_size = {[size.height, size.width]}: with resolution_binning {kind} makes {listed} "
-        f"and resizes it; set inference_size = {listed}, or resolution_binning = false"
+        f"{key} = {[size.height, size.width]}: with resolution_binning {kind} makes {listed} "
+        f"and resizes it; set {key.rpartition('.')[2]} = {listed}, or resolution_binning = false"
     )

@@ -48,6 +48,7 @@ class PipelineCalls:
         denoisers: all of them by name.
         size: of the media where a call names none.
         device: where the pipeline computes.
+        most_kept: entries of what is measured once for each size.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PipelineCalls:
         self.device = torch.device(device or next(next(iter(self.denoisers.values())).parameters()).device)
         self.size = size or smallest_size(pipeline, video=self.frames_name is not None, given=self.row.clean_frames[1])
         self.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
+        self.most_kept = _KEPT
         self._view = view_class(type(pipeline))
         self._prepared: OrderedDict[Any, Prepared] = OrderedDict()
         self._black_encodings: dict[Any, Any] = {}
@@ -226,10 +228,10 @@ class PipelineCalls:
         found = self._positions.get(size)
         return found and found.shape
 
-    def _keep(self, kept: OrderedDict, key: Any, value: Any, most: int = _KEPT) -> Any:
+    def _keep(self, kept: OrderedDict, key: Any, value: Any, most: int | None = None) -> Any:
         with self._lock:
             kept[key] = value
-            while len(kept) > most:
+            while len(kept) > (most or self.most_kept):
                 kept.popitem(last=False)
         return value
 

@@ -14,6 +14,7 @@ from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import (
     BINNING,
     call_switches,
@@ -63,6 +64,7 @@ class DrivenModel(PipelineModel):
         if "max_prompt_length" in config.model_fields_set:
             call["max_sequence_length"] = config.max_prompt_length
         self.size = Size(*config.inference_size, self._count_frames())
+        self._grids: dict[tuple[Size, int], tuple[Tensor, Tensor, Tensor]] = {}
         # at the smallest size, which may be in no list of sizes
         probed = Driver(self.pipeline, call={**call, BINNING: False}, device=self.device)
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
@@ -70,11 +72,8 @@ class DrivenModel(PipelineModel):
         cache = facts_folder() if sharding is None else None
         with self.on_device(*self._encoders(), *self._media_encoders()), self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
-            if config.resolution_binning:
-                require_listed_size(self.driver, probed)
             self.conditional_frames = self._find_conditional_frames()
-            for kind in range(self.conditional_frames[0], self.conditional_frames[1] + 1):
-                self.driver.element_mask(kind)  # calls the denoiser, which all ranks must do together
+            self._prepare_sizes(probed)
         if sharding is not None:
             self._keep_ranks_in_step(sharding)
         self._path = PATHS[self.driver.path]
@@ -83,6 +82,26 @@ class DrivenModel(PipelineModel):
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
         )
         self.set_scheduler_timestep(self.train_sampling_steps)
+
+    def _prepare_sizes(self, probed: Driver) -> None:
+        """What is refused or measured for each size. ``probed``: calls the pipeline without its list of sizes."""
+        kinds = range(self.conditional_frames[0], self.conditional_frames[1] + 1)
+        sizes = [self.size._replace(height=h, width=w) for h, w in self.config.training_sizes]
+        self.driver.most_kept = max(self.driver.most_kept, len(kinds) * len(sizes))
+        key = "policy.diffusers.inference_size"
+        if self.config.buckets is not None:
+            key = "policy.diffusers.buckets.sizes"
+        for size in sizes:
+            if self.config.resolution_binning:
+                require_listed_size(self.driver, probed, size, key)
+            for kind in kinds:
+                self.driver.element_mask(kind, size)  # calls the denoiser, which all ranks must do together
+
+    def set_size(self, size: Sides) -> None:
+        """See ``FlowModel``. Pipelines have other noise levels at other sizes."""
+        super().set_size(size)
+        self.size = self.driver.size = self.size._replace(height=size[0], width=size[1])
+        self.set_scheduler_timestep(self._training_steps)
 
     def sampling_call(self) -> dict[str, Any]:
         """Arguments with which the pipeline's call samples as it was trained."""
@@ -172,10 +191,14 @@ class DrivenModel(PipelineModel):
 
     def set_scheduler_timestep(self, num_steps: int) -> None:
         """Cache the pipeline's own grid of training, ascending, without the levels of experts that are frozen."""
-        levels = self.sampling_levels(num_steps).rows(slice(0, num_steps))
-        self._start_sigma = levels.sigma[0]
-        trained = self._serves_trained(levels)
-        self.timestep_map, self.sigma_map = (part[trained].flip(0) for part in (levels.t.float(), levels.sigma))
+        self._training_steps, key = num_steps, (self.size, num_steps)
+        if key not in self._grids:
+            levels = self.sampling_levels(num_steps).rows(slice(0, num_steps))
+            self._start_sigma = levels.sigma[0]
+            trained = self._serves_trained(levels)
+            ascending = levels.t.float()[trained].flip(0), levels.sigma[trained].flip(0)
+            self._grids[key] = (self._start_sigma, *ascending)
+        self._start_sigma, self.timestep_map, self.sigma_map = self._grids[key]
         self.train_sampling_steps = len(self.sigma_map)
 
     def _serves_trained(self, levels: Level) -> Tensor:

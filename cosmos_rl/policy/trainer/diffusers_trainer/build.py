@@ -3,15 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.cached_latents import CachedLatents
 from cosmos_rl.data.given import list_edited
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
+from cosmos_rl.data.picture_sizes import Measured, describe_buckets, describe_cuts, measure_all, measure_some
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.plan import plan_sft
+from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets, find_buckets
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
     expect_clean_frames,
@@ -52,10 +55,14 @@ def build_sft(
     if not config.policy.diffusers.is_video:  # videos have their first frames
         edited = [*list_edited(pairs), *(list_edited(held_out) if records is None else ())]
     require_media([*edited, *(records or ())], clean_frames, context)  # loading the model takes long
-    stream = _pair_stream(config, len(pairs))
+    trained, tested = find_buckets(pairs, config, context), None
+    if held_out is not None and records is None:
+        tested = find_buckets(held_out, config, context)
+    stream = _pair_stream(config, len(pairs), trained)
     model = build_model(config, context, rest_on_cpu=job.cached_latents or job.cached_text)
     model.warns_of_cuts = context.is_main
     if context.is_main:
+        _report_sizes(config, pairs, stream)
         model.warn_about_truncation(list_captions(pairs), "captions")
         validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
         model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
@@ -69,10 +76,36 @@ def build_sft(
         stream=stream,
         noising=Noising(model, encoding, config),
         held_out=None if held_out is None or records is not None else Readable(held_out, encoders),
+        buckets=trained,
+        held_out_buckets=tested,
         val_prompts=records or (),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
     return trainer(config, context, parts)
+
+
+def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) -> None:
+    """What becomes of pictures of several sizes, where the data set knows their files."""
+    measure = getattr(pairs, "measure", None)
+    noun = "videos" if config.policy.diffusers.is_video else "images"
+    sizes = config.policy.diffusers.training_sizes
+    if isinstance(stream, BucketStream):
+        counts = ", ".join(f"{b.size[0]} x {b.size[1]}: {len(b.members)}" for b in stream.buckets)
+        lines = [f"samples in buckets (height x width): {counts}"]
+        if measure is not None:
+            found = measure_all(len(pairs), measure)
+            lines = describe_buckets([one for one in found if isinstance(one, Measured)], sizes, noun)
+        for line in lines:
+            logger.info(line)
+        waiting = stream.count_waiting(config.train.epoch)
+        if waiting:
+            logger.info(
+                f"{waiting} samples of the last of {config.train.epoch} epochs do not fill a step of their size"
+            )
+    if measure is not None:
+        line = describe_cuts(measure_some(len(pairs), measure), sizes, len(pairs), noun)
+        if line:
+            logger.warning(line)
 
 
 def _hold_out(config: Config, pairs: Any, val_dataset: Any) -> tuple[Any, Any]:
@@ -116,10 +149,15 @@ def _read_validation_prompts(data: Sequence[Any], config: Config) -> list[Prompt
     return records
 
 
-def _pair_stream(config: Config, length: int) -> MapStream:
+def _pair_stream(config: Config, length: int, buckets: Buckets | None) -> MapStream | BucketStream:
     """Which pair is where in the run."""
     job, key = config.train.train_policy, "train.global_batch_size"
+    batch = plan_sft(config).total
+    options = {"shuffle": job.dataloader_shuffle, "drop_last": job.dataloader_drop_last}
+    if buckets is not None:
+        stream = BucketStream.of_sizes(buckets.sizes, batch, job.dataloader_seed, **options)
+        stream.require_steps(config.train.epoch)
+        return stream
     if config.train.global_batch_size is None:
         key = "train.train_batch_per_replica x ranks"
-    batch = plan_sft(config).total
-    return MapStream(length, batch, job.dataloader_seed, job.dataloader_shuffle, job.dataloader_drop_last, key)
+    return MapStream(length, batch, job.dataloader_seed, **options, batch_key=key)

@@ -15,6 +15,7 @@ from cosmos_rl.data.given import Given, GivenPrompt, PromptKey, load_given, text
 from cosmos_rl.data.items import Item
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, concat_all
@@ -34,32 +35,55 @@ class Encoding:
 
     def __init__(self, model: PipelineModel, config: Config) -> None:
         self._model = model
-        self._size = config.policy.diffusers.inference_size
-        job = config.train.train_policy
-        self._at_once = images_at_once(config)
+        self._config, self._job = config, config.train.train_policy
+        self._by_size: dict[tuple[str, Sides | None], TensorCache] = {}
         self.latent_cache: TensorCache | None = None
-        self.text_cache: TensorCache | None = None
-        self._media_cache: TensorCache | None = None
-        if not job.cached_latents and not job.cached_text:
-            return
-        folder = Path(job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(config.train.output_dir) / "cache")
-        bound = int(job.cache.max_gb * 2**30)
-        base = model.base_folder
-        if job.cached_latents:
+        if self._job.cached_latents:
             # two classes may have the same VAE, and one packs what the other leaves as it is
-            kind = type(model.pipeline).__name__
-            about = f"{digest_files(base / 'vae')}/{kind}/{model.vae.dtype}/{self._size}/mean/{self._at_once}"
-            self.latent_cache = TensorCache(folder.expanduser(), "latents", about, bound)
-        if job.cached_latents and isinstance(model, DrivenModel) and model.keeps_media_apart:
-            parts = [digest_files(base / part) for part in ("vae", "image_encoder") if (base / part).is_dir()]
-            about = f"{'/'.join(parts)}/{model.vae.dtype}/{self._describe_encoders(config)}"
-            self._media_cache = TensorCache(folder.expanduser(), "media", about, bound)
-        if job.cached_text:
-            self.text_cache = TensorCache(folder.expanduser(), "text", self._describe_encoders(config), bound)
+            kind, vae = type(model.pipeline).__name__, digest_files(model.base_folder / "vae")
+            made = f"{config.policy.diffusers.inference_size}/mean/{images_at_once(config)}"
+            if config.policy.diffusers.buckets is not None:
+                made = "buckets/mean"  # the keys of the entries hold the sizes
+            self.latent_cache = self._open_cache("latents", f"{vae}/{kind}/{model.vae.dtype}/{made}")
 
-    def _describe_encoders(self, config: Config) -> str:
+    @property
+    def _size(self) -> Sides:
+        """Height and width that the model works on."""
+        return self._model.media_size or self._config.policy.diffusers.inference_size
+
+    def _open_cache(self, kind: str, about: str) -> TensorCache:
+        job = self._job
+        place = job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(self._config.train.output_dir) / "cache"
+        return TensorCache(Path(place).expanduser(), kind, about, int(job.cache.max_gb * 2**30))
+
+    @property
+    def text_cache(self) -> TensorCache | None:
+        """Of the present size, as driven pipelines may make other conditions at others; None: nothing is kept."""
+        if not self._job.cached_text:
+            return None
+        return self._find_cache("text", self._describe_encoders)
+
+    @property
+    def _media_cache(self) -> TensorCache | None:
+        model = self._model
+        if not self._job.cached_latents or not isinstance(model, DrivenModel) or not model.keeps_media_apart:
+            return None
+        return self._find_cache("media", self._describe_media_encoders)
+
+    def _find_cache(self, kind: str, describe: Callable[[], str]) -> TensorCache:
+        key = kind, self._size if isinstance(self._model, DrivenModel) else None
+        if key not in self._by_size:
+            self._by_size[key] = self._open_cache(kind, describe())
+        return self._by_size[key]
+
+    def _describe_media_encoders(self) -> str:
+        base = self._model.base_folder
+        parts = [digest_files(base / part) for part in ("vae", "image_encoder") if (base / part).is_dir()]
+        return f"{'/'.join(parts)}/{self._model.vae.dtype}/{self._describe_encoders()}"
+
+    def _describe_encoders(self) -> str:
         """Everything other than a text that its features depend on."""
-        diffusers, model = config.policy.diffusers, self._model
+        diffusers, model = self._config.policy.diffusers, self._model
         parts = sorted(p for p in model.base_folder.iterdir() if p.name.startswith(_TEXT_PARTS))
         digests = "/".join(digest_files(part) for part in parts)
         about = f"{digests}/{diffusers.dtype}/{model.param_dtype}/{diffusers.max_prompt_length}"
@@ -79,12 +103,15 @@ class Encoding:
         def encode(batch: Sequence[Tensor]) -> Iterator[Mapping[str, Tensor]]:
             return ({"latent": latent} for latent in self._encode_images(batch))
 
-        entries = _fill_from_cache(self.latent_cache, visuals, self._at_once, encode)
+        entries = _fill_from_cache(self.latent_cache, visuals, self._at_once(), encode)
         found |= {key: entry["latent"] for key, entry in entries.items()}
         return torch.stack([found[key] for key in keys]).to(self._model.device)
 
     def _encode_images(self, visuals: Sequence[Tensor]) -> Tensor:
-        return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once)
+        return self._model.encode_visuals(visuals, *self._size, at_once=self._at_once())
+
+    def _at_once(self) -> int:
+        return images_at_once(self._config, self._size)
 
     @memory_phase("encoding")
     def conditions(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> Any:
@@ -93,11 +120,12 @@ class Encoding:
         Of prompts that come with a medium, those of the medium too.
         """
         cond = self._text_conditions([text_of(prompt) for prompt in prompts], negatives)
-        if self._media_cache is None or not any(map(_media_source, prompts)):
+        cache = self._media_cache
+        if cache is None or not any(map(_media_source, prompts)):
             return add_media(self._model, cond, prompts, self._size)
         assert isinstance(self._model, DrivenModel)
         rows = [cond.rows(slice(row, row + 1)) for row in range(len(prompts))]
-        media = [self._cached_media(self._media_cache, *one) for one in zip(rows, prompts, strict=True)]
+        media = [self._cached_media(cache, *one) for one in zip(rows, prompts, strict=True)]
         return self._model.driver.join_media(cond, media)
 
     def _cached_media(self, cache: TensorCache, cond: DrivenCond, prompt: PromptKey) -> MediaCond:
@@ -117,17 +145,18 @@ class Encoding:
         return load_medium(self._model, given, self._size)
 
     def _text_conditions(self, prompts: Sequence[str], negatives: Sequence[str] | None) -> Any:
-        if self.text_cache is None:
+        cache = self.text_cache
+        if cache is None:
             return self._model.encode_prompts(prompts, negatives)
         if isinstance(self._model, DrivenModel):
-            return _cached_conditions(self._model, self.text_cache, prompts, negatives)
+            return _cached_conditions(self._model, cache, prompts, negatives)
         texts = {text: text for text in (*prompts, *(negatives or ()))}
 
         def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
             rows = self._model.encode_prompts(batch, each=True).text
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
-        found = _fill_from_cache(self.text_cache, texts, CACHED_AT_ONCE, encode)
+        found = _fill_from_cache(cache, texts, CACHED_AT_ONCE, encode)
         negative = None if negatives is None else self._stack(found, negatives)
         return Cond(text=self._stack(found, prompts), negative=negative)
 

@@ -13,15 +13,17 @@ from cosmos_rl.data.given import Given, choose_own
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.items import Item, Readable
 from cosmos_rl.data.prompts import PromptRecord
-from cosmos_rl.data.streams import Batch, MapStream, Skipped, load_batches, read_held_out
+from cosmos_rl.data.streams import Batch, Skipped, Stream, load_batches, read_held_out
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.phase import count_parts, enter_phase
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.model.diffusers import PipelineModel
-from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
+from cosmos_rl.policy.trainer.base import TaskBase, WriteExport
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks, split_chunks
+from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples, Noising
 from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -40,7 +42,7 @@ class SftParts:
     model: PipelineModel
     pairs: Readable
     """Training data."""
-    stream: MapStream
+    stream: Stream
     """Which pair is where in the run."""
     noising: Noising
     """Pairs -> what the loss takes."""
@@ -48,6 +50,10 @@ class SftParts:
     """Pairs of validation."""
     val_prompts: Sequence[PromptRecord] = ()
     """What validation samples images of, where it has no pairs."""
+    buckets: Buckets | None = None
+    """The sizes of the training data; None: all have one."""
+    held_out_buckets: Buckets | None = None
+    """The same of the pairs of validation."""
     export: Callable[[], WriteExport] | None = None
     """Copies the weights as they are now; its result writes them into a step's folder. None: no export."""
 
@@ -82,17 +88,20 @@ class SFTTrainer(TaskBase):
 
     def __init__(self, config: Config, context: Context, parts: SftParts) -> None:
         self.model: PipelineModel = parts.model
-        self.stream, self.noising = parts.stream, parts.noising
+        self.noising = parts.noising
         self._pairs, self._held_out, self._val_prompts = parts.pairs, parts.held_out, parts.val_prompts
-        steps = parts.stream.steps_per_epoch
+        self._buckets, self._held_out_buckets = parts.buckets, parts.held_out_buckets
         params = parts.model.trainable_parameters()
-        super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
+        super().__init__(config, context, params, parts.stream, parts.export)
         self._batches: Iterator[Batch] = iter(())
         self._captions: list[str] | None = None
         bound = config.train.train_policy.max_skipped_frac
         self._skipped = Skipped(len(parts.pairs), bound)
         self._first_frames: dict[str, Given] = {}
         self._val_skipped = Skipped(len(parts.held_out or ()), bound, consequence="validation continues without")
+        for skipped, buckets in ((self._skipped, parts.buckets), (self._val_skipped, parts.held_out_buckets)):
+            for index, reason in ({} if buckets is None else buckets.unreadable).items():
+                skipped.note(index, reason)
         self._describe()
 
     def start(self, step: int) -> None:
@@ -115,16 +124,8 @@ class SFTTrainer(TaskBase):
             batch = next(self._batches)
         torch.manual_seed(randomness.torch_seed(self._seed, "dropout", step, self._context.dp_rank))
         self.model.transformer.train()
-        dropout = self._config.train.train_policy.caption_dropout
-        whole = self.prepare("train", step, [p.sample_id for p in batch.positions], batch.items, dropout)
-        size = self._config.train.train_policy.mini_batch
-        totals, count = Totals(self.terms), len(batch.items)
-        for first in range(0, count, size):
-            count_parts(first, count)
-            self.model.set_gradient_sync(first + size >= count)
-            micro_sum, micro_weight, terms = self.loss(whole.rows(slice(first, first + size)))
-            (micro_sum * self.optimizer.loss_factor).backward()
-            totals.add(micro_sum, micro_weight, terms)
+        with self.model.at_size(batch.positions[0].size):
+            totals = self._accumulate(step, batch)
         (loss_max,) = self._context.max_over_ranks([totals.mean()])
         weight, means = totals.reduce(self._context)
         loss = means.pop("loss")
@@ -144,6 +145,19 @@ class SFTTrainer(TaskBase):
         if rates:
             metrics["data/fps_mean"] = sum(rates) / len(rates)
         return StepReport(metrics, result.refusal)
+
+    def _accumulate(self, step: int, batch: Batch) -> Totals:
+        """The gradient of a step, micro-batch by micro-batch."""
+        job, totals, count = self._config.train.train_policy, Totals(self.terms), len(batch.items)
+        ids, size = [p.sample_id for p in batch.positions], job.mini_batch
+        whole = self.prepare("train", step, ids, batch.items, job.caption_dropout)
+        for first in range(0, count, size):
+            count_parts(first, count)
+            self.model.set_gradient_sync(first + size >= count)
+            micro_sum, micro_weight, terms = self.loss(whole.rows(slice(first, first + size)))
+            (micro_sum * self.optimizer.loss_factor).backward()
+            totals.add(micro_sum, micro_weight, terms)
+        return totals
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Held-out loss at fixed sigmas and noise, and images from fixed noise, both with the EMA weights if kept."""
@@ -171,25 +185,41 @@ class SFTTrainer(TaskBase):
         """Mean loss and terms of the held-out samples; the same sigmas and noise at every call."""
         assert self._held_out is not None
         totals = Totals(self.terms)
-        rank, ranks = self._context.dp_rank, self._context.dp_size
-        chunks = list(split_chunks(len(self._held_out), self._validation_size, rank, ranks))
-        for number, (ids, counts) in enumerate(chunks):
+        chunks = list(self._held_out_chunks())
+        for number, (size, ids, others) in enumerate(chunks):
             count_parts(number, len(chunks))
             notify("pre_per_step_validation_hook", {"batch_index": number})
             read, items = read_held_out(self._held_out, ids, self._val_skipped)
-            counts = counts and bool(read)
+            counts = bool(read)
             if not read:  # all ranks must meet in the forward pass
-                read, items = self._read_any(self._held_out)
-            micro_sum, micro_weight, terms = self.loss(self.prepare("validation", 0, read, items, 0.0))
+                read, items = self._read_any(self._held_out, others)
+            if not read:  # on no rank, then
+                continue
+            with self.model.at_size(size):
+                micro_sum, micro_weight, terms = self.loss(self.prepare("validation", 0, read, items, 0.0))
             if counts:
                 totals.add(micro_sum, micro_weight, terms)
             score = float(micro_sum) / max(float(micro_weight), 1e-12)
             notify("post_per_step_validation_hook", {"batch_index": number, "val_score": score})
         return {f"val/{name}_mean": value for name, value in totals.reduce(self._context)[1].items()}
 
-    def _read_any(self, data: Readable) -> tuple[list[int], list[Item]]:
-        """The first of the held-out pairs that can be read, and its position."""
-        for index in range(len(data)):
+    def _held_out_chunks(self) -> Iterator[tuple[Sides | None, list[int], Sequence[int]]]:
+        """(size, this rank's held-out pairs of a forward pass, all of that size) for each pass; as many on every rank.
+
+        A rank that has none left has a pass without any.
+        """
+        assert self._held_out is not None
+        groups: list[tuple[Sides | None, Sequence[int]]] = [(None, range(len(self._held_out)))]
+        if self._held_out_buckets is not None:
+            groups = list(self._held_out_buckets.split())
+        rank, ranks = self._context.dp_rank, self._context.dp_size
+        for size, members in groups:
+            for ids, counts in split_chunks(len(members), self._validation_size, rank, ranks):
+                yield size, [members[i] for i in ids] if counts else [], members
+
+    def _read_any(self, data: Readable, among: Sequence[int]) -> tuple[list[int], list[Item]]:
+        """The first of some held-out pairs that can be read, and its position."""
+        for index in among:
             read, items = read_held_out(data, [index], self._val_skipped)
             if read:
                 return read, items
@@ -217,6 +247,7 @@ class SFTTrainer(TaskBase):
         """What the positions in the data and the draws depend on."""
         sft = self._config.train.train_policy
         return {
+            "sizes of the samples (policy.diffusers.buckets)": self._buckets.digest if self._buckets else "all alike",
             "seed": self._seed,
             "global_batch_size": self.stream.batch,
             "dataset_length": self.stream.length,
@@ -289,5 +320,5 @@ class SFTTrainer(TaskBase):
         logger.info(
             f"Training the {what} of {self.model.model_str}: {count:,} parameters on {self._context.device}, compute "
             f"in {self._config.train.param_dtype}; {self.stream.length} samples, {self.stream.batch} per step, "
-            f"{self.stream.steps_per_epoch} steps per epoch, {self.total_steps} steps"
+            f"{self.stream.steps_until(1)} steps per epoch, {self.total_steps} steps"
         )

@@ -27,7 +27,7 @@ from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
-from cosmos_rl.policy.trainer.base import TaskBase, WriteExport, count_steps
+from cosmos_rl.policy.trainer.base import TaskBase, WriteExport
 from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.rl import batch as batches
@@ -94,10 +94,8 @@ class OnlineTask(TaskBase):
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
         self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk)
-        self.stream = _prompt_stream(len(parts.prompts), self.plan.items, job)
-        steps = self.stream.steps_per_epoch
-        params = parts.model.trainable_parameters()
-        super().__init__(config, context, params, count_steps(steps, config), steps, parts.export)
+        stream = _prompt_stream(len(parts.prompts), self.plan.items, job)
+        super().__init__(config, context, parts.model.trainable_parameters(), stream, parts.export)
         kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
         self.policies = parts.model.policies(**kept, moving_reference=copies_reference(job))
         diffusers = config.policy.diffusers

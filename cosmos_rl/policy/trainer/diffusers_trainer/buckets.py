@@ -1,0 +1,79 @@
+"""At which size each sample of a data set is trained, the same on all ranks."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl.data.items import BadSample
+from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.buckets import Sides
+
+_AT_ONCE = 8
+"""Files that are looked at together."""
+_KEY = "policy.diffusers.buckets"
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes of a data set's elements."""
+
+    sizes: Sequence[Sides | None]
+    """Height and width of each; None: it cannot be read."""
+    unreadable: dict[int, str]
+    """Index -> what is wrong."""
+
+    @property
+    def digest(self) -> str:
+        """Of all sizes, in order."""
+        return hashlib.sha256(repr(list(self.sizes)).encode()).hexdigest()[:16]
+
+    def split(self) -> list[tuple[Sides, list[int]]]:
+        """Each size with its elements, in a fixed order."""
+        found = sorted({size for size in self.sizes if size is not None})
+        return [(size, [i for i, own in enumerate(self.sizes) if own == size]) for size in found]
+
+
+def find_buckets(dataset: Any, config: Config, context: Context) -> Buckets | None:
+    """The sizes of all elements, looked up by the main rank; None: all have one.
+
+    All ranks must call it.
+
+    Raises:
+        UserError: the data set does not know them, or has others than the configuration.
+    """
+    if config.policy.diffusers.buckets is None:
+        return None
+    bucket_of = getattr(dataset, "bucket_of", None)
+    if bucket_of is None:
+        raise UserError(
+            f"{_KEY}: the data set does not say which size an element has; give it a method bucket_of(index) that "
+            "returns (height, width), or leave the table out"
+        )
+    found, text = [], ""
+    if context.is_main:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            text = json.dumps(list(pool.map(lambda index: _look_up(bucket_of, index), range(len(dataset)))))
+    for entry in json.loads(context.broadcast_from_main(text)):
+        found.append(entry if isinstance(entry, str) else (entry[0], entry[1]))
+    listed = config.policy.diffusers.training_sizes
+    for index, size in enumerate(found):
+        if not isinstance(size, str) and size not in listed:
+            raise UserError(
+                f"{_KEY}: element {index} of the data set has the size {list(size)}, which is not among them"
+            )
+    unreadable = {index: reason for index, reason in enumerate(found) if isinstance(reason, str)}
+    return Buckets([None if isinstance(size, str) else size for size in found], unreadable)
+
+
+def _look_up(bucket_of: Any, index: int) -> tuple[int, int] | str:
+    """The size of an element, or why it cannot be read."""
+    try:
+        height, width = bucket_of(index)
+    except BadSample as error:
+        return str(error)
+    return int(height), int(width)

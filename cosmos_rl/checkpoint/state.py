@@ -6,7 +6,7 @@ learning rate are functions of the step and need no state; the step itself is in
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ from cosmos_rl.distributed.sharding import local_part, shard_like
 from cosmos_rl.errors import UserError
 
 StateDict = dict[str, Tensor]
+_NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+"""Type of a moment that is no tensor, as its key ends -> type of the tensor that holds it."""
 Copies = Mapping[str, Mapping[str, Tensor]]
 """Kind (``ema``, ``old``, ...) -> name -> tensor."""
 
+AVERAGE = "average"
+"""Kind of the weights to use, where the optimiser trains others; for an export, a resumed run computes them."""
 OPTIONAL = ("guard",)
 """Kinds without which a run can be continued; whoever has them knows from its own counters whether they were saved."""
 
@@ -60,19 +64,41 @@ def restore(
     copies = {kind: tensors for kind, tensors in copies.items() if kind not in OPTIONAL or _fits(stored, kind, tensors)}
     _check_names(folder, set(stored), params, copies)
     for name, param in params.items() if optimizer is not None else ():
-        moments = {key.removeprefix(f"optim.{name}."): key for key in stored if key.startswith(f"optim.{name}.")}
+        moments = {
+            key.removeprefix(f"optim.{name}."): about
+            for key, about in stored.items()
+            if key.startswith(f"optim.{name}.")
+        }
         if moments and optimizer is not None:
-            optimizer.state[param] = _create_empty_moments(list(moments), param, optimizer)
+            optimizer.state[param] = _create_empty_moments(moments, param, optimizer)
     target = collect(params, optimizer, copies)
     _check_moments(folder, set(stored), set(target))
     _check_shapes(folder, stored, target)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # an export runs without a group
         dcp.load(target, checkpoint_id=folder)
+    if optimizer is not None:
+        _take_numbers(target, params, optimizer)
 
 
-def _to_storable(value: Tensor, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """A moment as tensors that can be stored and split over any number of ranks: itself, or 8-bit codes and scales."""
+def holds_average(folder: Path) -> bool:
+    """Whether a checkpoint has weights to use that are not the trained ones."""
+    return any(name.startswith(f"{AVERAGE}.") for name in FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _to_storable(value: Any, param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """A moment as tensors that can be stored and split over any number of ranks: itself, or 8-bit codes and scales.
+
+    Raises:
+        UserError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, int | float):
+        return {f".{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value).__name__])}
+    if not isinstance(value, Tensor):
+        raise UserError(
+            f"train.optm_name: {type(optimizer).__name__} keeps a {type(value).__name__} for each weight, which a "
+            "checkpoint cannot hold; use another optimiser"
+        )
     blocks = blocks_in_a_row(param.shape) if _uses_eight_bits(optimizer) and value.ndim else 0
     if not blocks:
         return {"": value}
@@ -93,18 +119,37 @@ def _uses_eight_bits(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _create_empty_moments(
-    keys: Sequence[str], param: torch.nn.Parameter, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    # torch's optimisers count in a float32 scalar, fused ones on the parameter's device
-    fused = bool(optimizer.param_groups[0].get("fused"))
-    step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-    names = [key for key in dict.fromkeys(key.partition(".")[0] for key in keys) if key != "step"]
+    stored: Mapping[str, Any], param: torch.nn.Parameter, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What ``stored`` is loaded into: name of a moment, with its parts -> what the checkpoint says of it."""
     if _uses_eight_bits(optimizer):
         new: Any = optimizer
+        names = [key for key in dict.fromkeys(key.partition(".")[0] for key in stored) if key != "step"]
         moments = {name: new._new_buffer(param, name == "exp_avg") for name in names}
-    else:
-        moments = {name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in names}
-    return {"step": step, **moments}
+        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+    return dict(_create_empty(key, about, param, optimizer) for key, about in stored.items())
+
+
+def _create_empty(key: str, about: Any, param: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> tuple[str, Any]:
+    name, _, kind = key.partition(".")
+    if kind in _NUMBERS:
+        return name, {"bool": False, "int": 0, "float": 0.0}[kind]
+    dtype, size = about.properties.dtype, about.size
+    if size == param.shape and name != "step":
+        return name, torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    # torch's optimisers count on the CPU, fused ones on the parameter's device
+    on_cpu = name == "step" and not optimizer.param_groups[0].get("fused")
+    return name, torch.zeros(size, dtype=dtype, device="cpu" if on_cpu else param.device)
+
+
+def _take_numbers(
+    target: StateDict, params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Moments that are no tensors, from those that held them in the checkpoint."""
+    for name, param in params.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, int | float):
+                optimizer.state[param][key] = target[f"optim.{name}.{key}.{type(value).__name__}"].item()
 
 
 def _check_moments(folder: Path, stored: set[str], wanted: set[str]) -> None:

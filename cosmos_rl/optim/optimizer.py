@@ -1,17 +1,20 @@
 """One optimiser step: clip, refuse what is not finite, follow the schedule. Learning rates may differ by name."""
 
+import contextlib
 import enum
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.optim.eight_bit import eight_bit_optimizer
+from cosmos_rl.optim.classes import Hyperparameters, build_arguments, find_class
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.schedule import LrSchedule
 
@@ -51,18 +54,14 @@ def most_serious_refusal(results: Sequence[StepResult]) -> Refusal | None:
 
 
 class Optimizer:
-    """AdamW or Adam over named parameters with a schedule that is a function of the step."""
+    """Any class of optimisers over named parameters, with a schedule that is a function of the step."""
 
     def __init__(
         self,
         params: Mapping[str, torch.nn.Parameter],
         *,
-        name: str,
+        settings: Hyperparameters,
         lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        impl: str,
         schedule: LrSchedule,
         max_grad_norm: float,
         lr_patterns: Mapping[str, float] | None = None,
@@ -73,22 +72,28 @@ class Optimizer:
         small numbers.
 
         Raises:
-            UserError: a pattern that matches nothing, or an 8-bit optimiser without torchao.
+            UserError: a pattern that matches nothing, a package that is missing, arguments that the class refuses.
         """
         self.loss_scale = loss_scale
         self._params = list(params.values())
         self._lr = lr
         self.lr_factor = 1.0
         """Factor on all learning rates, on top of the schedule's."""
-        self._bases: list[float] = []
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
+        cls = find_class(settings.name)
+        arguments, self._arguments = build_arguments(cls, settings), frozenset(inspect.signature(cls).parameters)
         groups = _groups(params, lr, lr_patterns or {})
-        self._bases = [group["lr"] for group in groups]
-        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        if not name.endswith("8bit"):
-            options |= {"fused": impl == "fused", "foreach": impl == "foreach"}
-        self.torch_optimizer: torch.optim.Optimizer = _optimizer_class(name)(groups, **options)
+        try:
+            self.torch_optimizer: torch.optim.Optimizer = cls(groups, lr=lr, **arguments)
+        except (TypeError, ValueError) as error:
+            raise UserError(f'train.optm_kwargs: train.optm_name = "{settings.name}" refuses them: {error}') from error
+        self._bases = [float(group["lr"]) for group in self.torch_optimizer.param_groups]
+        self.averages = callable(getattr(self.torch_optimizer, "eval", None))
+        """Whether the weights to use are an average of those that are trained (schedule-free)."""
+        if self.averages:
+            self._switch("train")
+        self._fresh = self._all_counters()
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based optimiser step ``step``."""
@@ -104,6 +109,50 @@ class Optimizer:
     def forget_moments(self) -> None:
         """As before the first step; the learning rate goes by the schedule as before."""
         self.torch_optimizer.state.clear()
+        self.restore_counters([{} for _ in self._fresh])
+
+    def counters(self) -> list[dict[str, float]]:
+        """What the class counts and estimates for each of its groups, where it changed since the start (JSON-ready)."""
+        pairs = zip(self._all_counters(), self._fresh, strict=True)
+        return [{name: value for name, value in now.items() if value != fresh.get(name)} for now, fresh in pairs]
+
+    def restore_counters(self, groups: Sequence[Mapping[str, float]]) -> None:
+        """Take over the counters of a checkpoint."""
+        for group, fresh, values in zip(self.torch_optimizer.param_groups, self._fresh, groups, strict=True):
+            group.update({**fresh, **values})
+
+    def _all_counters(self) -> list[dict[str, float]]:
+        own = self._arguments | {"params", "lr"}
+        return [
+            {name: _to_number(value) for name, value in group.items() if name not in own and _is_number(value)}
+            for group in self.torch_optimizer.param_groups
+        ]
+
+    @contextlib.contextmanager
+    def average_parameters(self) -> Iterator[None]:
+        """The parameters hold the weights to use inside the block and the trained ones, bit for bit, after it."""
+        if not self.averages:
+            yield
+            return
+        live = [param.detach().clone() for param in self._params]
+        self._switch("eval")
+        try:
+            yield
+        finally:
+            self._switch("train")
+            with torch.no_grad():  # the way back by arithmetic is not exact
+                for param, value in zip(self._params, live, strict=True):
+                    param.copy_(value)
+
+    def averages_of(self, params: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+        """Copies of the weights to use, by the names of ``params``; none where these are the trained ones."""
+        if not self.averages:
+            return {}
+        with self.average_parameters():
+            return {name: param.detach().clone() for name, param in params.items()}
+
+    def _switch(self, mode: str) -> None:
+        getattr(self.torch_optimizer, mode)()
 
     def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""
@@ -117,10 +166,14 @@ class Optimizer:
             self.loss_scale.restore(state)
 
     def metrics(self) -> dict[str, float]:
-        """The loss scale, where there is one."""
-        if self.loss_scale is None:
-            return {}
-        return {"optim/loss_scale": self.loss_scale.value}
+        """The loss scale, where there is one, and the rate of an optimiser that multiplies it by its own estimate."""
+        found = {}
+        if self.loss_scale is not None:
+            found["optim/loss_scale"] = self.loss_scale.value
+        group = self.torch_optimizer.param_groups[0]
+        if "d" in group and "d" not in self._arguments:  # of Prodigy and its relatives
+            found["optim/effective_learning_rate"] = _to_number(group["d"]) * _to_number(group["lr"])
+        return found
 
     def step(self, step: int, *, scale: float = 1.0, loss: float = 0.0, expects_gradient: bool = False) -> StepResult:
         """Scale the gradients, clip them by their global L2 norm (0 or less: only measure), step, and clear them.
@@ -173,10 +226,12 @@ class Optimizer:
         return Refusal.NOT_FINITE
 
 
-def _optimizer_class(name: str) -> Any:
-    if name.endswith("8bit"):
-        return eight_bit_optimizer(name)
-    return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[name]
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _to_number(value: Any) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _groups(params: Mapping[str, torch.nn.Parameter], lr: float, patterns: Mapping[str, float]) -> list[dict[str, Any]]:

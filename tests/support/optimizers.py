@@ -2,11 +2,15 @@
 
 import torch
 
+from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 
 
 def optimizer(weight: torch.nn.Parameter, **options: object) -> Optimizer:
-    given = {"name": "AdamW", "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "impl": "fused"}
+    own = {"name": "AdamW", "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "impl": "fused", "kwargs": {}}
+    settings = Hyperparameters(**{name: options.pop(name, value) for name, value in own.items()})  # type: ignore[arg-type]
     schedule = LrSchedule.build(10, 0, None, None, 0.0, 0.0)
-    return Optimizer({"w": weight}, schedule=schedule, **{**given, "max_grad_norm": 1.0, **options})  # type: ignore[arg-type]
+    return Optimizer(
+        {"w": weight}, settings=settings, schedule=schedule, **{"lr": 0.1, "max_grad_norm": 1.0, **options}
+    )  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from cosmos_rl.diffusion.schedule import density, loss_weight
 from cosmos_rl.errors import UserError
+from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.tracking.metrics import read_metrics
@@ -55,10 +56,9 @@ def test_patterns_that_match_nothing_or_freeze_everything_are_refused(write_toml
 def test_learning_rates_by_name_follow_one_schedule() -> None:
     params = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a.q", "a.k", "b")}
     schedule = LrSchedule.build(4, 0, None, "linear", 0.0, 0.0)
-    options = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0, "impl": "foreach", "max_grad_norm": 0.0}
-    optimizer = Optimizer(
-        params, name="Adam", lr=1.0, schedule=schedule, lr_patterns={r"\.q$": 0.1, "^a": 0.01}, **options
-    )  # type: ignore[arg-type]
+    settings = Hyperparameters("Adam", (0.9, 0.9), 1e-12, 0.0, "foreach", {})
+    options = {"settings": settings, "lr": 1.0, "schedule": schedule, "max_grad_norm": 0.0}
+    optimizer = Optimizer(params, lr_patterns={r"\.q$": 0.1, "^a": 0.01}, **options)  # type: ignore[arg-type]
     for step in range(2):
         for param in params.values():
             param.grad = torch.ones(1)
@@ -67,7 +67,7 @@ def test_learning_rates_by_name_follow_one_schedule() -> None:
     moved = {name: -float(param.detach()) for name, param in params.items()}
     assert moved == pytest.approx({"a.q": 0.175, "a.k": 0.0175, "b": 1.75}, rel=1e-5)
     with pytest.raises(UserError, match="no trained parameter has a name that matches 'c'"):
-        Optimizer(params, name="Adam", lr=1.0, schedule=schedule, lr_patterns={"c": 1.0}, **options)  # type: ignore[arg-type]
+        Optimizer(params, lr_patterns={"c": 1.0}, **options)  # type: ignore[arg-type]
 
 
 def test_learning_rate_tables_reach_the_optimiser(write_toml: Callable[..., Path], tiny_sd3: Path) -> None:

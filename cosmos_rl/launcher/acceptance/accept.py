@@ -10,6 +10,7 @@ from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.acceptance.families import unsupported_family
 from cosmos_rl.launcher.acceptance.length import RunLength, run_length
 from cosmos_rl.launcher.acceptance.media_size import media_problems
+from cosmos_rl.launcher.acceptance.optimizer import optimizer_problems
 from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
 from cosmos_rl.launcher.geometry import find_geometry, frames_of
@@ -83,6 +84,7 @@ def find_problems(
         yield from _switch_problems(config, model.pipeline.class_name)
         yield from _payload_problems(config, model.pipeline)
         yield from _recorded_problems(config, model.pipeline)
+    yield from optimizer_problems(config)
     if data is not None:
         yield from _data_problems(config, data)
     if job_kind(config).online and not own_script and not _has_rewards(config):

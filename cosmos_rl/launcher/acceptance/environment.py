@@ -11,6 +11,7 @@ from cosmos_rl.data.preference_files import is_preference_table, load_preference
 from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.model.single_file import find_single_file_problem
@@ -42,7 +43,7 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
             problems += _missing("train.train_policy.teacher", online_table(config).teacher)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
-    problems += _trackers(config)
+    problems += _trackers(config) + missing_optimizer(config)
     problems += find_missing_access(config)
     return problems, notes
 

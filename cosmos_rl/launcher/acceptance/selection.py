@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cosmos_rl.distributed.blocks import blocks_in_a_row
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, elements
 from cosmos_rl.policy.config import Config, LoraConfig
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
@@ -26,8 +25,8 @@ class Selection:
     """LoRA target -> how many layers it finds."""
     problems: Sequence[str] = ()
     """What speaks against the adapters' names and targets."""
-    eight_bit: int = 0
-    """Of the trained numbers those whose moments an 8-bit optimiser holds in 8 bits."""
+    shapes: Sequence[tuple[int, ...]] = ()
+    """Of the trained tensors."""
 
 
 def parameters(shapes: Shapes) -> int:
@@ -42,7 +41,8 @@ def select(config: Config, pipeline: PipelineFiles) -> Selection:
         return _select_adapters(config.policy.lora, shapes, whole)
     chosen = {name: shape for name, shape in shapes.items() if config.policy.is_trained(name)}
     trained = parameters(chosen)
-    return Selection(trained, whole - trained, 0, {}, eight_bit=_in_eight_bits(chosen.values()))
+    shapes = [shape for name, shape in chosen.items() if not _BUFFERS.search(name)]
+    return Selection(trained, whole - trained, 0, {}, shapes=shapes)
 
 
 def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
@@ -61,7 +61,7 @@ def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
         spare_adapters=(len(lora.lora_names) - 1) * size,
         targets={target: len(names) for target, names in found.items()},
         problems=problems,
-        eight_bit=_in_eight_bits(matrices),
+        shapes=matrices,
     )
 
 
@@ -98,7 +98,3 @@ def _pick_rank(name: str, lora: LoraConfig) -> int:
     """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
     matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
     return next(matching, lora.r)
-
-
-def _in_eight_bits(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes if blocks_in_a_row(shape))

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cosmos_rl.distributed.blocks import BLOCK
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
+from cosmos_rl.launcher.check.optimizer_state import optimizer_state
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once
 from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes per token, layer and unit of width that autograd keeps of a block: measured on SD3 and FLUX.1; blocks of others
@@ -80,21 +81,20 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
             phases["export"] += export
         phases["saving"] = rank.state + host
     parts = {name: size for name, size in rank.parts.items() if size}
-    return Memory(parts, phases, host, rank.rl.recorded, rank.work.without)
+    return Memory(parts, phases, host, rank.rl.recorded, rank.without)
 
 
 def disk(config: Config, files: ModelFiles) -> Disk:
     """What one checkpoint and one export take on the disk, all ranks together."""
     pipeline, chosen = files.pipeline, files.selection
-    per_weight = 4
-    if config.train.ema_enable:
-        per_weight = 8
+    averages = find_kind(config.train.optm_name).place.startswith(AVERAGING_PACKAGE)
+    per_weight = 4 * (1 + config.train.ema_enable + averages)
     shared = 0
     if config.policy.lora is None:
         others = [pipeline.folder / name for name in pipeline.others]
         shared = sum(f.stat().st_size for folder in others for f in folder.iterdir() if f.is_file())
     rl = _estimate_work(config, pipeline, chosen).rl or NO_RL
-    state = per_weight * chosen.trained + _moments(config, chosen) + rl.saved
+    state = per_weight * chosen.trained + optimizer_state(config, chosen.shapes) + rl.saved
     return Disk(round(state), _exported(config, files), shared)
 
 
@@ -110,6 +110,14 @@ class _Rank:
     @cached_property
     def work(self) -> "_Work":
         return _estimate_work(self.config, self.pipeline, self.chosen)
+
+    @property
+    def without(self) -> list[str]:
+        """What is left out, or guessed."""
+        train = self.config.train
+        if short_name(train.optm_name) in OPTIMIZERS:
+            return [*self.work.without]
+        return [*self.work.without, f"what {train.optm_name} keeps beyond two float32 numbers for each weight"]
 
     @property
     def rl(self) -> RlMemory:
@@ -148,7 +156,7 @@ class _Rank:
             "frozen transformer weights": base * chosen.frozen // self.shards,
             spare: 4 * chosen.spare_adapters // self.shards,
             _GRADIENTS: self.trained,
-            _MOMENTS: _moments(config, chosen) // self.shards,
+            _MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
             "moving average (EMA)": self.average,
             _ENCODERS: encoders,
             _VAE: vae,
@@ -224,14 +232,6 @@ class _Rank:
         decoding = self.work.decoding + self.parts[_VAE] * self.offloads
         held = self.rl.conditions + (self.rl.latents + self.rl.media) * self.on_cpu
         return self.state + held + max(self.gathered + self.work.sampling, decoding)
-
-
-def _moments(config: Config, chosen: Selection) -> int:
-    """Bytes of both moments: codes of a byte and a scale for each block, else float32."""
-    eight_bit = 0
-    if config.train.optm_name.endswith("8bit"):
-        eight_bit = chosen.eight_bit
-    return round(8 * (chosen.trained - eight_bit) + 2 * (1 + 4 / BLOCK) * eight_bit)
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------

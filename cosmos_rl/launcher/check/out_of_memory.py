@@ -77,7 +77,8 @@ def _suggest_for_model(config: Config) -> Iterator[str]:
     if policy.diffusers.buckets is not None:
         key = "buckets, of which the largest is"
     yield f"a smaller policy.diffusers.{key}, now {list(policy.diffusers.largest_size)}"
-    if not train.optm_name.endswith("8bit"):
-        yield f'train.optm_name = "{train.optm_name}8bit"'
+    less = "Adam8bit" if train.optm_name == "Adam" else "AdamW8bit"
+    if not train.optm_name.endswith("8bit") and train.optm_name != "Adafactor":
+        yield f'train.optm_name = "{less}"'
     if train.ema_enable:
         yield "train.ema_enable = false"

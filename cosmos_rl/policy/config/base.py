@@ -2,7 +2,8 @@
 
 import enum
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt
@@ -51,6 +52,15 @@ class Description:
     """How messages and the documentation describe a value whose type says too little or too much."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Names of which one was probably meant by a text that is not accepted, besides those that the type lists."""
+
+    names: tuple[str, ...] = ()
+    other_spellings: Mapping[str, str] = field(default_factory=dict)
+    """A name that other programs use -> the one here."""
 
 
 def _check_pattern(pattern: str) -> str:

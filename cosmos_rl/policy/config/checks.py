@@ -6,6 +6,7 @@ from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.buckets import choose_size
 from cosmos_rl.policy.config.jobs import JOBS, job_kind
 from cosmos_rl.policy.config.keys import list_keys
+from cosmos_rl.policy.config.optimizer_rules import optimizer_notes, optimizer_rules
 from cosmos_rl.policy.config.policy import DiffusersConfig
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
@@ -29,6 +30,7 @@ def cross_check(config: Config) -> list[str]:
         *_lora_rules(config),
         *_sft_batch_rules(config),
         *_schedule_rules(config),
+        *optimizer_rules(config),
         *_saving_rules(config),
         *_data_rules(config),
         *rl_rules(config),
@@ -72,6 +74,7 @@ def notes(config: Config) -> list[str]:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
         lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
+    lines += optimizer_notes(config)
     rl = config.train.train_policy
     is_nft = rl.trainer_type == "diffusion_nft"
     if isinstance(rl, GrpoPolicyConfig) and is_nft and rl.advantage_low != -rl.advantage_high:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cosmos_rl.policy.config.base import Description, Support
+from cosmos_rl.policy.config.base import Choices, Description, Support
 
 T = TypeVar("T", bound=BaseModel)
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -164,6 +164,26 @@ def _plain(annotation: object) -> str:
     if origin is dict:
         return "a table" if arguments[1] is object else f"a table of values, each {describe_allowed(arguments[1])}"
     return _NAMES.get(annotation if isinstance(annotation, type) else object, "a value")
+
+
+def near_choice(field: FieldInfo, value: object) -> str | None:
+    """The name that was probably meant by a text that is none of those that a key accepts."""
+    if not isinstance(value, str):
+        return None
+    marks = [mark for mark in _flatten(field.metadata) if isinstance(mark, Choices)]
+    names = [*(name for mark in marks for name in mark.names), *_list_literals(field.annotation)]
+    spelt = {other: name for mark in marks for other, name in mark.other_spellings.items()}
+    spelt |= {name.lower(): name for name in names}
+    near = difflib.get_close_matches(value.lower(), spelt, n=1, cutoff=0.7)
+    return spelt[near[0]] if near else None
+
+
+def _list_literals(annotation: object) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from (choice for choice in get_args(annotation) if isinstance(choice, str))
+        return
+    for part in get_args(annotation):
+        yield from _list_literals(part)
 
 
 def suggestion(model: type[BaseModel], unknown: str) -> str | None:

@@ -11,7 +11,14 @@ from pydantic import BaseModel, ValidationError
 from cosmos_rl.diffusion.solver_names import SAMPLING_ONLY, explain_sampling_only
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.aliases import RENAMED, rename_old_keys
-from cosmos_rl.policy.config.keys import describe_allowed, find_field, find_field_in, list_tables, suggestion
+from cosmos_rl.policy.config.keys import (
+    describe_allowed,
+    find_field,
+    find_field_in,
+    list_tables,
+    near_choice,
+    suggestion,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -111,7 +118,9 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
     if isinstance(holder, Mapping) and path[-1] not in holder:
         return Problem(key, f"missing; allowed: {' or '.join(kinds)}")
     value = _value_at(tree, path)
-    reason = ""
+    reason, near = "", next((name for field in fields if (name := near_choice(field, value))), None)
+    if near is not None:
+        reason = f"; did you mean {format_value(near)}?"
     if path[-1] == "solver" and isinstance(value, str) and value in SAMPLING_ONLY:
         reason = f"; {explain_sampling_only(value)}"
     return Problem(key, f"found {format_value(value)}; allowed: {' or '.join(kinds)}{reason}")

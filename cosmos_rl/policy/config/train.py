@@ -1,11 +1,13 @@
 """`[train]`: the run, its data, its optimiser and its checkpoints."""
 
+import json
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     AnyTable,
+    Choices,
     Description,
     FloatDtype,
     Fraction,
@@ -20,6 +22,7 @@ from cosmos_rl.policy.config.base import (
     PositiveInt,
     Table,
 )
+from cosmos_rl.policy.config.optimizers import OPTIMIZERS, OTHER_SPELLINGS, check_optimizer_name
 from cosmos_rl.policy.config.train_policy import SftPolicyConfig, TrainPolicy
 
 LearningRate = Annotated[
@@ -27,6 +30,18 @@ LearningRate = Annotated[
     Description("a number > 0, alone or in a list, or a table of them"),
 ]
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
+OptimizerName = Annotated[
+    str,
+    AfterValidator(check_optimizer_name),
+    Choices(tuple(OPTIMIZERS), OTHER_SPELLINGS),
+    Description(
+        f"one of {', '.join(map(json.dumps, OPTIMIZERS))}, or a class of an installed package by its dotted name"
+    ),
+]
+DecayType = Annotated[
+    Literal["linear", "sqrt", "cosine", "cosine_with_restarts", "none"] | None,
+    Choices(other_spellings={"constant": "none", "constant_with_warmup": "none"}),
+]
 
 
 class CheckpointConfig(Table):
@@ -94,8 +109,10 @@ class TrainConfig(Table):
     compile: Planned[StrictBool] = False
     """Compile the transformer."""
 
-    optm_name: Literal["Adam", "AdamW", "Adam8bit", "AdamW8bit"] = "AdamW"
+    optm_name: OptimizerName = "AdamW"
     """Optimiser; the 8-bit ones keep their moments in 8 bits."""
+    optm_kwargs: AnyTable = Field(default_factory=dict)
+    """Further keyword arguments of the optimiser's class."""
     optm_lr: LearningRate = 1e-6
     """Learning rate. As a table: `global`, and rates for parameters whose name a regular expression finds."""
     optm_impl: OptimizerImpl | tuple[OptimizerImpl] = "fused"
@@ -114,8 +131,10 @@ class TrainConfig(Table):
     """Learning rate of the first step as share of optm_lr."""
     optm_decay_ratio: Fraction | None = None
     """Share of all steps over which the learning rate falls; unset: all steps after the warm-up."""
-    optm_decay_type: Literal["linear", "sqrt", "cosine", "none"] | None = None
-    """Shape of the fall; unset: constant."""
+    optm_decay_type: DecayType = None
+    """Shape of the fall; unset and "none": constant after the warm-up."""
+    optm_num_cycles: PositiveInt = 1
+    """With "cosine_with_restarts": how often the rate falls from its full value."""
     optm_min_lr_factor: Fraction = 0.0
     """Where the fall ends, as share of optm_lr."""
 

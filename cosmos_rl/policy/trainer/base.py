@@ -70,7 +70,8 @@ class TaskBase(abc.ABC):
         result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=expects_gradient)
         if result.applied:
             if self.ema is not None:
-                self.ema.update(self._optimizer_steps)
+                with self.optimizer.average_parameters():
+                    self.ema.update(self._optimizer_steps)
             self._optimizer_steps += 1
         return result
 
@@ -93,10 +94,10 @@ class TaskBase(abc.ABC):
     @contextlib.contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
         """The model has the averaged weights inside the block, if an average is kept."""
-        if self.ema is None:
-            yield
-            return
-        with self.ema.average_parameters():
+        averages = self.optimizer.average_parameters()
+        if self.ema is not None:
+            averages = self.ema.average_parameters()
+        with averages:
             yield
 
     def epoch(self, step: int) -> int:
@@ -116,12 +117,15 @@ class TaskBase(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Counters that a resumed run continues from (JSON-ready)."""
-        return {"optimizer_steps": self._optimizer_steps, "loss_scale": self.optimizer.state_dict()}
+        counters = self.optimizer.counters()
+        own = {"optimizer": counters} if any(counters) else {}
+        return {"optimizer_steps": self._optimizer_steps, "loss_scale": self.optimizer.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint."""
         self._optimizer_steps = int(state["optimizer_steps"])
         self.optimizer.load_state_dict(state.get("loss_scale"))
+        self.optimizer.restore_counters(state.get("optimizer", self.optimizer.counters()))
 
     def close(self) -> None:  # noqa: B027 - most tasks have nothing to close
         """Nothing is open."""

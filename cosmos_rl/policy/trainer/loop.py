@@ -12,7 +12,7 @@ from cosmos_rl.checkpoint import hub
 from cosmos_rl.checkpoint.card import write_card
 from cosmos_rl.checkpoint.layout import list_whole_steps, policy_dir, step_dir
 from cosmos_rl.checkpoint.manager import CheckpointManager, SaveJob, WriteExport, read_trainer_state
-from cosmos_rl.checkpoint.state import collect, restore
+from cosmos_rl.checkpoint.state import AVERAGE, collect, restore
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.distributed.phase import enter_phase
@@ -234,7 +234,9 @@ class TrainLoop:
         export = None
         if ckpt.export_safetensors or last:
             export = self._prepare_export_of(done)
-        state = collect(self._task.params, self._task.optimizer.torch_optimizer, self._extra_tensors())
+        optimizer = self._task.optimizer
+        averages = {AVERAGE: optimizer.averages_of(self._task.params)}
+        state = collect(self._task.params, optimizer.torch_optimizer, {**self._extra_tensors(), **averages})
         is_best = self._is_best(done)
         own = {"skipped_in_a_row": self._skipped_in_a_row, "best": self._best}
         kept = {"step": done, "run": self._same, "loop": own, "task": self._task.state_dict()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.checkpoint.export import PipelineExport
-from cosmos_rl.checkpoint.state import restore
+from cosmos_rl.checkpoint.state import AVERAGE, holds_average, restore
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model import consolidated
@@ -46,7 +46,11 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     ema = build_ema(params, config.train)
     write = _WRITERS[file_format]
     if ema is None:
-        restore(policy, params, None, {})
+        average = {name: torch.empty_like(param) for name, param in params.items() if holds_average(policy)}
+        restore(policy, params, None, {AVERAGE: average})
+        with torch.no_grad():
+            for name, value in average.items():
+                params[name].copy_(value)
         write(model, out)
         return out
     restore(policy, params, None, {"ema": ema.shadow})

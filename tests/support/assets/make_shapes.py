@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.diffusion.schedule import density, mix
+from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 from tests.support.toy_shapes import PROMPTS, WEIGHTS, ShapesModel, colour_right, count_right, draw_shapes
@@ -39,12 +40,8 @@ def pretrain(steps: int = STEPS) -> ShapesModel:
     schedule = LrSchedule.build(steps, 20, 0.3, "linear", 0.0, 0.0)
     optimizer = Optimizer(
         model.trainable_parameters(),
-        name="AdamW",
+        settings=Hyperparameters("AdamW", (0.9, 0.99), 1e-8, 0.0, "fused", {}),
         lr=RATE,
-        betas=(0.9, 0.99),
-        eps=1e-8,
-        weight_decay=0.0,
-        impl="fused",
         schedule=schedule,
         max_grad_norm=1.0,
     )

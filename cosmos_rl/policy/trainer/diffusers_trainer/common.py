@@ -14,6 +14,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu
 from cosmos_rl.errors import UserError
+from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.optimizer import Optimizer
@@ -109,16 +110,13 @@ def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig
         decay_type=train.optm_decay_type,
         warmup_start_factor=train.optm_warmup_start_factor,
         min_factor=train.optm_min_lr_factor,
+        num_cycles=train.optm_num_cycles,
     )
     return Optimizer(
         params,
-        name=train.optm_name,
+        settings=Hyperparameters.from_config(train),
         lr=train.global_lr,
         lr_patterns=train.lr_patterns,
-        betas=train.optm_betas,
-        eps=train.epsilon,
-        weight_decay=train.optm_weight_decay,
-        impl=train.optimizer_impl,
         schedule=schedule,
         max_grad_norm=train.optm_grad_norm_clip,
         loss_scale=LossScale() if "float16" in (train.param_dtype, train.fsdp_reduce_dtype) else None,

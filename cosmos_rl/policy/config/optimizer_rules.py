@@ -1,0 +1,57 @@
+"""Rules and remarks on the optimiser and its rate."""
+
+from collections.abc import Iterator
+
+from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.problems import format_value
+from cosmos_rl.policy.config.ranks import world_size
+from cosmos_rl.policy.config.schema import Config
+
+_LOW_FOR_PRODIGY = 0.1
+_HIGH_FOR_ADAM = 0.1
+
+
+def optimizer_rules(config: Config) -> Iterator[str]:
+    """Every rule that the optimiser of `config` breaks, one line each."""
+    train = config.train
+    name, short = train.optm_name, short_name(train.optm_name)
+    if short == "Prodigy" and train.lr_patterns:
+        yield "train.optm_lr: found a table; allowed with Prodigy: one number, as it estimates one rate for all weights"
+    if world_size(config.policy.parallelism) > 1 and not find_kind(name).sharded:
+        known = ", ".join(other for other, kind in OPTIMIZERS.items() if kind.sharded)
+        yield (
+            f"train.optm_name: found {format_value(name)} with several ranks, on whose parts of the weights it is "
+            f"wrong or untried; allowed: {known}, or one rank"
+        )
+    if find_kind(name).place.startswith(AVERAGING_PACKAGE) and job_kind(config).online:
+        yield (
+            f"train.optm_name: found {format_value(name)}; allowed in reinforcement learning: others, as it takes the "
+            "gradient at other weights than those that make the samples"
+        )
+    if train.optm_num_cycles > 1 and train.optm_decay_type != "cosine_with_restarts":
+        yield (
+            f"train.optm_num_cycles: found {train.optm_num_cycles}; allowed: 1, or with train.optm_decay_type = "
+            '"cosine_with_restarts"'
+        )
+
+
+def optimizer_notes(config: Config) -> Iterator[str]:
+    """What is worth knowing about rate and schedule."""
+    train = config.train
+    kind, rates = find_kind(train.optm_name), [train.global_lr, *train.lr_patterns.values()]
+    if short_name(train.optm_name) == "Prodigy" and train.global_lr <= _LOW_FOR_PRODIGY:
+        yield (
+            f"warning: train.optm_lr = {train.global_lr} with Prodigy, which multiplies it by a rate of its own: 1.0 "
+            "is meant, and a small one hardly trains (optim/effective_learning_rate is the product)"
+        )
+    if kind.like_adam and max(rates) >= _HIGH_FOR_ADAM:
+        yield (
+            f"warning: train.optm_lr = {max(rates)} with {train.optm_name}, which moves every weight by about as much "
+            "in each step; usual are 1e-6 to 1e-3 (1.0 is meant for Prodigy)"
+        )
+    if kind.place.startswith(AVERAGING_PACKAGE) and train.optm_decay_type not in (None, "none"):
+        yield (
+            f"train.optm_decay_type = {format_value(train.optm_decay_type)} with {train.optm_name}: its average is "
+            'there in place of a falling rate; "none" is meant'
+        )

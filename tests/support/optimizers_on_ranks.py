@@ -1,0 +1,85 @@
+"""One of two ranks that train a small sharded module, stop and continue: what the optimisers of `NAMES` make of it.
+
+`python -m tests.support.optimizers_on_ranks OUT.json FOLDER 0`; the first rank writes the numbers.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from cosmos_rl.checkpoint.state import collect, restore
+from cosmos_rl.distributed.sharding import gather_to_cpu
+from cosmos_rl.optim.classes import Hyperparameters
+from cosmos_rl.optim.optimizer import Optimizer
+from cosmos_rl.optim.schedule import LrSchedule
+
+NAMES = ("AdamW", "Muon", "AdamWScheduleFree")
+
+
+def build(name: str, *, shard: bool = True) -> tuple[nn.Module, Optimizer]:
+    """Layers of uneven sizes, so that the ranks have unequal parts."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3), nn.LayerNorm(3))
+    if shard:
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    settings = Hyperparameters(name, (0.9, 0.99), 1e-8, 0.1, "foreach", {})
+    schedule = LrSchedule.build(20, 2, None, "none", 0.0, 0.0)
+    params = dict(module.named_parameters())
+    return module, Optimizer(params, settings=settings, lr=0.01, schedule=schedule, max_grad_norm=1.0)
+
+
+def descend(module: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """The same gradient on both ranks."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        module(torch.randn(8, 6, generator=generator)).square().sum().backward()
+        optimizer.step(step)
+
+
+def whole(module: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Trained weights, and those to use, gathered."""
+    params = dict(module.named_parameters())
+    copies = {"use": optimizer.averages_of(params)}
+    found = {name: gather_to_cpu(value, None, keep=True) for name, value in collect(params, None, copies).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def measure(name: str, folder: Path) -> dict[str, float]:
+    """How far two ranks are from one, and a continued run from an undisturbed one."""
+    alone, plain = build(name, shard=False)
+    calm, undisturbed = build(name)
+    stopped, first = build(name)
+    resumed, second = build(name)
+    descend(alone, plain, range(8))
+    descend(calm, undisturbed, range(8))
+    descend(stopped, first, range(5))
+    dcp.save(collect(dict(stopped.named_parameters()), first.torch_optimizer, {}), checkpoint_id=folder)
+    restore(folder, dict(resumed.named_parameters()), second.torch_optimizer, {})
+    second.restore_counters(first.counters())
+    descend(resumed, second, range(5, 8))
+    expected, found, again = whole(alone, plain), whole(calm, undisturbed), whole(resumed, second)
+    return {
+        "from one rank": max(float((expected[key] - found[key]).abs().max()) for key in expected),
+        "from undisturbed": max(float((found[key] - again[key]).abs().max()) for key in found),
+        "kinds": len({key.partition(".")[0] for key in found}),
+    }
+
+
+def main(out: str, folder: str, _: str) -> None:
+    """Measure all and write what was found."""
+    dist.init_process_group("gloo")
+    found = {name: measure(name, Path(folder) / name) for name in NAMES}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

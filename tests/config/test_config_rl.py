@@ -56,6 +56,15 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("noise_level", [0.5, 1.5])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("solver", get_args(Solver))
+def test_schedule_free_optimisers_are_refused_as_they_train_other_weights_than_they_sample_with() -> None:
+    job = {"type": "grpo", "trainer_type": "diffusion_nft"}
+    config = Config.from_dict({"train": {"optm_name": "AdamWScheduleFree", "train_policy": job}})
+    assert [line for line in cross_check(config) if line.startswith("train.optm_name")] == [
+        'train.optm_name: found "AdamWScheduleFree"; allowed in reinforcement learning: others, as it takes the gradient '
+        "at other weights than those that make the samples"
+    ]
+
+
 def test_the_configuration_takes_the_solvers_that_can_be_built(
     path: Path, solver: str, deterministic: bool, noise_level: float
 ) -> None:

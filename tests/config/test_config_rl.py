@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
-from cosmos_rl.policy.config import ConfigError, load_config, notes, unsupported_settings
+from cosmos_rl.policy.config import Config, ConfigError, cross_check, load_config, notes, unsupported_settings
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import Solver
 
@@ -60,8 +60,8 @@ def test_schedule_free_optimisers_are_refused_as_they_train_other_weights_than_t
     job = {"type": "grpo", "trainer_type": "diffusion_nft"}
     config = Config.from_dict({"train": {"optm_name": "AdamWScheduleFree", "train_policy": job}})
     assert [line for line in cross_check(config) if line.startswith("train.optm_name")] == [
-        'train.optm_name: found "AdamWScheduleFree"; allowed in reinforcement learning: others, as it takes the gradient '
-        "at other weights than those that make the samples"
+        'train.optm_name: found "AdamWScheduleFree"; allowed in reinforcement learning: others, as it takes the '
+        "gradient at other weights than those that make the samples"
     ]
 
 

@@ -56,15 +56,6 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("noise_level", [0.5, 1.5])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("solver", get_args(Solver))
-def test_schedule_free_optimisers_are_refused_as_they_train_other_weights_than_they_sample_with() -> None:
-    job = {"type": "grpo", "trainer_type": "diffusion_nft"}
-    config = Config.from_dict({"train": {"optm_name": "AdamWScheduleFree", "train_policy": job}})
-    assert [line for line in cross_check(config) if line.startswith("train.optm_name")] == [
-        'train.optm_name: found "AdamWScheduleFree"; allowed in reinforcement learning: others, as it takes the '
-        "gradient at other weights than those that make the samples"
-    ]
-
-
 def test_the_configuration_takes_the_solvers_that_can_be_built(
     path: Path, solver: str, deterministic: bool, noise_level: float
 ) -> None:
@@ -341,3 +332,12 @@ def test_the_typo_of_upstreams_recipes_is_read_as_what_was_meant(
     monkeypatch.setattr("cosmos_rl.policy.config.aliases._warned", set())
     assert load_config(path, ["policy.diffusers.timestep_fraction=0.99"]).policy.diffusers.timesteps_fraction == 0.99
     assert "write policy.diffusers.timesteps_fraction" in capsys.readouterr().out
+
+
+def test_schedule_free_optimisers_are_refused_as_they_train_other_weights_than_they_sample_with() -> None:
+    job = {"type": "grpo", "trainer_type": "diffusion_nft"}
+    config = Config.from_dict({"train": {"optm_name": "AdamWScheduleFree", "train_policy": job}})
+    assert [line for line in cross_check(config) if line.startswith("train.optm_name")] == [
+        'train.optm_name: found "AdamWScheduleFree"; allowed in reinforcement learning: others, as it takes the '
+        "gradient at other weights than those that make the samples"
+    ]

@@ -71,7 +71,8 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     chosen = [str(image_folder / f"{number:03d}.png") for number in range(1, 9)]
     table.write_text("\n".join(json.dumps({"prompt": "one", "chosen": c, "rejected": rejected}) for c in chosen))
     places = [f"--{key}.dataset.local_dir={table}" for key in ("train.train_policy", "validation")]
-    dpo = train(write_toml(), *validation, *short, "--train.train_policy.type=dpo", *places)
+    rates = ('--train.optm_name="Prodigy"', "--train.optm_lr=1.0")  # for optim/effective_learning_rate
+    dpo = train(write_toml(), *validation, *short, "--train.train_policy.type=dpo", *places, *rates)
     untrained = '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]'
     job = "--train.train_policy."
     nft = nft_train(

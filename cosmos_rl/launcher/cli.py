@@ -29,7 +29,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
         "cosmos_rl.launcher.doctor.command:doctor",
         "check the installation; with --config, whether the model trains",
     ),
-    "export": ("cosmos_rl.launcher.commands:export", "turn a checkpoint into a folder that diffusers loads"),
+    "export": ("cosmos_rl.launcher.commands:export", "turn a checkpoint into what diffusers or another tool loads"),
     "import": ("cosmos_rl.launcher.commands:import_weights", "make a pipeline folder of Cosmos-Predict2.5's .pt file"),
     "report": ("cosmos_rl.launcher.commands:report", "write report.html, one page about a run"),
     "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),

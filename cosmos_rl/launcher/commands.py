@@ -68,20 +68,38 @@ def create_prompts(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Format(NamedTuple):
+    """A form of `cosmos-rl export`."""
+
+    text: str
+    suffix: str = ""
+    """Of its one file; empty: it is a folder."""
+
+
+_FORMATS = {
+    "diffusers": _Format("an adapter, or without [policy.lora] a pipeline folder"),
+    "comfyui": _Format("an adapter by the names of ComfyUI and kohya, with alpha", ".safetensors"),
+    "peft": _Format("an adapter for PEFT"),
+    "merged": _Format("a pipeline folder, the adapter merged"),
+    "single-file": _Format("the transformer under its original names, an adapter merged", ".safetensors"),
+    "cosmos-pt": _Format("a file like Cosmos-Predict2.5's own, an adapter merged", ".pt"),
+}
+
+
+def _describe_formats() -> str:
+    return "; ".join(f"{name}: {form.text}" for name, form in _FORMATS.items()) + " (diffusers)"
+
+
 def export(argv: Sequence[str]) -> int:
-    """Turn a checkpoint into a folder that stock diffusers loads (an adapter or a pipeline), or into a .pt file."""
+    """Turn a checkpoint into what other tools load: an adapter, a whole pipeline, or one file."""
     parser = argparse.ArgumentParser(prog="cosmos-rl export", description=export.__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a run folder (its newest step), …/step_<N> or …/step_<N>/policy")
-    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder, or a new .pt file")
-    parser.add_argument(
-        "--format",
-        choices=["diffusers", "cosmos-pt"],
-        default="diffusers",
-        help="cosmos-pt: one file like the checkpoints of Cosmos-Predict2.5, an adapter merged (diffusers)",
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder or file")
+    parser.add_argument("--format", choices=list(_FORMATS), default="diffusers", help=_describe_formats())
     given = parser.parse_args(argv)
-    if given.format == "cosmos-pt" and given.out.suffix != ".pt":
-        raise UserError(f"--out {given.out}: --format cosmos-pt writes one file, name it <name>.pt")
+    suffix = _FORMATS[given.format].suffix
+    if suffix and given.out.suffix != suffix:
+        raise UserError(f"--out {given.out}: --format {given.format} writes one file, name it <name>{suffix}")
     policy = find_checkpoint(given.checkpoint)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 

@@ -116,6 +116,20 @@ def staging(final: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def staging_file(final: Path) -> Iterator[Path]:
+    """Write a file aside and rename it to ``final`` when the block ends without an error; else remove it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    stage = staging_path(final)
+    try:
+        yield stage
+        flush(stage)
+        move(stage, final)
+    finally:
+        stage.unlink(missing_ok=True)
+    flush(final.parent)
+
+
 def replace_link(link: Path, target: Path) -> bool:
     """Point the symbolic link ``link`` at ``target`` (a relative link) in one step; False on disks without links.
 

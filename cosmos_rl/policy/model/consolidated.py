@@ -104,16 +104,8 @@ def read_consolidated(file: Path, wanted: Mapping[str, torch.Size]) -> dict[str,
 
 def write_consolidated(file: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of diffusers' transformer as a consolidated checkpoint, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    stage = atomic.staging_path(file)
-    try:
-        with stage.open("wb") as opened:
-            torch.save({_PREFIX + to_consolidated(name): value.contiguous() for name, value in weights.items()}, opened)
-        atomic.flush(stage)
-        atomic.move(stage, file)
-    finally:
-        stage.unlink(missing_ok=True)
-    atomic.flush(file.parent)
+    with atomic.staging_file(file) as stage, stage.open("wb") as opened:
+        torch.save({_PREFIX + to_consolidated(name): value.contiguous() for name, value in weights.items()}, opened)
 
 
 def _check_archive(file: Path) -> None:

@@ -2,20 +2,20 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cosmos_rl.checkpoint.export import PipelineExport
 from cosmos_rl.checkpoint.state import AVERAGE, holds_average, restore
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
-from cosmos_rl.policy.model import consolidated
+from cosmos_rl.policy.model import consolidated, exports
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import PipelineModel
+from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
 from cosmos_rl.policy.model.driver.loading import build_empty, fetch_pipeline
-from cosmos_rl.policy.model.lora import base_state
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
 from cosmos_rl.utils.logging import logger
 
@@ -26,11 +26,10 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     The configuration is the ``config.toml`` of the checkpoint's run. EMA weights are exported when the run kept them.
 
     Args:
-        file_format: ``diffusers``, an adapter or a pipeline folder, or ``cosmos-pt``, one file like Cosmos-Predict2.5's
-            own checkpoints, in which an adapter is merged.
+        file_format: a name in ``FORMATS``; docs/checkpoints.md has what each is for.
 
     Raises:
-        UserError: ``out`` exists, or the run folder is not whole.
+        UserError: ``out`` exists, the run folder is not whole, or the format cannot hold what was trained.
     """
     out = out.expanduser().absolute()
     if out.exists():
@@ -41,21 +40,30 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     config = load_config(config_file)
     if file_format == "cosmos-pt":
         _require_cosmos(fetch_pipeline(config.policy.model_name_or_path, config.policy.model_revision))
-    model: PipelineModel = ModelRegistry.build_diffusers_model(config, param_dtype=config.train.param_dtype)
+    form = FORMATS[file_format]
+    if form.needs_adapter and config.policy.lora is None:
+        raise UserError(
+            f"--format {file_format}: this run has no adapter, it trained the weights themselves; --format diffusers "
+            "writes a pipeline folder, --format single-file one file of the transformer"
+        )
+    param_dtype = config.train.param_dtype
+    if form.merges and config.policy.lora is not None:
+        param_dtype = "float32"  # base and adapter are added before they are rounded
+    model: PipelineModel = ModelRegistry.build_diffusers_model(config, param_dtype=param_dtype)
     params = model.trainable_parameters()
     ema = build_ema(params, config.train)
-    write = _WRITERS[file_format]
+    dtype = DTYPES[config.train.param_dtype]
     if ema is None:
         average = {name: torch.empty_like(param) for name, param in params.items() if holds_average(policy)}
         restore(policy, params, None, {AVERAGE: average})
         with torch.no_grad():
             for name, value in average.items():
                 params[name].copy_(value)
-        write(model, out)
+        form.write(model, out, dtype)
         return out
     restore(policy, params, None, {"ema": ema.shadow})
     with ema.average_parameters():
-        write(model, out)
+        form.write(model, out, dtype)
     return out
 
 
@@ -84,19 +92,39 @@ def _require_cosmos(folder: Path) -> None:
         raise UserError(f"{folder}: a {kind}; .pt checkpoints are only for {consolidated.PIPELINE}")
 
 
-def _write_export(model: PipelineModel, out: Path) -> None:
+@dataclass(frozen=True)
+class _Format:
+    """A form of an export."""
+
+    write: Callable[[PipelineModel, Path, torch.dtype], None]
+    """Writes the model's weights, in a type of numbers, to a new place."""
+    needs_adapter: bool = False
+    merges: bool = False
+    """Whether an adapter is added to the base."""
+
+
+def _write_export(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
     prepare_export(model)(out)
 
 
-def _write_consolidated(model: PipelineModel, out: Path) -> None:
-    transformer = model.denoisers["transformer"]
-    if model.lora_config is not None:
-        transformer.fuse_lora(adapter_names=[model.primary_adapter])
-    weights: dict[str, Tensor] = base_state(transformer)
-    consolidated.write_consolidated(out, {name: value.to(model.param_dtype) for name, value in weights.items()})
+def _write_merged(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+    weights = {
+        denoiser: {name: value.to(dtype) for name, value in merged.items()}
+        for denoiser, merged in exports.merge_adapters(model).items()
+    }
+    PipelineExport(weights, model.base_folder, model.sampling_call()).write(out)
 
 
-_WRITERS: dict[str, Callable[[PipelineModel, Path], None]] = {
-    "diffusers": _write_export,
-    "cosmos-pt": _write_consolidated,
+def _write_consolidated(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+    [merged] = exports.merge_adapters(model).values()
+    consolidated.write_consolidated(out, {name: value.to(dtype) for name, value in merged.items()})
+
+
+FORMATS = {
+    "diffusers": _Format(_write_export),
+    "peft": _Format(exports.write_peft, needs_adapter=True),
+    "comfyui": _Format(exports.write_comfyui, needs_adapter=True),
+    "merged": _Format(_write_merged, needs_adapter=True, merges=True),
+    "single-file": _Format(exports.write_single_file, merges=True),
+    "cosmos-pt": _Format(_write_consolidated, merges=True),
 }

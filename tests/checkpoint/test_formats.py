@@ -1,0 +1,177 @@
+"""Exports in the forms of other tools, loaded by their own rules, give the trainer's image."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.policy.config.load import dump_toml, load_config
+from cosmos_rl.policy.model.original_names import adapters_from_original, find_names, to_original
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
+from tests.support.exports import PROMPT, noise_for, policy_image
+from tests.support.paths import ROOT
+from tests.support.trainer_runs import train_task
+
+LORA = (
+    'r = 4\nlora_alpha = 16\ntarget_modules = "all-linear"\ninit_lora_weights = "gaussian"\n'
+    'r_pattern = { "attn.to_k" = 2 }\nalpha_pattern = { "attn.to_v" = 3 }'
+)
+PREFIX = "model.diffusion_model."
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run, what it was started from, and the image that its policy makes."""
+
+    run: Path
+    base: Path
+    noise: Tensor
+    image: Tensor
+
+    @property
+    def step(self) -> str:
+        return str(self.run / "checkpoints/step_2")
+
+
+def trained(config: Path, base: Path) -> Trained:
+    options = ["--policy.diffusers.max_prompt_length=256", "--train.max_num_steps=2"]
+    run, trainer = train_task(build_sft, config, *options)
+    (run / "config.toml").write_text(dump_toml(load_config(config, options)))
+    noise = noise_for(trainer.model)
+    return Trained(run, base, noise, policy_image(trainer, noise))
+
+
+@pytest.fixture
+def adapter(write_toml: Callable[..., Path], tiny_sd3: Path) -> Trained:
+    return trained(write_toml(f"[policy.lora]\n{LORA}", lora=False), tiny_sd3)
+
+
+def image(base: Path, noise: Tensor, transformer: Mapping[str, Tensor] | None = None) -> Tensor:
+    pipe = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if transformer is not None:
+        pipe.transformer.load_state_dict(transformer)
+    return pipe(
+        prompt=PROMPT, num_inference_steps=4, guidance_scale=4.5, latents=noise, height=32, width=32, output_type="pt"
+    ).images
+
+
+def weights_of(base: Path) -> dict[str, Tensor]:
+    return load_file(base / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def load_like_comfyui(file: Path, base: Path) -> tuple[dict[str, Tensor], int]:
+    """ComfyUI's rule: of every weight of the original `lora_unet_<name, dots as _>`, `alpha` over the rows of the down
+    matrix times up @ down is added (comfy/lora.py, comfy/weight_adapter/lora.py). Back in diffusers' names."""
+    names = find_names("SD3Transformer2DModel", "", "")
+    original, lora = to_original(names, weights_of(base)), load_file(file)
+    used = 0
+    for key in list(original):
+        module = f"lora_unet_{key.removeprefix(PREFIX).removesuffix('.weight').replace('.', '_')}"
+        if key.endswith(".weight") and f"{module}.lora_up.weight" in lora:
+            up, down, alpha = (lora[f"{module}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))
+            original[key] = original[key] + float(alpha) / len(down) * (up @ down)
+            used += 3
+    assert used == len(lora)
+    return convert_sd3_transformer_checkpoint_to_diffusers(original), used // 3
+
+
+def documented_commands() -> dict[str, str]:
+    """The format and the new name of each command on the page."""
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^cosmos-rl export \S+/step_30 --format (\S+) --out (\S+)$", page, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_an_adapter_leaves_in_every_form_with_its_full_strength(adapter: Trained, tmp_path: Path) -> None:
+    assert (image(adapter.base, adapter.noise) - adapter.image).abs().max() > 1e-3
+    written = {name: tmp_path / out for name, out in documented_commands().items()}
+    assert written.keys() == {"diffusers", "comfyui", "peft", "merged", "single-file"}
+    for name, out in written.items():
+        assert main(["export", adapter.step, "--format", name, "--out", str(out)]) == 0
+    fused, layers = load_like_comfyui(written["comfyui"], adapter.base)
+    assert layers > 20
+    assert (image(adapter.base, adapter.noise, fused) - adapter.image).abs().max() <= 1e-4
+    assert (image(written["merged"], adapter.noise) - adapter.image).abs().max() <= 1e-4
+    base = DiffusionPipeline.from_pretrained(str(adapter.base), torch_dtype=torch.float32).transformer
+    merged = PeftModel.from_pretrained(base, str(written["peft"])).merge_and_unload()
+    assert (image(adapter.base, adapter.noise, merged.state_dict()) - adapter.image).abs().max() <= 1e-4
+    alone = SD3Transformer2DModel.from_single_file(
+        str(written["single-file"]), config=str(adapter.base), subfolder="transformer"
+    )
+    assert (image(adapter.base, adapter.noise, alone.state_dict()) - adapter.image).abs().max() <= 1e-4
+    merged_weights = weights_of(written["merged"])
+    assert all(torch.equal(value, merged_weights[name]) for name, value in alone.state_dict().items())
+
+
+def families() -> list[tuple[str, str]]:
+    return [("sd3", "SD3Transformer2DModel"), ("wan", "WanTransformer3DModel"), ("ltx", "LTXVideoTransformer3DModel")]
+
+
+@pytest.mark.parametrize(("family", "kind"), families())
+def test_a_transformer_goes_to_its_original_names_and_back_by_diffusers(family: str, kind: str) -> None:
+    import diffusers
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from tests.support.family_runs import folder_of
+
+    folder = folder_of(family) / "transformer"
+    state = getattr(diffusers, kind).from_pretrained(folder).state_dict()
+    original = to_original(find_names(kind, "", ""), state)
+    assert set(original) != set(state)
+    back = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"](dict(original), config={})
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+def test_joined_adapters_are_the_same_product() -> None:
+    from cosmos_rl.policy.model.original_names import adapters_to_original
+
+    generator = torch.Generator().manual_seed(0)
+    layers = ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_v", "norm_out.linear"]
+    ranks = (2, 3, 4)
+    pairs = {
+        layer: (torch.randn(rank, 5, generator=generator), torch.randn(6, rank, generator=generator))
+        for layer, rank in zip(layers, ranks, strict=True)
+    }
+    names = find_names("SD3Transformer2DModel", "", "")
+    joined = adapters_to_original(names, pairs, 0)
+    down, up = joined["joint_blocks.0.x_block.attn.qkv"]
+    expected = torch.cat(
+        [pairs[layers[0]][1] @ pairs[layers[0]][0], torch.zeros(6, 5), pairs[layers[1]][1] @ pairs[layers[1]][0]]
+    )
+    torch.testing.assert_close(up @ down, expected)
+    found = {name.replace(".", "_"): pair for name, pair in joined.items()} | {"nothing": pairs[layers[0]]}
+    back, unused = adapters_from_original(names, found, [*layers, "transformer_blocks.0.attn.to_k"])
+    assert unused == ["nothing"]
+    for layer, (down, up) in pairs.items():
+        torch.testing.assert_close(back[layer][1] @ back[layer][0], up @ down)
+    assert not (back["transformer_blocks.0.attn.to_k"][1] @ back["transformer_blocks.0.attn.to_k"][0]).any()
+
+
+@pytest.mark.slow
+def test_all_weights_leave_as_one_file_and_what_needs_an_adapter_is_refused(
+    write_toml: Callable[..., Path], tiny_sd3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = trained(write_toml(lora=False), tiny_sd3)
+    out = tmp_path / "one.safetensors"
+    assert main(["export", full.step, "--format", "single-file", "--out", str(out)]) == 0
+    state = convert_sd3_transformer_checkpoint_to_diffusers(load_file(out))
+    expected = weights_of(full.run / "safetensors/step_2")
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    for name in ("comfyui", "peft", "merged"):
+        place = tmp_path / f"{name}{'.safetensors' if name == 'comfyui' else ''}"
+        assert main(["export", full.step, "--format", name, "--out", str(place)]) == 2
+        assert f"--format {name}: this run has no adapter" in capsys.readouterr().err
+        assert not place.exists()
+    assert main(["export", full.step, "--format", "single-file", "--out", str(tmp_path / "folder")]) == 2
+    assert "--format single-file writes one file, name it <name>.safetensors" in capsys.readouterr().err

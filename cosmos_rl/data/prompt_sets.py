@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import fcntl
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, parse_prompts, read_p
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig
 from cosmos_rl.storage.atomic import write_bytes
+from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
 
 _DEFAULT_CACHE = "~/.cache/cosmos_rl"
@@ -187,28 +187,11 @@ def _download(url: str) -> bytes:
 @contextlib.contextmanager
 def _lock_download(path: Path) -> Iterator[None]:
     """Within the block no other process on this machine fetches ``path``; the end of the process frees it too."""
-    lock_path = path.with_name(f".{path.name}.lock")
-    try:
-        lock_path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UserError(f"{lock_path.parent}: cannot be written ({error.strerror}); set COSMOS_CACHE_DIR") from error
-    try:
-        until = time.monotonic() + _WAIT_S
-        while not _try_lock(lock):
-            if time.monotonic() > until:
-                raise UserError(f"{path}: another process has been fetching it for {_WAIT_S:g} s; is it stuck?")
-            time.sleep(0.1)
+    lock = path.with_name(f".{path.name}.lock")
+    stuck = f"{path}: another process has been fetching it for {_WAIT_S:g} s; is it stuck?"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold_lock(lock, _WAIT_S, stuck))
+        except OSError as error:
+            raise UserError(f"{lock.parent}: cannot be written ({error.strerror}); set COSMOS_CACHE_DIR") from error
         yield
-    finally:
-        os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks; the file is whole anyway, as it is renamed into place
-    return True

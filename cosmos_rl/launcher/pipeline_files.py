@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import cosmos_rl
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import PolicyConfig
+from cosmos_rl.policy.model.single_file import find_single_file
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Tensor name -> shape."""
@@ -78,7 +80,7 @@ def read_pipeline(policy: PolicyConfig) -> PipelineFiles:
     """
     if not policy.is_diffusers:
         raise Unknown("only diffusers pipelines are looked into")
-    folder = locate_pipeline(policy.model_name_or_path, policy.model_revision)
+    folder = locate_base(policy)
     index = _json(folder / "model_index.json")
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
     with_weights = [name for name in parts if (folder / name / "config.json").is_file()]
@@ -133,6 +135,21 @@ def _returned_texts(function: ast.FunctionDef) -> set[str]:
 def is_hub_name(name: str) -> bool:
     """Whether a model name means a repository on the hub, as the launcher decides it."""
     return not Path(name).expanduser().exists() and name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def locate_base(policy: PolicyConfig) -> Path:
+    """The local folder of the pipeline that `policy` names; of a transformer in one file that of its other parts.
+
+    Raises:
+        Unknown: it is not there.
+    """
+    try:
+        single = find_single_file(policy)
+    except UserError as error:
+        raise Unknown(str(error)) from None
+    if single is not None:
+        return single.base
+    return locate_pipeline(policy.model_name_or_path, policy.model_revision)
 
 
 def locate_pipeline(name: str, revision: str | None) -> Path:

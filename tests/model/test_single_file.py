@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,18 +11,46 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.acceptance.accept import accept
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.assembled import assemble
 from cosmos_rl.policy.model.base import ModelRegistry
-from cosmos_rl.policy.model.single_file import find_base
+from cosmos_rl.policy.model.digest import pipeline_digest
+from cosmos_rl.policy.model.original_names import find_names, to_original
+from cosmos_rl.policy.model.single_file import SingleFile, find_base
 from tests.support.paths import ROOT
+from tests.support.states import assert_same_state, saved_state
 from tests.support.trainer_runs import train
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 
 
-def test_a_model_in_one_file_is_refused_with_the_command_that_makes_a_folder(
+@pytest.mark.parametrize("original", [True, False], ids=["original names", "names of diffusers"])
+def test_a_transformer_in_one_file_trains_like_the_folder(
+    tmp_path: Path, tiny_sd3: Path, write_toml: Callable[..., Path], original: bool
+) -> None:
+    state = load_file(tiny_sd3 / TRANSFORMER)
+    file = tmp_path / "my model.safetensors"
+    save_file(to_original(find_names("SD3Transformer2DModel", "", ""), state) if original else state, file)
+    config = write_toml()
+    place = [f"--policy.model_name_or_path={file}", f"--policy.single_file_base={tiny_sd3}"]
+    accepted = accept(load_config(config, place), "pairs", own_script=False)
+    made = Path(accepted.policy.model_name_or_path)
+    assert made.parent == Path(accepted.train.output_dir) / "single_files"
+    assert accept(load_config(config, place), "pairs", own_script=False) == accepted
+    ours = load_file(made / TRANSFORMER)
+    assert ours.keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in ours.items())
+    assert pipeline_digest(str(made), None) is not None
+    ends = [
+        train(config, "--train.max_num_steps=1", f"--policy.model_name_or_path={name}") for name in (made, tiny_sd3)
+    ]
+    assert_same_state(saved_state(ends[0], 1), saved_state(ends[1], 1))
+
+
+def test_a_file_whose_other_parts_are_not_here_is_refused_with_what_fetches_them(
     tmp_path: Path, tiny_sd3: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "my model.safetensors"
@@ -34,19 +61,47 @@ def test_a_model_in_one_file_is_refused_with_the_command_that_makes_a_folder(
     for command in (["check"], ["check", "--env"], []):
         assert main([*command, *options]) == 2
         messages.append(capsys.readouterr().err)
-    assert all(message.count("is one file, and a pipeline is a folder") == 1 for message in messages)
-    with pytest.raises(UserError, match="is one file") as error:
+    base = "stabilityai/stable-diffusion-3-medium-diffusers"
+    for message in messages:
+        assert f"would be those of {base}, which is not here: `hf download {base}` fetches it, or set" in message
+        assert message.count("is one file, and a pipeline is a folder") == 1
+    with pytest.raises(UserError, match="is one file"):
         ModelRegistry.build_diffusers_model(load_config(config, options[2:]))
-    (line,) = re.findall(r"python -c .*", str(error.value))
-    assert all(line in message for message in messages)
-    python, flag, code = shlex.split(line)
-    assert (python, flag) == ("python", "-c")
-    exec(code.replace("stabilityai/stable-diffusion-3-medium-diffusers", str(tiny_sd3)), {})
-    made = tmp_path / "my model"
-    assert inspect_environment(load_config(config, [f"--policy.model_name_or_path={made}"]), "pairs") == ([], [])
-    ours, theirs = load_file(made / TRANSFORMER), load_file(tiny_sd3 / TRANSFORMER)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert main(["check", "--env", *options, f"--policy.single_file_base={tmp_path}"]) == 2
+    assert f"those of {tmp_path}, which is not here: there is no such pipeline; set" in capsys.readouterr().err
+    assert main(["check", "--env", *options, f"--policy.single_file_base={tiny_sd3}"]) == 0
+    assert "trained weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"proj_out.weight": None}, "  missing: proj_out.weight"),
+        ({"new.weight": torch.zeros(1)}, "  unexpected: new.weight"),
+        ({"proj_out.bias": torch.zeros(3)}, r"  proj_out.bias: \(3,\) in the file"),
+    ],
+)
+def test_a_file_with_another_transformer_is_refused_by_its_tensors(
+    tmp_path: Path, tiny_sd3: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    state = {**load_file(tiny_sd3 / TRANSFORMER), **change}
+    original = to_original(
+        find_names("SD3Transformer2DModel", "", ""), {k: v for k, v in state.items() if v is not None}
+    )
+    save_file(original, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=f"is not the transformer of|{message}"):
+        assemble(SingleFile(tmp_path / "x.safetensors", tiny_sd3), tmp_path / "single_files")
+    assert not list((tmp_path / "single_files").glob("x-*"))
+
+
+def test_parts_of_a_file_that_are_not_used_are_named(
+    tmp_path: Path, tiny_sd3: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = to_original(find_names("SD3Transformer2DModel", "", ""), load_file(tiny_sd3 / TRANSFORMER))
+    save_file({**state, "first_stage_model.x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with caplog.at_level("WARNING", logger="cosmos_rl"):
+        assemble(SingleFile(tmp_path / "x.safetensors", tiny_sd3), tmp_path)
+    assert "1 tensors are of other parts (first_stage_model) and are not used" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -70,7 +125,7 @@ def test_files_of_other_kinds_are_named(
     assert why in problem_of(file)
     file.write_bytes(b"no header")
     assert "not a complete .safetensors file" in problem_of(file)
-    assert "only of .safetensors and .pt files" in problem_of(file.parent / "config.toml")
+    assert "only .safetensors files can take its place" in problem_of(file.parent / "config.toml")
     large = tmp_path / "my x.pt"
     large.touch()
     os.truncate(large, 28_000_000_000)  # no disk is used

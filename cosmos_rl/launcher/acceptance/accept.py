@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
@@ -20,6 +21,7 @@ from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
 from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
+from cosmos_rl.policy.model.single_file import find_single_file
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,22 @@ def accept(config: Config, data: DataForm | None, *, own_script: bool) -> Config
         problems = list(find_problems(config, data, model, length, own_script=own_script))
     if problems:
         raise UserError("\n".join(problems))
-    return with_absolute_paths(config)
+    return with_absolute_paths(_with_pipeline_folder(config))
+
+
+def _with_pipeline_folder(config: Config) -> Config:
+    """The configuration with the pipeline folder that is made of a transformer in one file and its base.
+
+    Only then torch is loaded.
+    """
+    single = find_single_file(config.policy)
+    if single is None:
+        return config
+    from cosmos_rl.policy.model.assembled import assemble
+
+    folder = assemble(single, Path(config.train.output_dir).expanduser().absolute() / "single_files")
+    policy = config.policy.model_copy(update={"model_name_or_path": str(folder), "single_file_base": None})
+    return config.model_copy(update={"policy": policy})
 
 
 def unsupported_parts(config: Config, *, own_script: bool) -> list[str]:

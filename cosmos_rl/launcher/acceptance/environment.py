@@ -174,9 +174,9 @@ def _missing(key: str, value: str) -> list[str]:
 def _model(config: Config) -> list[str]:
     name = config.policy.model_name_or_path
     path = Path(name).expanduser()
-    one_file = find_single_file_problem(name)
-    if one_file is not None:
-        return [one_file]
+    if path.is_file():
+        problem = find_single_file_problem(config.policy)
+        return [] if problem is None else [problem]
     if path.is_dir():
         if (path / "model_index.json").is_file():
             return []

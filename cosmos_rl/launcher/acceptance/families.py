@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from cosmos_rl.launcher.pipeline_files import Unknown, locate_pipeline, served_classes
+from cosmos_rl.launcher.pipeline_files import Unknown, locate_base, served_classes
 from cosmos_rl.launcher.pipeline_source import in_diffusers
 from cosmos_rl.policy.config import PolicyConfig
 
@@ -38,7 +38,7 @@ def unsupported_family(policy: PolicyConfig) -> list[str]:
 def _read_json(policy: PolicyConfig, file: str) -> dict[str, Any]:
     """A JSON file of the pipeline, in its folder or in the hub cache; empty when it is not there."""
     try:
-        folder = locate_pipeline(policy.model_name_or_path, policy.model_revision)
+        folder = locate_base(policy)
         found = json.loads((folder / file).read_text(encoding="utf-8"))
     except (Unknown, OSError, ValueError):
         return {}

@@ -6,7 +6,7 @@ from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.keys import with_values
 
-_PLACES = ("local_dir", "rejected_dir", "lora_path", "model_name_or_path", "teacher")
+_PLACES = ("local_dir", "rejected_dir", "lora_path", "model_name_or_path", "single_file_base", "teacher")
 """Keys that may hold a path, whatever their table."""
 
 

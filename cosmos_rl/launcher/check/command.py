@@ -55,7 +55,7 @@ def check(argv: Sequence[str]) -> int:
         problems += found
         if report.disk is not None:
             problems += report.disk.problems()
-    elif one_file := find_single_file_problem(config.policy.model_name_or_path):
+    elif one_file := find_single_file_problem(config.policy):
         problems.append(one_file)
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))

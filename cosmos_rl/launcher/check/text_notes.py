@@ -9,7 +9,7 @@ from cosmos_rl.data.prompt_sets import prompt_file
 from cosmos_rl.data.prompts import is_prompt_file, read_prompts
 from cosmos_rl.data.text_lengths import Named, describe_truncation, load_encoders
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.pipeline_files import Unknown, locate_pipeline
+from cosmos_rl.launcher.pipeline_files import Unknown, locate_base
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
 
@@ -19,7 +19,7 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
     if data is None:
         return []
     try:
-        folder = locate_pipeline(config.policy.model_name_or_path, config.policy.model_revision)
+        folder = locate_base(config.policy)
         encoders = load_encoders(folder, config.policy.diffusers.max_prompt_length)
     except (Unknown, OSError, ValueError, KeyError):
         return []  # what cannot be read here the run reads by another way

@@ -14,7 +14,17 @@ from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
-_PLACES = ("output_dir", "local_dir", "rejected_dir", "dir", "lora_path", "model_name_or_path", "resume", "teacher")
+_PLACES = (
+    "output_dir",
+    "local_dir",
+    "rejected_dir",
+    "dir",
+    "lora_path",
+    "model_name_or_path",
+    "resume",
+    "teacher",
+    "single_file_base",
+)
 """Keys that hold a path, whatever their table."""
 _NEEDED_PLACES = ("train.output_dir", "train.train_policy.cache.dir")
 _OF_SOME_JOBS = (Support.DPO, Support.RL, Support.VIDEO, Support.VLM)

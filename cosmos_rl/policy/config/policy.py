@@ -231,7 +231,10 @@ class PolicyConfig(Table):
     """`[policy]`: the model that is trained."""
 
     model_name_or_path: str = ""
-    """Folder or hub name of the pipeline; required for a run."""
+    """Folder or hub name of the pipeline, or a .safetensors file of its transformer; required for a run."""
+    single_file_base: str | None = None
+    """Of a .safetensors file: folder or hub name of the pipeline that has the other parts. Unset: the published one,
+    where the file's tensors are those of Stable Diffusion 3 or 3.5."""
     model_revision: str | None = None
     """Branch, tag or commit on the hub."""
     model_safetensor_path: ForVlm[str | None] = None

@@ -109,9 +109,11 @@ class ModelRegistry:
 def _locate(config: Config) -> str:
     """The folder of a pipeline, or its name on the hub."""
     name = config.policy.model_name_or_path
-    one_file = find_single_file_problem(name)
+    one_file = find_single_file_problem(config.policy)
     if one_file is not None:
         raise UserError(one_file)
+    if Path(name).expanduser().is_file():
+        raise UserError(f"policy.model_name_or_path = {name!r}: is one file, of which a launch makes a pipeline folder")
     if Path(name).expanduser().is_dir():
         name = str(Path(name).expanduser())
     if Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():

@@ -16,18 +16,19 @@ def pipeline_digest(name: str, revision: str | None) -> str | None:
     Settings and tokenizers count as a whole; of weights, which may take an hour to read, the size and the first and
     last megabyte. What is no part of the pipeline, such as a README or another variant of the weights, does not.
     """
-    folder = _find_folder(name, revision)
+    folder = find_folder(name, revision)
     if folder is None or not (folder / "model_index.json").is_file():
         return None
     digest = hashlib.sha256(_read_settings(folder / "model_index.json"))
     for file in _files(folder):
         digest.update(f"\n{file.relative_to(folder).as_posix()}\n".encode())
-        read = {".json": _read_settings}.get(file.suffix, _read_ends)
+        read = {".json": _read_settings}.get(file.suffix, read_ends)
         digest.update(read(file))
     return digest.hexdigest()[:16]
 
 
-def _find_folder(name: str, revision: str | None) -> Path | None:
+def find_folder(name: str, revision: str | None) -> Path | None:
+    """The folder of a pipeline, by its path or in the hub's cache; None: it is not here."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -62,7 +63,8 @@ def _read_settings(file: Path) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
-def _read_ends(file: Path) -> bytes:
+def read_ends(file: Path) -> bytes:
+    """Size, first and last megabyte of a file."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(_SAMPLED_BYTES)

@@ -1,50 +1,80 @@
-"""A model in one file, as model-sharing sites offer it: recognised, and refused with the command that makes a folder.
-
-No torch.
-"""
+"""A model in one file, as model-sharing sites offer it: recognised, and what it lacks found. No torch."""
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import PolicyConfig
+from cosmos_rl.policy.model.digest import find_folder
+
 _LARGE_BLOCKS = 38
 _LARGE_BYTES = 16e9
 """Between the 2 B and the 14 B model of Cosmos-Predict2.5, in any dtype."""
-_TO_FOLDER = (
-    "from diffusers import SD3Transformer2DModel as T, StableDiffusion3Pipeline as P; base = {base!r}; "
-    "P.from_pretrained(base, transformer=T.from_single_file({file!r}, config=base, subfolder='transformer'))"
-    ".save_pretrained({folder!r})"
-)
 
 
-def find_single_file_problem(name: str) -> str | None:
-    """Why the model ``name`` cannot be trained when it is a file, and what to do; None: it is no file."""
+@dataclass(frozen=True)
+class SingleFile:
+    """A transformer in one file, and what it lacks."""
+
+    file: Path
+    base: Path
+    """Folder of the pipeline that has the other parts."""
+
+
+def find_single_file(policy: PolicyConfig) -> SingleFile | None:
+    """The file that ``policy.model_name_or_path`` names; None: it names no file.
+
+    Raises:
+        UserError: it cannot be a base: what it is, and what to do.
+    """
+    name = policy.model_name_or_path
     path = Path(name).expanduser()
     if not path.is_file():
         return None
     what = f'policy.model_name_or_path = "{name}": is one file, and a pipeline is a folder with a model_index.json'
     if path.suffix == ".pt":
-        return f"{what}. Of a checkpoint of Cosmos-Predict2.5 this makes one:\n  {_write_import_command(path)}"
+        command = _write_import_command(path)
+        raise UserError(f"{what}. Of a checkpoint of Cosmos-Predict2.5 this makes one:\n  {command}")
     if path.suffix != ".safetensors":
-        return f"{what}; only of .safetensors and .pt files it is known how to make one"
+        raise UserError(f"{what}; only .safetensors files can take its place, and .pt files of Cosmos-Predict2.5")
     try:
         with safe_open(path, framework="np") as file:
             keys = list(file.keys())
     except (SafetensorError, OSError) as error:
-        return f"{what}; it is not a complete .safetensors file either ({error})"
+        raise UserError(f"{what}; it is not a complete .safetensors file either ({error})") from error
     if any(".lora_" in key or ".lora." in key for key in keys):
-        return f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path"
-    base = find_base(keys)
+        raise UserError(f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path")
+    base = policy.single_file_base or find_base(keys)
     if base is None:
-        return f"{what}; it does not hold the transformer of Stable Diffusion 3 or 3.5"
-    folder = str(path.with_suffix(""))
-    code = _TO_FOLDER.format(base=base, file=str(path), folder=folder)
-    return (
-        f"{what}. This makes one, with the VAE and the text encoders of {base}:\n  python -c {shlex.quote(code)}\n"
-        f"  then policy.model_name_or_path = {folder!r}"
-    )
+        raise UserError(
+            f"{what}; it does not hold the transformer of Stable Diffusion 3 or 3.5. Of another family: set "
+            "policy.single_file_base to the pipeline (folder or hub name) that has its other parts"
+        )
+    folder = find_folder(base, policy.model_revision)
+    if folder is None or not (folder / "model_index.json").is_file():
+        fetch = f"`hf download {base}` fetches it, or set" if _is_hub_name(base) else "there is no such pipeline; set"
+        raise UserError(
+            f"{what}. VAE, text encoders and tokenizers would be those of {base}, which is not here: {fetch} "
+            "policy.single_file_base to a pipeline (folder or hub name)"
+        )
+    return SingleFile(path, folder)
+
+
+def find_single_file_problem(policy: PolicyConfig) -> str | None:
+    """Why the model cannot be trained when it is a file, and what to do; None: it is no file, or a good one."""
+    try:
+        find_single_file(policy)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _write_import_command(file: Path) -> str:

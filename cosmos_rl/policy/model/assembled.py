@@ -1,0 +1,124 @@
+"""A pipeline folder of a transformer in one file and of the other parts of a base."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.digest import pipeline_digest, read_ends
+from cosmos_rl.policy.model.single_file import SingleFile
+from cosmos_rl.storage import atomic
+from cosmos_rl.storage.locks import hold_lock
+from cosmos_rl.utils.logging import logger
+
+_PREFIX = "model.diffusion_model."
+_WAIT_S = 1800.0
+_SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
+
+
+def assemble(single: SingleFile, place: Path) -> Path:
+    """The pipeline folder in ``place``, made once for each content of file and base; the base's other parts are links.
+
+    Raises:
+        UserError: the file does not hold the base's transformer.
+    """
+    content = read_ends(single.file) + (pipeline_digest(str(single.base), None) or "").encode()
+    folder = place / f"{single.file.stem}-{hashlib.sha256(content).hexdigest()[:8]}"
+    stuck = f"{folder}: another process has been making it for {_WAIT_S:g} s; is it stuck?"
+    with hold_lock(place / ".lock", _WAIT_S, stuck):  # ranks that are started by hand: one makes it, the others find it
+        if not (folder / "model_index.json").is_file():
+            _write(single, folder)
+    return folder
+
+
+def _write(single: SingleFile, folder: Path) -> None:
+    weights = read_transformer(single)
+    index = json.loads((single.base / "model_index.json").read_text(encoding="utf-8"))
+    with atomic.staging(folder) as stage:
+        for part in (name for name, value in index.items() if isinstance(value, list) and name != "transformer"):
+            if (single.base / part).is_dir():
+                _link(single.base / part, stage / part)
+        (stage / "transformer").mkdir()
+        shutil.copyfile(single.base / "transformer/config.json", stage / "transformer/config.json")
+        save_torch_state_dict(weights, stage / "transformer", filename_pattern=_SHARDS, max_shard_size="4GB")
+        for file in (stage / "transformer").iterdir():
+            atomic.share(file)
+        shutil.copyfile(single.base / "model_index.json", stage / "model_index.json")
+    logger.info(
+        f"{single.file}: all {len(weights)} tensors of the transformer are there; with the other parts of "
+        f"{single.base} it is the pipeline {folder}"
+    )
+
+
+def _link(part: Path, target: Path) -> None:
+    try:
+        target.symlink_to(part.absolute(), target_is_directory=True)
+    except OSError:  # a disk without links
+        shutil.copytree(part, target)
+
+
+def read_transformer(single: SingleFile) -> dict[str, Tensor]:
+    """The transformer of a file by diffusers' names, whatever names the file has; exactly that of the base.
+
+    Raises:
+        UserError: names the tensors that are missing, unexpected, or of another shape.
+    """
+    import torch
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from cosmos_rl.policy.model.driver.loading import build_empty
+
+    config = json.loads((single.base / "transformer/config.json").read_text(encoding="utf-8"))
+    wanted = build_empty(single.base / "transformer", torch.float32).state_dict()
+    found = _read(single.file)
+    if not set(wanted) <= set(found):
+        converter: Any = SINGLE_FILE_LOADABLE_CLASSES.get(config["_class_name"], {}).get("checkpoint_mapping_fn")
+        if converter is None:
+            known = ", ".join(name for name in SINGLE_FILE_LOADABLE_CLASSES if "Transformer" in name)
+            raise UserError(f"{single.file}: diffusers reads no {config['_class_name']} from one file, only {known}")
+        left = dict(found)
+        try:
+            found = converter(checkpoint=left, config=config)
+        except (KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise UserError(f"{single.file}: is not the transformer of {single.base}: {error!r} is missing") from error
+        if left is not found:
+            found = {**left, **found}  # what the converter has not taken
+    _require_equal_shapes(single, found, wanted)
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The transformer's tensors without a prefix; what else the file holds is named and left out."""
+    with safe_open(file, framework="pt") as opened:
+        keys = list(opened.keys())
+        own = [key for key in keys if key.startswith(_PREFIX)] or keys
+        others = sorted({key.split(".")[0] for key in set(keys) - set(own)})
+        found = {key.removeprefix(_PREFIX): opened.get_tensor(key) for key in own}
+    if others:
+        logger.warning(
+            f"{file}: {len(keys) - len(own)} tensors are of other parts ({', '.join(others)}) and are not used; VAE "
+            "and text encoders are those of the base"
+        )
+    return found
+
+
+def _require_equal_shapes(single: SingleFile, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    lines = [f"  missing: {name}" for name in sorted(wanted.keys() - found.keys())]
+    lines += [f"  unexpected: {name}" for name in sorted(found.keys() - wanted.keys())]
+    lines += [
+        f"  {name}: {tuple(found[name].shape)} in the file, {tuple(value.shape)} in the base"
+        for name, value in wanted.items()
+        if name in found and found[name].shape != value.shape
+    ]
+    if lines:
+        raise UserError(
+            f"{single.file}: is not the transformer of {single.base}, {len(lines)} tensors differ (another base? "
+            "policy.single_file_base names it):\n" + "\n".join(lines[:8])
+        )

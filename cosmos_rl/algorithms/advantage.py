@@ -127,16 +127,19 @@ def measure_nearest(feature_ND: Tensor, group_N: Tensor) -> Tensor:
     return torch.where(nearest_N.isfinite(), nearest_N, 0.0)
 
 
-def scale_by_diversity(reward_N: Tensor, diversity_N: Tensor, group_N: Tensor) -> Tensor:
+def scale_by_diversity(
+    reward_N: Tensor, diversity_N: Tensor, group_N: Tensor, *, size_N: Tensor | None = None
+) -> Tensor:
     """Advantages of GARDO (arXiv 2512.24138), which count a good sample the more the less it is like the others of its
     group; float64 ``[N]``, NaN where the reward is missing.
 
     ``(reward - mean) d / mean(d)`` where the reward is at least the mean of its group, else ``reward - mean``, without
     a standard deviation. Not as in the paper, the mean of each group is then subtracted again: a sum that is not 0
-    pushes all samples alike.
+    pushes all samples alike. Rounding is nothing, by ``size_N`` as in `group_advantages`.
     """
     groups = _Groups.from_rewards(reward_N, group_N)
     deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
+    deviation_N = groups.drop_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
     mean_N = groups.mean_P(diversity_N.double())[groups.inverse_N]
     factor_N = torch.where(mean_N > 0, diversity_N.double() / mean_N, 1.0)
     scaled_N = torch.where(deviation_N >= 0, deviation_N * factor_N, deviation_N)

@@ -65,7 +65,7 @@ def make_rewards(
     try:
         if functions:
             scorers.append(LocalScorer(functions, table))
-        if remote is not None and remote.scale and any(entry.weight for entry in remote.reward_fns):
+        if remote is not None and remote.scale and any(entry.is_asked for entry in remote.reward_fns):
             scorers.append(RemoteScorer(remote))
             sends_latents = remote.payload == "latents"
         _check(scorers, validation)

@@ -90,7 +90,7 @@ def load_configured_rewards(table: LocalRewardConfig, key: str) -> list[LocalRew
     return [
         LocalReward(
             entry.shown_name,
-            _find_function(entry.function, f"{key}.reward_fns.{index}.function"),
+            find_function(entry.function, f"{key}.reward_fns.{index}.function"),
             entry.weight,
             entry.clip_min,
             entry.clip_max,
@@ -143,7 +143,7 @@ def _function_name(function: object) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _find_function(reference: str, key: str) -> Callable[..., Any]:
+def find_function(reference: str, key: str) -> Callable[..., Any]:
     """The function at ``package.module:function`` or ``path/file.py:function``."""
     source, _, name = reference.rpartition(":")
     try:

@@ -1,5 +1,6 @@
 """Rewards from Python functions, called in a thread alongside training."""
 
+import functools
 import math
 import queue
 import threading
@@ -38,7 +39,7 @@ class LocalScorer:
         self._requests: queue.SimpleQueue[tuple[ScoringRequest, Future[Scores]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._closed = threading.Event()
-        self._worker = _Worker()
+        self._worker = Worker()
         # Daemons: a function that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._serve, name="local-rewards", daemon=True)
         self._thread.start()
@@ -79,7 +80,8 @@ class LocalScorer:
             for first in range(0, len(rows), call.size):
                 part = rows[first : first + call.size]
                 self._check()
-                found = self._worker.run(lambda call=call, part=part: call(request, part), self._timeout_s, call.name)
+                task = functools.partial(call, request, part)
+                found = self._worker.run(task, self._timeout_s, f"reward {call.name}")
                 for row, one in zip(part, found, strict=True):
                     if isinstance(one, str):
                         why[row] = one
@@ -165,15 +167,15 @@ class _Call:
         return number
 
 
-class _Worker:
+class Worker:
     """A thread that runs functions one at a time, always the same one, as models and engines may need."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="reward-functions", daemon=True).start()
 
-    def run(self, task: Callable[[], Any], timeout_s: float, name: str) -> Any:
-        """What ``task`` gives.
+    def run(self, task: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """What ``task`` gives; ``what``: its name in the message.
 
         Raises:
             UserError: it has not returned after ``timeout_s`` seconds.
@@ -182,12 +184,13 @@ class _Worker:
         self._tasks.put((task, future))
         if not wait([future], timeout_s).done:
             raise UserError(
-                f"reward {name}: the function has not returned after {timeout_s:g} s "
+                f"{what}: the function has not returned after {timeout_s:g} s "
                 "(train.train_policy.local_reward.timeout_s); is it stuck?"
             )
         return future.result()
 
     def end(self) -> None:
+        """End the thread after what it runs."""
         self._tasks.put(None)
 
     def _run(self) -> None:

@@ -43,16 +43,16 @@ class Asked:
 
 
 def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
-    """Entry by entry of ``table`` which score it reads; None for weight 0, which is not asked for.
+    """Entry by entry of ``table`` which score it reads; None for one that is not asked for.
 
     An entry is named as its reward, and when several read the same reward, ``reward.score_key``.
     """
-    wanted = [entry for entry in table.reward_fns if entry.weight != 0]
+    wanted = [entry for entry in table.reward_fns if entry.is_asked]
     asked: list[Asked | None] = []
     for entry in table.reward_fns:
         key = entry.score_key or _USUAL_KEYS.get(entry.name, entry.name)
         several = sum(other.name == entry.name for other in wanted) > 1
-        if entry.weight == 0:
+        if not entry.is_asked:
             asked.append(None)
         elif several:
             asked.append(Asked(f"{entry.name}.{key}", entry.name, key))
@@ -73,10 +73,11 @@ def list_terms(asked: Sequence[Asked]) -> list[Asked]:
 
 
 def build_reward_fn(table: RemoteRewardConfig) -> dict[str, float]:
-    """The ``reward_fn`` of a request. The service drops weights <= 0 and ignores the others: a penalty is sent as 1."""
+    """The ``reward_fn`` of a request. The service drops weights <= 0 and ignores the others: a penalty, or what is only
+    measured, is sent as 1."""
     weights: dict[str, float] = {}
     for entry in table.reward_fns:
-        if entry.weight != 0:
+        if entry.is_asked:
             weights[entry.name] = max(weights.get(entry.name, 0.0), entry.weight if entry.weight > 0 else 1.0)
     return weights
 

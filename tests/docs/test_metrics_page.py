@@ -98,7 +98,15 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
         f"{job}reward_hacking_guard.enable=false",
     )
     clipped, masked = (nft_train(write_nft_toml(), *flow, *more) for more in ((), (f"{job}kl_mask_threshold=1e-5",)))
-    forward = nft_train(write_nft_toml(), *short, "--train.ckpt.enable_checkpoint=false", f"{job}trainer_type=epg")
+    functions = ("cosmos_rl.reward.examples:brightness", "cosmos_rl.reward.examples:sharpness")
+    rewards = f'{{function = "{functions[0]}"}}, {{function = "{functions[1]}", weight = 0.0}}'
+    gated = (
+        f"{job}kl_gate.rewards=['sharpness']",
+        f"{job}diversity_features=cosmos_rl.reward.features:thumbnails",
+        f"{job}local_reward.reward_fns=[{rewards}]",
+    )
+    plain = (*short, "--train.ckpt.enable_checkpoint=false")
+    forward = nft_train(write_nft_toml(), *plain, f"{job}trainer_type=epg", f"{job}kl_beta=0.1", *gated)
     runs = (sft, dpo, nft, clipped, masked, forward)
     logged = {name for run in runs for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []

@@ -79,6 +79,10 @@ def test_penalties_are_asked_for_with_weight_1_and_weight_0_not_at_all() -> None
     several = RemoteRewardConfig.model_validate({"reward_fns": fns})
     assert build_reward_fn(several) == {"a": 0.5, "b": 1.0}
     assert [one and one.name for one in list_requested_scores(several)] == ["a", "b", None]
+    fns[2]["measured"] = True
+    several = RemoteRewardConfig.model_validate({"reward_fns": fns})
+    assert build_reward_fn(several) == {"a": 0.5, "b": 1.0, "c": 1.0}
+    assert [one and one.name for one in list_requested_scores(several)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

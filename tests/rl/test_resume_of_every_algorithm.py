@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
+from cosmos_rl.reward import batch_reward
 from cosmos_rl.storage import run_folder
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 from tests.support.toy_models import PlaneModel
@@ -58,6 +60,13 @@ JOBS: dict[str, dict[str, Any]] = {
         JOB + "advantage_transform": "centred_exp_reward",
         JOB + "data_term": {"beta": 0.5, "local_dir": "made by the test", "batch_size": 8},
     },
+    "flow_grpo, gated": {
+        **FLOW,
+        JOB + "trainer_type": "flow_grpo",
+        JOB + "kl_beta": 0.1,
+        JOB + "kl_gate": {"rewards": ["auxiliary"], "share": 0.2},
+        JOB + "diversity_features": "tests.rl.test_resume_of_every_algorithm:points",
+    },
     "diffusion_nft": {JOB + "kl_beta": 0.1, "policy.diffusers.weight_copy_decay_type": 1},
     "epg": {**MOVING, JOB + "trainer_type": "epg", JOB + "advantage_temperature": 10.0},
     "pepg": {JOB + "trainer_type": "pepg", JOB + "kl_beta": 0.3, "policy.diffusers.weight_copy_decay_type": 2},
@@ -66,6 +75,17 @@ JOBS: dict[str, dict[str, Any]] = {
     "online_dpo": {**MOVING, JOB + "trainer_type": "online_dpo", "policy.diffusers.weight_copy_decay_type": 0},
 }
 TOTAL, ENDED = 6, 3
+
+
+@batch_reward
+def auxiliary(media: np.ndarray) -> np.ndarray:
+    """Measured, for the gate."""
+    return media[:, 0].astype(np.float64)
+
+
+def points(media: np.ndarray) -> np.ndarray:
+    """Features."""
+    return media
 
 
 def task_of(changes: dict[str, Any], lora: bool, start: int, images: Path) -> OnlineTask:
@@ -95,7 +115,9 @@ def task_of(changes: dict[str, Any], lora: bool, start: int, images: Path) -> On
             if "lora" not in name:
                 torch.nn.init.normal_(value, std=0.1)
     data_loss = functools.partial(plane_data_loss, model, 0, online_table(config).data_term.batch_size)
-    return toy_trainer(config, model, [POINT] * 3, reward_fns={"bump": bump}, data_loss=data_loss)
+    return toy_trainer(
+        config, model, [POINT] * 3, reward_fns={"bump": bump, "auxiliary": (auxiliary, 0.0)}, data_loss=data_loss
+    )
 
 
 def train(task: OnlineTask, folder: Path, resume_from: Path | None) -> Path:

@@ -98,6 +98,11 @@ def reward_lines(config: Config, *, own_script: bool) -> list[str]:
     lines = list(_score_lines(remote, job.local_reward))
     if own_script:
         lines.append("functions that the script gives as reward_fns take the place of local ones")
+    if job.kl_gate.rewards:
+        names = ", ".join(job.kl_gate.rewards)
+        lines.append(f"distance to the reference: for {job.kl_gate.share:.3g} of the samples, ranked against {names}")
+    if job.diversity_features is not None:
+        lines.append(f"advantages: times the distance from the nearest sample of the prompt ({job.diversity_features})")
     validation = config.validation
     if lines and validation.enable:
         lines += [f"validation: {line}" for line in _score_lines(validation.remote_reward, validation.local_reward)]
@@ -114,8 +119,10 @@ def _score_lines(remote: RemoteRewardConfig | None, local: LocalRewardConfig | N
 def _service_lines(table: RemoteRewardConfig) -> Iterator[str]:
     for entry in table.reward_fns:
         line = f"{entry.name}: weight {entry.weight:g}, clipped to {entry.lower:g} ... {entry.upper:g}, service"
-        if not entry.weight:
+        if not entry.is_asked:
             line += ", not requested"
+        elif not entry.weight:
+            line += ", measured only"
         yield line
 
 

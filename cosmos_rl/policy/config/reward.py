@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StrictFloat
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat
 
 from cosmos_rl.policy.config.base import Description, PositiveFloat, PositiveInt, Table
 
@@ -17,7 +17,9 @@ class RewardFnConfig(Table):
     name: str
     """Reward type at the service."""
     weight: StrictFloat = 1.0
-    """Weight in the sum over all rewards; negative: a penalty, 0: not requested."""
+    """Weight in the sum over all rewards; negative: a penalty, 0: not requested, unless it is `measured`."""
+    measured: StrictBool = False
+    """Request it although its weight is 0."""
     score_key: str | None = None
     """Field of the answer that holds the score, or "a+b" for a sum; unset: the usual one (ocr: ocr_reward, gen_eval:
     gen_eval_score, cosmos_reason1: no_score, dance_grpo: overall_reward), else as name."""
@@ -25,6 +27,11 @@ class RewardFnConfig(Table):
     """Smaller scores count as this; unset: -5, for hpsv3 -15."""
     clip_max: StrictFloat | None = None
     """Larger scores count as this; unset: 5, for hpsv3 15."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is requested."""
+        return self.weight != 0 or self.measured
 
     @property
     def lower(self) -> float:

@@ -36,6 +36,7 @@ def rl_rules(config: Config) -> list[str]:
         *_real_samples(config, job),
         *_reference(job),
         *_teacher(config, job),
+        *_gardo(job),
         *_guard(config, job),
         *_rewards(config, job),
     ]
@@ -238,6 +239,24 @@ def _teacher(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         yield f'{key}.teacher: found "{job.teacher}"; allowed: with adapters, or where all weights are trained'
 
 
+def _gardo(job: GrpoPolicyConfig) -> Iterator[str]:
+    """The gate is on the distance to the reference, and the diversity in advantages of one reward."""
+    key, gate = "train.train_policy", job.kl_gate
+    if gate.rewards and job.kl_beta == 0:
+        yield f"{key}.kl_beta: found 0.0; allowed: more than 0 with {key}.kl_gate.rewards, which gate its distance"
+    if not gate.least_share <= gate.share <= gate.most_share:
+        yield f"{key}.kl_gate.share: found {gate.share}; allowed: {gate.least_share} to {gate.most_share}, its bounds"
+    if job.trainer_type in PAIR_TRAINERS:
+        for name, found in (("kl_gate.rewards", list(gate.rewards)), ("diversity_features", job.diversity_features)):
+            if found:
+                yield f'{key}.{name}: found {found}; allowed: none with "{job.trainer_type}", which learns from pairs'
+    if job.diversity_features is not None and job.normalise_rewards != "sum":
+        yield (
+            f'{key}.normalise_rewards: found "{job.normalise_rewards}"; allowed: "sum" with {key}.diversity_features, '
+            "which is a factor of the advantages of one reward"
+        )
+
+
 def _guard(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     """A rewind needs a checkpoint from before the last check."""
     guard, ckpt, key = job.reward_hacking_guard, config.train.ckpt, "train.train_policy.reward_hacking_guard.action"
@@ -273,7 +292,7 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"validation.use_remote_reward: found {str(validation.use_remote_reward).lower()}; allowed: "
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
-    rewards = [reward.name for reward in remote.reward_fns if reward.weight]
+    rewards = [reward.name for reward in remote.reward_fns if reward.is_asked]
     of_geneval = job.dataset.name == "geneval" or job.dataset.local_dir
     if job.use_remote_reward and "gen_eval" in rewards and not of_geneval:
         yield (

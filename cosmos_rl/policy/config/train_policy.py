@@ -22,7 +22,7 @@ from cosmos_rl.policy.config.base import (
     RewardFunction,
     Table,
 )
-from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.reward import FunctionName, LocalRewardConfig, RemoteRewardConfig
 
 Preset = Literal[
     "flow_grpo",
@@ -213,6 +213,20 @@ class StepsConfig(Table):
     makes; a run that would need more is refused before it begins."""
 
 
+class KlGateConfig(Table):
+    """`[train.train_policy.kl_gate]`: for which samples the distance to the reference counts (GARDO)."""
+
+    rewards: tuple[str, ...] = ()
+    """Names of rewards of weight 0. The distance then counts only for the samples of a step whose reward ranks most
+    above these. None: it counts for all samples."""
+    share: PositiveFraction = 0.1
+    """Share of a step's samples at the start; it grows and shrinks with their uncertainty."""
+    least_share: PositiveFraction = 0.02
+    """Its lower bound."""
+    most_share: PositiveFraction = 0.2
+    """Its upper bound."""
+
+
 class RewardHackingGuardConfig(Table):
     """`[train.train_policy.reward_hacking_guard]`: detects that the reward rises because the policy exploits it."""
 
@@ -276,6 +290,8 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """All rewards are 0, to try things; nothing is asked or called."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference model; 0: none is kept or run."""
+    kl_gate: KlGateConfig = KlGateConfig()
+    """For which samples that distance counts."""
     teacher: str = ""
     """On-policy distillation: an exported adapter that fits [policy.lora], or without that table a pipeline folder,
     which takes the place of the reference."""
@@ -289,6 +305,10 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """"sum": advantages of the weighted sum of the rewards. "each": the sum of each reward's advantages times its
     table's scale and its weight. "gdpo": the same with each prompt's own deviations, over the deviation of the whole
     step. All know a score only within its clips."""
+    diversity_features: FunctionName | None = None
+    """A function of the media that gives features of each sample, "package.module:function" or "path/file.py:function".
+    A good sample then counts the more, the further it is from the others of its prompt; advantages are not divided by a
+    deviation (GARDO)."""
     drop_equal_groups: StrictBool = False
     """Leave out prompts whose samples all have the same advantage, so that they teach nothing."""
     mu_iterations: PositiveInt = 1

@@ -34,6 +34,8 @@ class Rows:
     """Keys of the rows' noise, where the algorithm draws some."""
     noise_key: tuple[int, str, int] = (0, "", 0)
     """(seed, purpose, step) of that noise."""
+    kl_weight: Tensor | None = None
+    """``[R]``: factor of the distance to the reference; None: 1 each."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class MicroBatch:
     data: Mapping[str, Tensor]
     frozen: Mapping[PolicyName, Tensor] = field(default_factory=dict)
     """Velocities at ``state``, without a gradient."""
+    kl_weight: Tensor | None = None
+    """``[B]``; None: 1 each."""
+
+    def gate(self, kl_B: Tensor) -> Tensor:
+        """Distances to the reference ``[B]``, as far as they count."""
+        if self.kl_weight is None:
+            return kl_B
+        return kl_B * self.kl_weight.to(kl_B)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,8 @@ class Share:
     """``[S]``; 0 for samples that only fill up."""
     rejected: Tensor | None = None
     """int64 ``[S]``: where in ``data`` the rejected sample of each pair is, of an algorithm that learns from pairs."""
+    kl_weight: Tensor | None = None
+    """``[S]``: factor of the distance to the reference; None: 1 each."""
 
 
 class Algorithm(Protocol):

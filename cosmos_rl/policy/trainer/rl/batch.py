@@ -14,6 +14,7 @@ from cosmos_rl.algorithms.advantage import (
     gdpo_advantages,
     group_advantages,
     mean_group_std,
+    scale_by_diversity,
     select_rows,
     zero_std_share,
 )
@@ -53,6 +54,10 @@ class ScoredBatch:
     """bool ``[N]``: trained on."""
     rejected: Mapping[int, int] | None = None
     """Of an algorithm that learns from pairs: index of the best of a group -> that of its worst."""
+    kl_weight_N: Tensor | None = None
+    """float32 ``[N]``: factor of the distance to the reference; None: 1 each."""
+    nearest_N: Tensor | None = None
+    """float64 ``[N]``: distance of the features from those of the nearest other sample of the group."""
 
     @property
     def learnt(self) -> list[int]:
@@ -113,6 +118,7 @@ def score_batch(
     global_std: bool,
     in_pairs: bool,
     context: Context,
+    nearest_N: Tensor | None = None,
 ) -> ScoredBatch:
     """Rewards of all ranks, and from them the advantages; every rank computes the same.
 
@@ -121,6 +127,7 @@ def score_batch(
         own, tables: this rank's samples, and their rewards chunk by chunk.
         rewards: what gave them.
         in_pairs: train on the best and the worst of each group.
+        nearest_N: see `ScoredBatch`; it changes the advantages.
 
     Raises:
         UserError: more rewards are missing than the configuration allows.
@@ -133,7 +140,7 @@ def score_batch(
     advantage_N = used_N = torch.zeros_like(reward_N)
     kept_N = torch.ones(len(reward_N), dtype=torch.bool)
     if not job.bypass_reward:
-        advantage_N = _advantages(reward_N, scores, group_N, rewards, job=job, std=global_std)
+        advantage_N = _advantages(reward_N, scores, group_N, rewards, job=job, std=global_std, nearest_N=nearest_N)
         used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
         whole_groups = job.on_missing_reward == "drop_group"
         kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
@@ -143,7 +150,9 @@ def score_batch(
         kept_N = torch.zeros_like(kept_N)
         kept_N[[*rejected, *rejected.values()]] = True
     first = context.dp_rank * len(own.samples)
-    return ScoredBatch(tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N, rejected)
+    return ScoredBatch(
+        tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N, rejected, nearest_N=nearest_N
+    )
 
 
 def _advantages(
@@ -154,6 +163,7 @@ def _advantages(
     *,
     job: GrpoPolicyConfig,
     std: bool,
+    nearest_N: Tensor | None,
 ) -> Tensor:
     """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
     counted = clip_scores(rewards, scores)
@@ -163,6 +173,8 @@ def _advantages(
     if job.normalise_rewards == "each":
         return combine_advantages(counted, rewards.weights, group_N, global_std=std, temperature=temperature)
     size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
+    if nearest_N is not None:
+        return scale_by_diversity(reward_N, nearest_N, group_N, size_N=size_N) / (temperature or 1.0)
     return group_advantages(reward_N, group_N, global_std=std, size_N=size_N, temperature=temperature)
 
 
@@ -278,6 +290,10 @@ def compute_reward_metrics(step: ScoredBatch) -> dict[str, float]:
     metrics["adv/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
     metrics["train/samples_used"] = float(step.kept_N.sum())
+    if step.kl_weight_N is not None:
+        metrics["train/kl_gated_ratio"] = mean(step.kl_weight_N)
+    if step.nearest_N is not None:
+        metrics["adv/nearest_distance"] = mean(step.nearest_N)
     return metrics
 
 

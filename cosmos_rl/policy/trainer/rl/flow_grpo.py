@@ -135,6 +135,7 @@ class FlowGrpo:
             weight=share.weight[row_R],
             value=share.value[row_R],
             data=data,
+            kl_weight=None if share.kl_weight is None else share.kl_weight[row_R],
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
@@ -142,7 +143,8 @@ class FlowGrpo:
         data = {name: value[which].to(device, torch.float32) for name, value in rows.data.items()}
         level = rows.level.rows(which).to(device)
         weight, value = (rows_R[which].to(device) for rows_R in (rows.weight, rows.value))
-        return MicroBatch(data.pop("state"), level, weight, value, rows.prompts[which], data)
+        kl_weight = None if rows.kl_weight is None else rows.kl_weight[which].to(device)
+        return MicroBatch(data.pop("state"), level, weight, value, rows.prompts[which], data, kl_weight=kl_weight)
 
     def loss(
         self, velocity: Tensor, micro: MicroBatch, element_mask: Tensor | None, kl_beta: float
@@ -165,7 +167,7 @@ class FlowGrpo:
         terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
         if kl_beta > 0.0:
             kl_B = step_divergence(velocity, reference, steps, element_mask)
-            kl_B = kl_B * step_scales(self.region.scale, steps).kl_B.to(kl_B)
+            kl_B = micro.gate(kl_B * step_scales(self.region.scale, steps).kl_B.to(kl_B))
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
             terms["kl_loss"] = kl_B.detach()
         if self.norm_weight > 0.0:

@@ -97,6 +97,7 @@ class DiffusionNft:
             data=data,
             noise_ids=[share.sample_ids[row] * total + index for row, index in pairs],
             noise_key=draws.key(f"{self.purpose}/noise/{number}"),
+            kl_weight=None if share.kl_weight is None else share.kl_weight[order],
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
@@ -105,7 +106,9 @@ class DiffusionNft:
         noise = randomness.normal(clean.shape[1:], *rows.noise_key, rows.noise_ids[which]).to(device)
         level = rows.level.rows(which).to(device)
         weight, value = (rows_R[which].to(device) for rows_R in (rows.weight, rows.value))
-        return MicroBatch(mix(clean, noise, level.sigma), level, weight, value, rows.prompts[which], {"clean": clean})
+        kl_weight = None if rows.kl_weight is None else rows.kl_weight[which].to(device)
+        state, prompts = mix(clean, noise, level.sigma), rows.prompts[which]
+        return MicroBatch(state, level, weight, value, prompts, {"clean": clean}, kl_weight=kl_weight)
 
     def loss(
         self, velocity: Tensor, micro: MicroBatch, element_mask: Tensor | None, kl_beta: float
@@ -115,7 +118,7 @@ class DiffusionNft:
         loss, terms = self.policy_loss(velocity, old, micro, element_mask)
         reference = micro.frozen.get("reference")
         if reference is not None:
-            kl_B = velocity_kl(velocity, reference, element_mask)
+            kl_B = micro.gate(velocity_kl(velocity, reference, element_mask))
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
             terms["kl_loss"] = kl_B.detach()
             terms["old_kl"] = velocity_kl(old, reference, element_mask)

@@ -33,6 +33,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepCond
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
+from cosmos_rl.policy.trainer.rl.gardo import KlGate, NearestSample
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
 from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving
@@ -122,6 +123,7 @@ class OnlineTask(TaskBase):
             rollout_chunk=self.plan.chunk,
         )
         self.guard = RewardHackingGuard(job.reward_hacking_guard, probe, parts.held_out)
+        self._gate, self._nearest = KlGate(job, parts.rewards), NearestSample(job)
         self._num_evaluations = 0  # of all ranks, before this process was started or at the last step
         self._missing_warned = self._equal_warned = False
         self._describe()
@@ -133,11 +135,12 @@ class OnlineTask(TaskBase):
         conditions, draws = self._new_conditions(), self._draws(step)
         began = time.perf_counter()
         own, pending = self._roll_out(step, conditions)
+        nearest_N = self._nearest.measure(own.media, self._samples(step), self._context)
         rolled_out = time.perf_counter()
         with enter_phase("scoring"):
             tables = [self._scoring.wait(future) for future in pending]
         scored = time.perf_counter()
-        batch = self._score(step, own, tables)
+        batch = self._gate.apply(self._score(step, own, tables, nearest_N))
         diversity, gallery = batches.mean_diversity(own, self._context), self._build_gallery(step, batch)
         updates = self._plan_updates(draws, batch)
         learnable = batches.shard_learnable(batch, updates, self._context)
@@ -184,7 +187,7 @@ class OnlineTask(TaskBase):
         assert media is not None
         return concat_rollouts(parts, media), futures
 
-    def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable]) -> ScoredBatch:
+    def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable], nearest_N: Tensor | None) -> ScoredBatch:
         """The rewards of all ranks and their advantages."""
         batch = batches.score_batch(
             self._samples(step),
@@ -195,6 +198,7 @@ class OnlineTask(TaskBase):
             global_std=self._config.policy.diffusers.sample.global_std,
             in_pairs=self.algorithm.in_pairs,
             context=self._context,
+            nearest_N=nearest_N,
         )
         reasons = batches.explain_missing(own, tables)
         if reasons and not self._missing_warned:
@@ -302,6 +306,7 @@ class OnlineTask(TaskBase):
             value_N[list(own.indices)],
             torch.tensor(own.weights),
             learnable.rejected_rows(own.indices),
+            None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
         )
 
     def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:
@@ -366,6 +371,7 @@ class OnlineTask(TaskBase):
             "old_equals_current": self.policies.old_equals_current,
             "guard": self.guard.state_dict(),
             "rewards": self._scoring.settings(),
+            "kl_gate": self._gate.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -374,6 +380,7 @@ class OnlineTask(TaskBase):
         self._num_evaluations = int(state["evaluations"])
         self.policies.old_equals_current = bool(state["old_equals_current"])
         self.guard.load_state_dict(state["guard"])
+        self._gate.load_state_dict(state["kl_gate"])
         self.optimizer.lr_factor = self.guard.lr_factor
         self._scoring.warn_if_changed(state["rewards"])
 
@@ -384,6 +391,7 @@ class OnlineTask(TaskBase):
 
     def close(self) -> None:
         """End what scores samples."""
+        self._nearest.close()
         self._scoring.rewards.close()
         if self._val_scoring is not self._scoring:
             self._val_scoring.rewards.close()

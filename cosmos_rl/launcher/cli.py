@@ -35,6 +35,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.commands:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "translate": ("cosmos_rl.launcher.commands:translate", "print the present form of an older configuration"),
+    "watch": ("cosmos_rl.launcher.watching:watch", "show runs on a live page while they train"),
     "tiny-model": ("cosmos_rl.launcher.commands:tiny_model", "write a tiny model folder to try things with"),
 }
 

@@ -21,7 +21,7 @@ from cosmos_rl.launcher.ranks.signals import EXIT_USER_ERROR, StopRequest, liste
 from cosmos_rl.policy.config import Config, load_config, notes, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS
 from cosmos_rl.policy.config.ranks import resolve_world_size
-from cosmos_rl.storage.run_folder import RunFolder
+from cosmos_rl.storage.run_folder import RunFolder, record_end
 from cosmos_rl.tracking.screen import clear_leftovers
 from cosmos_rl.utils.logging import logger
 
@@ -135,6 +135,8 @@ def _run(
                 job_id=job_id,
             )
     clear_leftovers()
+    if command.nodes.index == 0:
+        record_end(run, code, failure)
     if code == EXIT_USER_ERROR:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     elif failure:

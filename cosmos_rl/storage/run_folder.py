@@ -9,6 +9,7 @@ import datetime
 import fcntl
 import json
 import os
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class RunFolder:
         return self.root / "run.json"
 
     @property
+    def ended(self) -> Path:
+        """How the newest command on the run ended: exit code and reason; absent while it works."""
+        return self.root / "ended.json"
+
+    @property
     def report(self) -> Path:
         """The page that shows what the run did."""
         return self.root / "report.html"
@@ -98,7 +104,34 @@ def begin_run(run: RunFolder) -> None:
         waiting = run.next / target.name
         if waiting.is_file():
             write_text(target, waiting.read_text(encoding="utf-8"))
+    run.ended.unlink(missing_ok=True)
     point_links(run)
+
+
+def record_end(run: RunFolder, code: int, reason: str) -> None:
+    """The command that waits in `.next` ends with this exit code; one that has not begun leaves the run as it was."""
+    files = (run.run_json, run.next / run.run_json.name)
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    if len(texts) == 2 and texts[0] == texts[1]:
+        write_text(run.ended, json.dumps({"code": code, "reason": reason}) + "\n")
+
+
+def is_worked_on(run: RunFolder) -> bool | None:
+    """Whether the process that last worked on the run is alive; None: there was none, or it is on another machine."""
+    try:
+        host = json.loads(run.run_json.read_text(encoding="utf-8"))["host"]
+        pid = int((run.root / ".lock").read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != platform.node():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 def create_run(output_dir: Path, timestamp: str = "") -> RunFolder:
@@ -140,7 +173,10 @@ def find_run(path: Path) -> RunFolder:
         holds = "does not exist"
         if path.is_dir():
             holds = "holds no run"
-        raise UserError(f"{path} {holds}: give <output_dir>/<timestamp>, or <output_dir> for its newest run")
+        raise UserError(
+            f"{path} {holds}: give <output_dir>/<timestamp>, or <output_dir> for its newest run (looked for "
+            "config.toml, for metrics.jsonl, and for folders <timestamp> with checkpoints)"
+        )
     return run
 
 

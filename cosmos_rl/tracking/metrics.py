@@ -47,7 +47,7 @@ def _finite_or_none(value: Any) -> Any:
     return value
 
 
-def _parse_line(line: str | bytes) -> dict[str, Any] | None:
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
     """What a line holds; None for one that is not whole."""
     try:
         row = from_json(line, cache_strings="keys")  # several times as fast as json, which a long run's report feels
@@ -58,7 +58,7 @@ def _parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 def _read_step(line: bytes) -> float:
     """The step of a line; infinity for one that is not whole."""
-    row = _parse_line(line)
+    row = parse_line(line)
     if row is None:
         return math.inf
     return row["step"]
@@ -83,4 +83,4 @@ def _read_lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; the last one may be half written while the run is in progress."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [row for line in lines if (row := _parse_line(line)) is not None]
+    return [row for line in lines if (row := parse_line(line)) is not None]

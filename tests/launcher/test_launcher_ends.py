@@ -1,5 +1,6 @@
 """How the `cosmos-rl` command ends: exit codes, stop signals, restarts, errors that a worker raises."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.storage.run_folder import RunFolder, begin_run, is_worked_on, record_end
 from tests.support.launched import Place, is_alive, newest_run, signal_myself_when, wait_for
 
 
@@ -51,6 +53,32 @@ def test_the_end_of_the_worker_is_the_end_of_the_command(
     assert message in printed.err
     assert "elastic" not in printed.err + printed.out
     assert ("Traceback" in printed.err) == ("ValueError" in body)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "reason"), [("return 0", 0, ""), ("os._exit(3)", 1, "the worker of rank 0 ended with exit code 3")]
+)
+def test_a_run_that_has_begun_says_how_its_command_ended_until_the_next_one_begins(
+    place: Place, body: str, code: int, reason: str
+) -> None:
+    folder, script = place
+    script(f"def body(stop):\n    {body}\nsupervise(body)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == code
+    run = RunFolder(newest_run(folder))
+    assert json.loads(run.ended.read_text()) == {"code": code, "reason": reason}
+    assert is_worked_on(run) is True  # this process, in which the launcher ran
+    begin_run(run)
+    assert not run.ended.exists()
+
+
+def test_a_command_that_has_not_begun_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "20260101000000")
+    for folder, started in ((run, "earlier"), (RunFolder(run.next), "now")):
+        folder.root.mkdir()
+        folder.run_json.write_text(json.dumps({"started": started, "host": "elsewhere"}))
+    record_end(run, 2, "no such images")
+    assert not run.ended.exists()
+    assert is_worked_on(run) is None
 
 
 def launch_and_signal(folder: Path, *names: str, options: Sequence[str] = ()) -> int:

@@ -62,12 +62,13 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def open(self, file: Path) -> None:
-        """Show a file, once it is loaded."""
-        self.call("Page.navigate", url=file.absolute().as_uri())
+    def open(self, place: Path | str) -> None:
+        """Show a file or an address, once it is loaded."""
+        url = place.absolute().as_uri() if isinstance(place, Path) else place
+        self.call("Page.navigate", url=url)
         wait_until(
-            lambda: self.evaluate("location.protocol == 'file:' && document.readyState == 'complete'"),
-            f"{file} loading",
+            lambda: self.evaluate(f"location.href == {json.dumps(url)} && document.readyState == 'complete'"),
+            f"{url} loading",
         )
 
     def _read(self) -> Iterator[dict[str, Any]]:

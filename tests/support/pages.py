@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-_VOID = {"meta", "img", "br"}
+_VOID = {"meta", "img", "br", "link"}
 
 
 @dataclass

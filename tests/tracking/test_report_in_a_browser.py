@@ -1,6 +1,5 @@
 """The report's videos before and after play in a browser, from the file as it lies on the disk."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from cosmos_rl.tracking.media import Shown, save_gallery
 from cosmos_rl.tracking.report import write_report
-from tests.support.browser import browse, find_browser
+from tests.support.browser import browse
 from tests.support.patience import HANG_S, wait_until
 from tests.tracking.test_clips import moving_square
 
@@ -24,18 +23,6 @@ LOOK = """[...document.querySelectorAll("video")].map(video => ({
     times: video.times.size, frames: video.getVideoPlaybackQuality().totalVideoFrames,
     error: video.error && video.error.message, label: video.closest("figure, div").innerText,
 }))"""
-
-
-@pytest.fixture
-def program() -> str:
-    """The browser; where there is none the test is skipped, or fails when COSMOS_TEST_BROWSER = 1 demands one."""
-    found = find_browser()
-    if found is None:
-        missing = "no Chromium is installed (Debian and Ubuntu: apt-get install chromium)"
-        if os.environ.get("COSMOS_TEST_BROWSER") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    return found
 
 
 def test_a_browser_plays_the_videos_before_and_after(tmp_path: Path, program: str) -> None:

@@ -35,32 +35,37 @@ def write_report(run_root: Path) -> Path:
 def page(record: Record) -> str:
     """The whole document."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    images, charts = choose_images(record), Charts(record)
-    return _load_template().render(
-        record=record,
-        now=now,
-        title=words.find_title(record),
-        training=words.describe_training(record),
-        end=words.describe_end(record, now),
-        tiles=words.choose_tiles(record, images.pairs),
-        warnings=warnings(record),
-        images=images,
-        sources=Inliner(images.list_placed()).find_sources,
-        numbers=words.list_key_numbers(record),
-        sections=charts.sections(),
-        others=charts.collect_others(),
-        usage=words.describe_usage(record),
-        provenance=words.describe_origin(record),
-        config_text=words.mask_secrets(record.config_text),
+    images, charts = choose_images(record), Charts([record])
+    return (
+        load_environment()
+        .get_template("page.html.jinja")
+        .render(
+            record=record,
+            now=now,
+            title=words.find_title(record),
+            training=words.describe_training(record),
+            end=words.describe_end(record, now),
+            tiles=words.choose_tiles(record, images.pairs),
+            warnings=warnings(record),
+            images=images,
+            sources=Inliner(images.list_placed()).find_sources,
+            numbers=words.list_key_numbers(record),
+            sections=charts.sections(),
+            others=charts.collect_others(),
+            usage=words.describe_usage(record),
+            provenance=words.describe_origin(record),
+            config_text=words.mask_secrets(record.config_text),
+        )
     )
 
 
 @functools.cache
-def _load_template() -> Any:
+def load_environment() -> Any:
+    """What renders the templates of this folder and of ``watch``."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # other commands need none of it
 
     environment = Environment(
-        loader=FileSystemLoader(_HERE),
+        loader=FileSystemLoader([_HERE, _HERE.parent / "watch"]),
         autoescape=True,
         finalize=clean,
         trim_blocks=True,
@@ -68,4 +73,4 @@ def _load_template() -> Any:
         undefined=StrictUndefined,
     )
     environment.filters |= {"number": format_number, "clean": clean}
-    return environment.get_template("page.html.jinja")
+    return environment

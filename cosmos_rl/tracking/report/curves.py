@@ -12,12 +12,19 @@ _MEASURED_RARELY = ("val/", "guard/", "time/validation")
 
 
 @dataclass(frozen=True)
+class Label:
+    """What curves of one colour, or of one kind of dashes, show."""
+
+    text: str
+    style: str
+
+
+@dataclass(frozen=True)
 class Figure:
     """A chart with its caption."""
 
     title: str
-    labels: Sequence[str]
-    """Of the curves, in the order of their colours."""
+    labels: Sequence[Label]
     gaps: int
     """Values that are missing."""
     drawing: Drawing | None
@@ -33,10 +40,14 @@ class Section:
 
 
 class Charts:
-    """Chooses the charts of a run and remembers which metrics were shown."""
+    """Chooses the charts of one or several runs and remembers which metrics were shown.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    A metric of a single run has a colour of its own; of several runs each has a colour, and each metric its dashes.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._keys = list(dict.fromkeys(key for record in records for key in record.keys))
         self._shown: set[str] = set()
 
     def sections(self) -> list[Section]:
@@ -47,7 +58,8 @@ class Charts:
             stds={"reward/mean": "reward/std"},
             also=["reward/max", "reward/min", "val/reward/std", "val/reward/max", "val/reward/min"],
         )
-        for name in list_reward_names(self._record):
+        names = dict.fromkeys(name for record in self._records for name in list_reward_names(record))
+        for name in names:
             rewards += self._draw(f"Reward “{name}”", [f"reward/{name}_mean", f"val/reward/{name}_mean"])
         losses = [
             *self._draw("Loss", ["train/loss_mean", "val/loss_mean"]),
@@ -65,7 +77,7 @@ class Charts:
             *self._draw("Gradient norm", ["optim/grad_norm"]),
             *self._draw("Learning rate", ["optim/learning_rate"]),
         ]
-        keys = self._record.keys
+        keys = self._keys
         guarded = [figure for key in keys if is_guarded(key) for figure in self._draw_guarded(key)]
         for start, title in NORMS.items():
             guarded += self._draw(title, [key for key in keys if key.startswith(start)])
@@ -87,14 +99,13 @@ class Charts:
 
     def collect_others(self) -> Section:
         """What ``sections`` left out, but for other views of what it shows."""
-        others = [key for key in self._record.keys if key not in self._shown and not key.endswith(LIMIT)]
+        others = [key for key in self._keys if key not in self._shown and not key.endswith(LIMIT)]
         return Section("", [figure for key in others for figure in self._draw(key, [key])][:MAX_OTHERS])
 
     def _draw_guarded(self, key: str) -> list[Figure]:
-        limit, limits = read_limit(self._record, key), []
-        if limit is not None:
-            limits.append(Limit("limit", limit))
-        elif key.endswith("_ratio"):
+        found = dict.fromkeys(read_limit(record, key) for record in self._records)
+        limits = [Limit("limit", limit) for limit in found if limit is not None]
+        if not limits and key.endswith("_ratio"):
             limits.append(Limit("as at the start", 1.0, "start"))
         return self._draw(measure(key).title, [key], limits)
 
@@ -107,22 +118,29 @@ class Charts:
         also: Sequence[str] = (),
     ) -> list[Figure]:
         """One chart of ``keys``; none when the run has none of them. ``also`` are shown by it as well."""
-        keys = [key for key in keys if key in self._record.keys]
+        keys = [key for key in keys if key in self._keys]
         if not keys:
             return []
         self._shown |= {*keys, *also, *(stds or {}).values()}
-        curves = [self._curve(key, (stds or {}).get(key)) for key in keys]
-        gaps = sum(self._record.series(key).values.count(None) for key in keys)
+        several = len(self._records) > 1
+        curves, gaps = [], 0
+        for number, key in enumerate(keys):
+            for run, record in enumerate(self._records):
+                colour, dash = (run, number) if several else (number, 0)
+                curves.append(_read_curve(record, key, (stds or {}).get(key), colour, dash))
+                gaps += record.series(key).missing
+        labels = [Label(key, f"d{i % 4}" if several else f"c{i % 8}") for i, key in enumerate(keys)]
         drawing = draw_chart(curves, limits, from_zero=all(_starts_at_zero(key) for key in keys))
-        return [Figure(title, keys, gaps, drawing)]
+        return [Figure(title, labels, gaps, drawing)]
 
-    def _curve(self, key: str, std_key: str | None) -> Curve:
-        series = self._record.series(key)
-        std = None
-        if std_key in self._record.keys:
-            by_step = dict(self._record.series(std_key).known)
-            std = [by_step.get(step) for step in series.steps]
-        return Curve(series.steps, series.values, std, dots=key.startswith(_MEASURED_RARELY))
+
+def _read_curve(record: Record, key: str, std_key: str | None, colour: int, dash: int) -> Curve:
+    series = record.series(key)
+    std = None
+    if std_key in record.keys:
+        by_step = dict(record.series(std_key).known)
+        std = [by_step.get(step) for step in series.steps]
+    return Curve(series.steps, series.values, std, key.startswith(_MEASURED_RARELY), colour, dash)
 
 
 def _starts_at_zero(key: str) -> bool:

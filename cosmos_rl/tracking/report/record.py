@@ -65,6 +65,11 @@ class Series:
     values: Sequence[float | None]
 
     @property
+    def missing(self) -> int:
+        """How many are null."""
+        return self.values.count(None)
+
+    @property
     def known(self) -> list[tuple[int, float]]:
         """(step, value) without the nulls."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
@@ -129,7 +134,7 @@ class Record:
     @property
     def export(self) -> tuple[int, Path] | None:
         """Step and folder of the newest exported model: a ``lora`` folder or a pipeline."""
-        folders = _step_folders(RunFolder(self.root).safetensors)
+        folders = list_step_folders(RunFolder(self.root).safetensors)
         if not folders:
             return None
         step = max(folders)
@@ -163,7 +168,7 @@ class Record:
 
     def value(self, key: str, step: int) -> float | None:
         """The value of ``key`` at ``step``."""
-        return next((_number(row.get(key)) for row in self.rows if row["step"] == step), None)
+        return next((read_number(row.get(key)) for row in self.rows if row["step"] == step), None)
 
     def setting(self, dotted: str) -> Any:
         """The value of a configuration key, None when it is not set."""
@@ -178,27 +183,30 @@ class Record:
 def read_record(root: Path) -> Record:
     """Everything that the run folder ``root`` has by now; what is not there yet is empty."""
     run = RunFolder(root)
-    described, config_text = run, ""
-    if not run.config.is_file():
-        described = RunFolder(run.next)  # a command that has not begun to train
-    if described.config.is_file():
-        config_text = described.config.read_text(encoding="utf-8")
-    started, by_step, age_s = {}, {}, math.inf
-    if described.run_json.is_file():
-        started = json.loads(described.run_json.read_text(encoding="utf-8"))
+    by_step, age_s = {}, math.inf
     if run.metrics.is_file():
         by_step = {row["step"]: row for row in read_metrics(run.metrics)}
         age_s = time.time() - run.metrics.stat().st_mtime
     return Record(
         root=root,
-        config=tomllib.loads(config_text),
-        config_text=config_text,
-        started=started,
+        **read_description(run),
         rows=[by_step[step] for step in sorted(by_step)],
         validation=_galleries(run.media / "validation"),
         rollout=_galleries(run.media / "rollout"),
         age_s=age_s,
     )
+
+
+def read_description(run: RunFolder) -> dict[str, Any]:
+    """``config``, ``config_text`` and ``started`` of the record of a run, also of one that has not begun to train."""
+    described, config_text, started = run, "", {}
+    if not run.config.is_file():
+        described = RunFolder(run.next)
+    if described.config.is_file():
+        config_text = described.config.read_text(encoding="utf-8")
+    if described.run_json.is_file():
+        started = json.loads(described.run_json.read_text(encoding="utf-8"))
+    return {"config": tomllib.loads(config_text), "config_text": config_text, "started": started}
 
 
 def find_same_images(record: Record) -> dict[int, Gallery]:
@@ -220,14 +228,17 @@ def pick_first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], c
     return chosen[:count]
 
 
+def read_gallery(folder: Path) -> Gallery | None:
+    """The images of one gallery; None: its index is not there."""
+    index = folder / "index.json"
+    if not index.is_file():
+        return None
+    return [_read_entry(folder, row) for row in json.loads(index.read_text(encoding="utf-8"))]
+
+
 def _galleries(folder: Path) -> dict[int, Gallery]:
-    found = {}
-    for step, path in sorted(_step_folders(folder).items()):
-        index = path / "index.json"
-        if index.is_file():
-            rows = json.loads(index.read_text(encoding="utf-8"))
-            found[step] = [_read_entry(path, row) for row in rows]
-    return found
+    found = ((step, read_gallery(path)) for step, path in sorted(list_step_folders(folder).items()))
+    return {step: gallery for step, gallery in found if gallery is not None}
 
 
 def _read_entry(folder: Path, row: Mapping[str, Any]) -> Entry:
@@ -235,7 +246,7 @@ def _read_entry(folder: Path, row: Mapping[str, Any]) -> Entry:
     return Entry(folder / row["file"], row["prompt"], row["sample_id"], row["group"], row["scores"], clip or None)
 
 
-def _step_folders(folder: Path) -> dict[int, Path]:
+def list_step_folders(folder: Path) -> dict[int, Path]:
     """Step -> ``step_<N>``; staging folders are hidden and never listed."""
     entries = folder.glob("step_*")
     matches = ((re.fullmatch(r"step_(\d+)", entry.name), entry) for entry in entries)
@@ -245,10 +256,11 @@ def _step_folders(folder: Path) -> dict[int, Path]:
 def _numbers(values: list[Any]) -> Sequence[float | None]:
     if set(map(type, values)) == {float} and all(map(math.isfinite, values)):
         return values  # nearly always, and much faster than one by one
-    return list(map(_number, values))
+    return list(map(read_number, values))
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
+    """A number of JSON; None for what is none, or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -11,6 +11,8 @@ _SMOOTH_FROM = 40
 """Shorter curves are never smoothed."""
 WIDTH, HEIGHT = 400, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 64, 10, 26
+_END_HEIGHT = 13
+_MOST_ENDS = (HEIGHT - _TOP - _BOTTOM) // _END_HEIGHT
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Curve:
     """Half the height of the band around the line."""
     dots: bool = False
     """Measured now and then: every value is marked."""
+    colour: int = 0
+    """Number of its colour."""
+    dash: int = 0
+    """Number of its dashes; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,11 @@ class Line:
     """A piece of a curve without gaps."""
 
     style: str
-    index: int
-    """Of the curve: its colour."""
+    colour: int
     points: Sequence[str]
     """``x,y``; a single one is drawn as a dot."""
     dots: bool = False
+    dash: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,10 @@ class Drawing:
     x_ticks: Sequence[tuple[str, int]]
     limits: Sequence[tuple[float, Limit]]
     bands: Sequence[tuple[int, str]]
-    """(index of the curve, points of the polygon)."""
+    """(colour, points of the polygon)."""
     lines: Sequence[Line]
     ends: Sequence[tuple[str, int, float]]
-    """(height, index of the curve, its last value), moved apart where they would overlap."""
+    """(height, colour, last value of a curve), moved apart where they would overlap; left out where they are many."""
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
@@ -94,9 +100,9 @@ def draw_chart(curves: Sequence[Curve], limits: Sequence[Limit] = (), *, from_ze
         y_ticks=[(f"{area.y(value):.1f}", value) for value in y_ticks],
         x_ticks=[(f"{area.x(step):.1f}", step) for step in _step_ticks(x_low, x_high)],
         limits=[(area.y(limit.value), limit) for limit in limits],
-        bands=[(i, points) for i, curve in enumerate(curves) for points in _draw_band(area, curve)],
-        lines=[line for i, curve in enumerate(curves) for line in _draw_lines(area, curve, i)],
-        ends=_place_ends(area, ends),
+        bands=[(curve.colour, points) for curve in curves for points in _draw_band(area, curve)],
+        lines=[line for curve in curves for line in _draw_lines(area, curve)],
+        ends=_place_ends(area, [(curve.colour, end) for curve, end in zip(curves, ends, strict=True)]),
     )
 
 
@@ -197,24 +203,26 @@ def _draw_band(area: _Area, curve: Curve) -> list[str]:
     return bands
 
 
-def _draw_lines(area: _Area, curve: Curve, index: int) -> list[Line]:
+def _draw_lines(area: _Area, curve: Curve) -> list[Line]:
     """The curve; of a noisy one a faint line and a smoothed one on top."""
 
     def draw(style: str, values: Sequence[float | None]) -> list[Line]:
         pieces = ([area.at(curve.steps[i], values[i] or 0.0) for i in piece] for piece in _pieces(values))
-        return [Line(style, index, points, curve.dots) for points in pieces]
+        return [Line(style, curve.colour, points, curve.dots, curve.dash) for points in pieces]
 
     if curve.dots or not is_noisy(curve.values):
         return draw("curve", curve.values)
     return draw("faint", curve.values) + draw("curve", smooth_values(curve.values, len(curve.values) // 12))
 
 
-def _place_ends(area: _Area, ends: Sequence[float]) -> list[tuple[str, int, float]]:
+def _place_ends(area: _Area, ends: Sequence[tuple[int, float]]) -> list[tuple[str, int, float]]:
     placed, free_from = [], 0.0
-    for y, index, value in sorted((area.y(value), index, value) for index, value in enumerate(ends)):
+    if len(ends) > _MOST_ENDS:
+        return []
+    for y, colour, value in sorted((area.y(value), colour, value) for colour, value in ends):
         y = max(y, free_from)
-        free_from = y + 13
-        placed.append((f"{y:.1f}", index, value))
+        free_from = y + _END_HEIGHT
+        placed.append((f"{y:.1f}", colour, value))
     return placed
 
 

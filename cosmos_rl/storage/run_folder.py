@@ -120,7 +120,7 @@ def is_worked_on(run: RunFolder) -> bool | None:
     """Whether the process that last worked on the run is alive; None: there was none, or it is on another machine."""
     try:
         host = json.loads(run.run_json.read_text(encoding="utf-8"))["host"]
-        pid = int((run.root / ".lock").read_text())
+        pid = int((run.root / ".lock").read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if host != platform.node():

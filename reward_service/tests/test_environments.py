@@ -1,6 +1,8 @@
 """Rewards in environments of their own, plug-ins, and ``cosmos-rl-reward-prepare``."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 import textwrap
@@ -98,6 +100,33 @@ def test_check_tells_what_cannot_start(tmp_path, monkeypatch, capfd):
     assert "off" not in shown
     assert run_prepare(tmp_path, monkeypatch, bad, "--check", "--reward", "moody") == 0
     assert run_prepare(tmp_path, monkeypatch, bad, "--check", "--reward", "off") == 2
+
+
+def test_a_terminal_shows_which_reward_is_being_prepared_and_a_pipe_only_how_it_ended(tmp_path):
+    path = tmp_path / "rewards.toml"
+    path.write_text(toml({"reward_args": [{"reward_type": "mock"}]}))
+    command = [
+        sys.executable,
+        "-c",
+        "from cosmos_rl_reward import cli; cli.prepare_main()",
+        "--config",
+        str(path),
+        "--check",
+    ]
+    place = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COSMOS_PROGRESS")}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**place, "TERM": "xterm"}) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # all who had it open have ended
+            while piece := os.read(ours, 2**16):
+                shown += piece
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"[1/1] mock: starting" in shown
+    assert b"mock: ok\r\n" in shown
+    piped = subprocess.run(command, stdout=subprocess.PIPE, env=place, timeout=120, check=True)
+    assert piped.stdout == b"mock: ok\n"
 
 
 def wheel(folder):

@@ -67,6 +67,17 @@ def test_without_data_it_collapses_to_the_best() -> None:
     assert float(torch.softmax(logits, 0)[2]) > 0.95
 
 
+def test_the_two_exponentials_have_the_same_expected_gradient() -> None:
+    """They differ by a constant, which moves no probability."""
+    logits = (LOG_BASE + 0.3 * GRID.cos()).requires_grad_()
+    advantage, gradients = REWARD - REWARD.mean(), []
+    for transform in ("exp_reward", "centred_exp_reward"):
+        probability, value = torch.softmax(logits, 0), transform_advantages(advantage, transform)
+        gradients.append(torch.autograd.grad(-(probability * value).sum(), logits)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
+    assert float(gradients[0].norm()) > 1e-3
+
+
 def test_the_transform_is_monotone_and_the_centred_one_leaves_the_mean_alone() -> None:
     advantage = torch.tensor([-2.0, -0.5, 0.0, 1.0, torch.nan], dtype=torch.float64)
     plain, centred = (transform_advantages(advantage, name) for name in ("exp_reward", "centred_exp_reward"))

@@ -275,3 +275,47 @@ def test_a_mask_stops_near_its_threshold_and_lets_the_way_back_open(direction: M
     assert bool((seen[99] < 1.3 * threshold).all())
     assert torch.equal(seen[99], seen[90])  # nothing moves any more
     assert bool((torch.stack(seen[100:]).amin(0) < 0.1 * threshold).all())
+
+
+def test_the_gradient_is_that_of_the_expected_reward() -> None:
+    """A linear policy ``v = w z + b`` keeps Gaussian noise Gaussian, so the expected reward and its gradient are known.
+    The last step has no noise and so no gradient: its velocity is that of fixed w and b."""
+    count, w, b = 40_000, -0.4, 0.3
+    levels, generator = [1.0, 0.8, 0.5, 0.2, 0.0], torch.Generator().manual_seed(0)
+    kernel = build_kernel("flow", noise_level=0.7, deterministic=False)
+    transitions = [kernel(index, levels) for index in range(4)]
+
+    def expected(w_and_b: Tensor) -> Tensor:
+        mean, variance = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        for step, (slope, offset) in zip(transitions, [w_and_b] * 3 + [w_and_b.detach()], strict=True):
+            mean, variance = (
+                (step.a + step.g * slope) * mean + step.g * offset,
+                (step.a + step.g * slope) ** 2 * variance,
+            )
+            variance = variance + step.s**2
+        return -((mean - 1) ** 2) - variance
+
+    point = torch.tensor([w, b], dtype=torch.float64, requires_grad=True)
+    (exact,) = torch.autograd.grad(expected(point), point)
+
+    z = torch.randn(count, 1, generator=generator, dtype=torch.float64)
+    states, draws = [], []
+    for step in transitions:
+        xi = torch.randn(count, 1, generator=generator, dtype=torch.float64)
+        states.append(z)
+        draws.append(xi)
+        z = step.a * z + step.g * (w * z + b) + step.s * xi
+    reward = -((z[:, 0] - 1) ** 2)
+    chance = 3 * float(reward.std()) / count**0.5
+    assert float(reward.mean()) == pytest.approx(float(expected(point).detach()), abs=chance)
+    found = torch.zeros(count, 2, dtype=torch.float64)  # of each sample
+    for index in range(3):
+        velocity = (w * states[index] + b).requires_grad_()
+        steps = steps_of([transitions[index]] * count, (levels[index], levels[index + 1]))
+        advantage = reward - reward.mean()
+        loss, _ = flow_grpo_loss(velocity, velocity.detach(), draws[index], steps, advantage, region=TrustRegion())
+        (of_velocity,) = torch.autograd.grad(loss, velocity)
+        found -= of_velocity * torch.cat([states[index], torch.ones_like(z)], dim=1)
+    errors = found.std(0) / count**0.5
+    assert bool((exact.abs() > 20 * errors).all())
+    assert bool(((found.mean(0) - exact).abs() <= 3 * errors).all())

@@ -1,5 +1,6 @@
 """FlowGRPO and DDRL by the shipped trainer on the plane: ratio, gradient, where they lead, what they run."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from cosmos_rl.policy.trainer.rl.meter import count_moving
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.reward import batch_reward
 from tests.support.toy_models import PlaneModel
-from tests.support.toy_tasks import POINT, bump, measure_plane, toy_config, toy_trainer
+from tests.support.toy_tasks import POINT, bump, measure_plane, plane_data_loss, toy_config, toy_trainer
 
 JOB = "train.train_policy."
 LORA = {"r": 4, "lora_alpha": 8.0, "lora_names": ["default"], "init_lora_weights": "gaussian"}
@@ -289,6 +290,25 @@ def test_ddrl_takes_data_in_place_of_a_reference() -> None:
     reward = bump(run.media[0]).reshape(2, 8)
     advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std() + 1e-4)
     assert found["train/policy_loss_mean"] == pytest.approx(-np.clip(1 - np.exp(-advantage), -5, 5).mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["identity", "centred_exp_reward"])
+def test_the_reward_rises_with_data_in_place_of_a_reference(transform: str) -> None:
+    tables = tables_of(
+        **{
+            "train.train_batch_per_replica": 128,
+            "rollout.n_generation": 64,
+            "policy.diffusers.sample": {**FLOW, "num_steps": 6},
+            JOB + "mini_batch": 128,
+            JOB + "trainer_type": "ddrl",
+            JOB + "data_term": {"beta": 0.02, "local_dir": "pairs", "batch_size": 64},
+            JOB + "advantage_transform": transform,
+        }
+    )
+    run = Run(tables)
+    run.trainer._data_loss = functools.partial(plane_data_loss, run.model, 0, 64)
+    rewards = [run.trainer.train_step(step).metrics["reward/mean"] for step in range(8)]
+    assert rewards[-1] > rewards[0] + 0.1, rewards
 
 
 def test_settings_become_those_of_the_loss() -> None:

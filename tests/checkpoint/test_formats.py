@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config.load import dump_toml, load_config
+from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.original_names import adapters_from_original, find_names, to_original
 from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from tests.support.exports import PROMPT, noise_for, policy_image
@@ -111,6 +112,19 @@ def test_an_adapter_leaves_in_every_form_with_its_full_strength(adapter: Trained
     assert (image(adapter.base, adapter.noise, alone.state_dict()) - adapter.image).abs().max() <= 1e-4
     merged_weights = weights_of(written["merged"])
     assert all(torch.equal(value, merged_weights[name]) for name, value in alone.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_its_own_step_folder_and_from_its_file_for_comfyui(adapter: Trained, tmp_path: Path) -> None:
+    file = tmp_path / "adapter.safetensors"
+    assert main(["export", adapter.step, "--format", "comfyui", "--out", str(file)]) == 0
+    config = load_config(adapter.run / "config.toml")
+    for place in (file, adapter.run / "safetensors/step_2"):
+        table = config.policy.lora.model_copy(update={"lora_path": str(place)})  # pyright: ignore
+        start = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": table})})
+        model = ModelRegistry.build_diffusers_model(start, param_dtype="float32")
+        ours = model.sample([PROMPT], adapter.noise, num_steps=4, guidance=4.5)
+        assert (ours - adapter.image).abs().max() <= 1e-5
 
 
 def families() -> list[tuple[str, str]]:

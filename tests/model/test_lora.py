@@ -219,4 +219,5 @@ def test_the_count_of_fused_optimisers_lives_with_the_parameter() -> None:
     for fused, device in ((True, "meta"), (False, "cpu")):
         optimizer = torch.optim.AdamW([param])
         optimizer.param_groups[0]["fused"] = fused
-        assert _create_empty_moments(["step", "exp_avg"], param, optimizer)["step"].device.type == device
+        about = SimpleNamespace(size=torch.Size(()), properties=SimpleNamespace(dtype=torch.float32))
+        assert _create_empty_moments({"step": about}, param, optimizer)["step"].device.type == device

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
+from cosmos_rl.policy.model.adapter_files import Convert, FileAdapter, read_tensors, with_rank
 from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
 _ADAPTABLE = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding)
 METADATA_KEY = "lora_adapter_metadata"
-_UP = ".lora_B.weight"
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 def list_linear_names(transformer: torch.nn.Module) -> list[str]:
@@ -173,7 +174,9 @@ def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
     tries = [location]
     if location.suffix != ".safetensors":
         names = ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-        tries = [location / name for name in names]
+        tries = [location / place / name for place in ("", "lora") for name in names]
+        alone = list(location.glob("*.safetensors"))
+        tries += alone if len(alone) == 1 else []
     for candidate in tries:
         if candidate.is_file():
             return candidate
@@ -187,49 +190,74 @@ def adapter_place(exported: str, denoiser: str) -> str:
     return str(Path(exported) / denoiser)
 
 
-def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY) -> None:
-    """Load an exported adapter (diffusers or PEFT key style) into ``adapter``; every weight must fit.
+def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, convert: Convert | None = None) -> None:
+    """Load an adapter of any known form into ``adapter``; every weight must fit, and it keeps its strength.
 
     Args:
         key: the setting that names ``path``.
+        convert: see ``read_tensors``.
 
     Raises:
         UserError: other modules, ranks or scales than the current adapter.
     """
     file = adapter_file(path, key)
     with safe_open(file, framework="pt") as opened:
-        weights = {_strip_prefixes(key): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    folded = _is_folded(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}")
-    own = adapter_state(transformer, adapter)
-    problems = [f"  {name}: not in the adapter" for name in sorted(weights.keys() - own.keys())]
+    found = read_tensors(tensors, type(transformer).__name__, _base_layers(transformer), convert)
+    if found.of_text:
+        logger.warning(
+            f"{key}: {file}: {len(found.of_text)} tensors are for the text encoders ({found.of_text[0]}, …), which are "
+            "not trained here; they are not used"
+        )
+    own, factors = adapter_state(transformer, adapter), scales(transformer, adapter)
+    ranks = {name.removesuffix(_DOWN): value.shape[0] for name, value in own.items() if name.endswith(_DOWN)}
+    pairs = {layer: with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in found.pairs.items()}
+    weights = {layer + _DOWN: down for layer, (down, _) in pairs.items()}
+    weights |= {layer + _UP: up for layer, (_, up) in pairs.items()}
+    _require_fit(f"{key}: {file}", found, own, weights)
+    stored = found.factors
+    if not stored and _is_folded(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}"):
+        stored = dict.fromkeys(factors, 1.0)
+    for name, value in own.items():
+        weight, layer = weights[name], name.removesuffix(_UP)
+        if name.endswith(_UP) and stored and stored[layer] != factors[layer]:
+            weight = weight.float() * (stored[layer] / factors[layer])
+        copy_full(value, weight)
+    logger.info(f"{key}: {file}: an adapter by the names of {found.form} for {len(pairs)} layers, all of them loaded")
+
+
+def _base_layers(transformer: Any) -> list[str]:
+    """Names of all layers that can have an adapter, whether or not they have one."""
+    names = (name.removesuffix(".base_layer") for name in list_layer_names(transformer) if ".lora_" not in name)
+    return list(dict.fromkeys(names))
+
+
+def _require_fit(
+    where: str, found: FileAdapter, own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> None:
+    problems = [f"  {name}: no layer of this model, or no part of a LoRA" for name in found.unknown]
+    problems += [f"  {name}: not in the adapter" for name in sorted(weights.keys() - own.keys())]
     problems += [f"  {name}: not in the file" for name in sorted(own.keys() - weights.keys())]
     problems += [
         f"  {name}: {tuple(weights[name].shape)} in the file, {tuple(own[name].shape)} in the adapter"
         for name in sorted(own.keys() & weights.keys())
         if weights[name].shape != own[name].shape
     ]
-    if problems:
-        more = ""
-        if len(problems) > 10:
-            more = f"\n  and {len(problems) - 10} more"
-        raise UserError(
-            f"{key}: {file} does not fit policy.lora (r, target_modules, patterns):\n" + "\n".join(problems[:10]) + more
+    if not problems:
+        return
+    more = ""
+    if len(problems) > 10:
+        more = f"\n  and {len(problems) - 10} more"
+    ranks = sorted({down.shape[0] for down, _ in found.pairs.values()})
+    targets = sorted({re.sub(r"^\w+\.\d+\.", "", layer) for layer in found.pairs})
+    if targets:
+        more += (
+            f"\n  the file has policy.lora.r = {' or '.join(map(str, ranks))}, target_modules = {json.dumps(targets)}"
         )
-    factors: dict[str, float] = {}
-    if folded:
-        factors = scales(transformer, adapter)
-    for name, value in own.items():
-        weight, factor = weights[name], 1.0
-        if name.endswith(_UP):
-            factor = factors.get(name.removesuffix(_UP), 1.0)
-        if factor != 1.0:
-            weight = weight.float() / factor
-        copy_full(value, weight)
-
-
-def _strip_prefixes(key: str) -> str:
-    return key.removeprefix("base_model.model.").removeprefix(TRANSFORMER_PREFIX)
+    raise UserError(
+        f"{where} does not fit policy.lora (r, target_modules, patterns):\n" + "\n".join(problems[:10]) + more
+    )
 
 
 def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -125,6 +125,11 @@ _NAMES = {
 }
 
 
+def original_names(class_name: str) -> Names | None:
+    """The original names of a class of transformers, where they are known."""
+    return _NAMES.get(class_name)
+
+
 def find_names(class_name: str, purpose: str, instead: str) -> Names:
     """The original names of a class of transformers.
 
@@ -134,7 +139,7 @@ def find_names(class_name: str, purpose: str, instead: str) -> Names:
     Raises:
         UserError: they are not known here.
     """
-    names = _NAMES.get(class_name)
+    names = original_names(class_name)
     if names is None:
         raise UserError(
             f"{purpose}: the original names of a {class_name} are not known here, only those of {', '.join(_NAMES)}; "

@@ -302,7 +302,14 @@ class PipelineModel(FlowModel):
             if self.lora_config.lora_path:
                 for name, module in self.denoisers.items():
                     folder = lora.adapter_place(self.lora_config.lora_path, name)
-                    lora.warm_start(module, self.primary_adapter, folder)
+                    lora.warm_start(module, self.primary_adapter, folder, convert=self._convert_adapter)
+
+    def _convert_adapter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The names of PEFT for the tensors of an adapter's file, by the pipeline's own loader."""
+        converted = self.pipeline.lora_state_dict(tensors)
+        if isinstance(converted, tuple):
+            converted = converted[0]
+        return converted
 
     def load_policy(self, place: str, key: str) -> None:
         """Fill the trained weights from an exported adapter, or where all weights are trained from a pipeline folder.
@@ -315,7 +322,9 @@ class PipelineModel(FlowModel):
         """
         for name, module in self.denoisers.items():
             if self.lora_config is not None:
-                lora.warm_start(module, self.primary_adapter, lora.adapter_place(place, name), key)
+                lora.warm_start(
+                    module, self.primary_adapter, lora.adapter_place(place, name), key, self._convert_adapter
+                )
                 continue
             folder = Path(place).expanduser() / name
             if not folder.is_dir():

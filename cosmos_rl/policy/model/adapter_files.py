@@ -1,0 +1,157 @@
+"""Files of adapters, of this program and of others: which layers they are for, and how strongly they act.
+
+Recognised by the names of their tensors: PEFT, diffusers (also its older names), kohya, OneTrainer.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cosmos_rl.policy.model.original_names import Names, Pair, adapters_from_original, original_names
+
+_ENDINGS = (
+    (r"\.lora_A(\.\w+)?\.weight", "down", "PEFT"),
+    (r"\.lora_B(\.\w+)?\.weight", "up", "PEFT"),
+    (r"\.lora_down\.weight", "down", "kohya"),
+    (r"\.lora_up\.weight", "up", "kohya"),
+    (r"\.lora_linear_layer\.down\.weight|(_lora|\.lora)\.down\.weight", "down", "older diffusers"),
+    (r"\.lora_linear_layer\.up\.weight|(_lora|\.lora)\.up\.weight", "up", "older diffusers"),
+    (r"\.alpha", "alpha", ""),
+)
+_PREFIXES = re.compile(
+    r"(base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|transformer\.|unet\.|lora_unet_|lora_transformer_"
+    r"|lycoris_)+"
+)
+_TEXT = re.compile(r"(base_model\.model\.)?(text_encoder|te\d?\.|lora_te|lora_text|text_encoders)")
+
+Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+"""A library's way from the names of a file to those of PEFT, factors in the matrices."""
+
+
+@dataclass(frozen=True)
+class FileAdapter:
+    """What a file holds for a transformer."""
+
+    form: str
+    """Whose names it has."""
+    pairs: Mapping[str, Pair]
+    """By diffusers' names of the layers."""
+    factors: Mapping[str, float]
+    """Layer -> alpha over rank; empty where the tensors do not settle it (PEFT without tensors of alpha)."""
+    unknown: Sequence[str]
+    """Names of tensors that belong to no layer, or are of another kind of adapter."""
+    of_text: Sequence[str]
+    """Names of tensors that are for the text encoders."""
+
+
+def read_tensors(
+    tensors: Mapping[str, Tensor], class_name: str, layers: Sequence[str], convert: Convert | None
+) -> FileAdapter:
+    """The adapter in the tensors of a file.
+
+    Args:
+        tensors: of the whole file.
+        class_name: of the transformer.
+        layers: names of all its layers.
+        convert: tried where some names are not known here; None: nothing is.
+    """
+    found = _read(tensors, original_names(class_name), layers)
+    other_kinds = any(_parse(key)[1] is None for key in found.unknown)  # converters leave some of them out in silence
+    if not found.unknown or other_kinds or convert is None:
+        return found
+    try:
+        converted = convert({name: value for name, value in tensors.items() if name not in found.of_text})
+    except (ValueError, KeyError, IndexError, RuntimeError, AttributeError, TypeError):  # not a form that it knows
+        return found
+    again = _read(converted, None, layers)
+    if again.unknown or not again.pairs:
+        return found
+    return FileAdapter("diffusers' converters", again.pairs, dict.fromkeys(again.pairs, 1.0), [], found.of_text)
+
+
+def _read(tensors: Mapping[str, Tensor], names: Names | None, layers: Sequence[str]) -> FileAdapter:
+    parts: dict[str, dict[str, Tensor]] = {}
+    keys: dict[str, list[str]] = {}
+    forms, unknown, of_text = set[str](), list[str](), list[str]()
+    for key, value in tensors.items():
+        module, role, form = _parse(key)
+        if _TEXT.match(key):
+            of_text.append(key)
+        elif role is None:
+            unknown.append(key)
+        else:
+            forms.add("OneTrainer" if key.startswith("lora_transformer_") else form)
+            parts.setdefault(module, {})[role] = value
+            keys.setdefault(module, []).append(key)
+    whole = {module: roles for module, roles in parts.items() if {"down", "up"} <= set(roles)}
+    unknown += [key for module in parts.keys() - whole.keys() for key in keys[module]]
+    placed, strangers = _place(whole, names, layers)
+    unknown += [key for module in strangers for key in keys[module]]
+    factors: dict[str, float] = {}
+    if forms - {"", "PEFT"} or any("alpha" in roles for roles in whole.values()):
+        factors = {layer: _factor(whole[module]) for layer, (module, _) in placed.items()}
+    form = " and ".join(sorted(forms - {""}))
+    return FileAdapter(form, {layer: pair for layer, (_, pair) in placed.items()}, factors, sorted(unknown), of_text)
+
+
+def _parse(key: str) -> tuple[str, str | None, str]:
+    for ending, role, form in _ENDINGS:
+        match = re.search(rf"({ending})$", key)
+        if match:
+            module = key[: match.start()].replace(".processor.", ".")
+            return module[_prefix_length(module) :].replace(".", "_"), role, form
+    return key, None, ""
+
+
+def _prefix_length(module: str) -> int:
+    match = _PREFIXES.match(module)
+    return match.end() if match else 0
+
+
+def _factor(roles: Mapping[str, Tensor]) -> float:
+    """Alpha over rank; 1 where a file of this form has no alpha, as its readers take it."""
+    if "alpha" not in roles:
+        return 1.0
+    return float(roles["alpha"]) / roles["down"].shape[0]
+
+
+def _place(
+    whole: Mapping[str, Mapping[str, Tensor]], names: Names | None, layers: Sequence[str]
+) -> tuple[dict[str, tuple[str, Pair]], list[str]]:
+    """Layer -> (module in the file, its matrices), and the modules that are no layer here."""
+    own = {name.replace(".", "_"): name for name in layers}
+    own |= {name.removesuffix(".0").replace(".", "_"): name for name in layers if name.endswith(".to_out.0")}
+    placed: dict[str, tuple[str, Pair]] = {}
+    others: dict[str, Pair] = {}
+    for module, roles in whole.items():
+        pair = (roles["down"], roles["up"])
+        if module in own:
+            placed[own[module]] = (module, pair)
+        else:
+            others[module] = pair
+    if names is None:
+        return placed, sorted(others)
+    found, strangers = adapters_from_original(names, others, layers)
+    origin = dict(_origins(names, layers))
+    placed |= {layer: (origin[layer], pair) for layer, pair in found.items()}
+    return placed, strangers
+
+
+def _origins(names: Names, layers: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for layer in layers:
+        yield layer, names.find(layer, -1).name.replace(".", "_")
+
+
+def with_rank(pair: Pair, rank: int) -> Pair:
+    """The same product with fewer columns, where the others are zero: what is left of a joined adapter's part."""
+    down, up = pair
+    if down.shape[0] <= rank:
+        return pair
+    used = up.flatten(1).reshape(up.shape[0], down.shape[0], -1).abs().amax((0, 2)) > 0
+    if int(used.sum()) > rank:
+        return pair
+    order = torch.argsort((~used).long(), stable=True)[:rank].sort().values
+    return down[order], up[:, order]

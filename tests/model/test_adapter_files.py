@@ -1,0 +1,179 @@
+"""Adapters of other tools start with the strength that they have there: the change of each weight, and one image."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
+from cosmos_rl.policy.model import lora
+from cosmos_rl.policy.model.adapter_files import read_tensors
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+
+TARGETS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+RANK, ALPHA = 4, 6.0
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+KOHYA, PEFT = (".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight")
+
+
+def build(tiny_sd3: Path, path: Path, **options: object) -> SD3Model:
+    table = {"r": RANK, "lora_alpha": 16.0, "target_modules": TARGETS, "lora_path": str(path), **options}
+    config = DiffusersConfig(max_prompt_length=256, inference_size=(32, 32))
+    return SD3Model(config, model_str=str(tiny_sd3), lora_config=LoraConfig(**table))  # type: ignore[arg-type]
+
+
+def changes(model: SD3Model) -> dict[str, Tensor]:
+    """What the trainer adds to the weight of each layer."""
+    state, factors = lora.adapter_state(model.transformer, "default"), lora.scales(model.transformer, "default")
+    return {
+        layer: factor * (state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]).detach()
+        for layer, factor in factors.items()
+    }
+
+
+@pytest.fixture
+def pairs(tiny_sd3: Path) -> Pairs:
+    """Down and up matrices by diffusers' names."""
+    generator = torch.Generator().manual_seed(3)
+    weights = load_file(tiny_sd3 / "transformer/diffusion_pytorch_model.safetensors")
+    sizes = {name.removesuffix(".weight"): value.shape for name, value in weights.items() if name.endswith(".weight")}
+    return {
+        layer: (torch.randn(RANK, inside, generator=generator) / 4, torch.randn(out, RANK, generator=generator) / 4)
+        for layer, (out, inside) in ((layer, size) for layer, size in sizes.items() if layer.endswith(TARGETS))
+    }
+
+
+def assert_changes(model: SD3Model, expected: Mapping[str, Tensor]) -> None:
+    found = changes(model)
+    assert found.keys() == expected.keys()
+    for layer, value in expected.items():
+        torch.testing.assert_close(found[layer], value, atol=1e-6, rtol=1e-6)
+
+
+def named(
+    pairs: Pairs, name: Callable[[str], str], endings: tuple[str, str], alpha: float | None = None
+) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for layer, pair in pairs.items():
+        state |= {name(layer) + ending: matrix for ending, matrix in zip(endings, pair, strict=True)}
+        if alpha is not None:
+            state[f"{name(layer)}.alpha"] = torch.tensor(alpha)
+    return state
+
+
+def one_trainer(layer: str) -> str:
+    return f"lora_transformer_{layer.replace('.', '_')}"
+
+
+def oldest(layer: str) -> str:
+    """`….attn.to_q` -> `….attn.processor.to_q`, as diffusers named the layers of attention processors."""
+    module, _, last = layer.removesuffix(".0").rpartition(".")
+    return f"unet.{module}.processor.{last}"
+
+
+FORMS = {
+    "OneTrainer": (one_trainer, KOHYA, ALPHA),
+    "kohya": (lambda layer: f"lora_unet_{layer.replace('.', '_')}", KOHYA, ALPHA),
+    "no alpha": (lambda layer: f"transformer.{layer}", KOHYA, None),
+    "older": (lambda layer: f"transformer.{layer}", (".lora.down.weight", ".lora.up.weight"), None),
+    "oldest": (oldest, ("_lora.down.weight", "_lora.up.weight"), None),
+    "alpha beside names of PEFT": (lambda layer: f"diffusion_model.{layer}", PEFT, ALPHA),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_of_another_tool_changes_each_weight_as_there(
+    tiny_sd3: Path, tmp_path: Path, pairs: Pairs, form: str
+) -> None:
+    name, endings, alpha = FORMS[form]
+    save_file(named(pairs, name, endings, alpha), tmp_path / "some name.safetensors")
+    factor = 1.0 if alpha is None else alpha / RANK
+    assert_changes(build(tiny_sd3, tmp_path), {layer: factor * (up @ down) for layer, (down, up) in pairs.items()})
+
+
+def test_kohyas_joined_layers_are_divided(tiny_sd3: Path, tmp_path: Path) -> None:
+    generator, state, expected = torch.Generator().manual_seed(4), dict[str, Tensor](), dict[str, Tensor]()
+    for block in range(2):
+        down, up = torch.randn(RANK, 64, generator=generator), torch.randn(192, RANK, generator=generator)
+        name = f"lora_unet_joint_blocks_{block}_x_block_attn_qkv"
+        state |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(ALPHA)}
+        for place, last in enumerate("qkv"):
+            rows = up[64 * place : 64 * (place + 1)]
+            expected[f"transformer_blocks.{block}.attn.to_{last}"] = ALPHA / RANK * (rows @ down)
+    save_file(state, tmp_path / "x.safetensors")
+    assert_changes(build(tiny_sd3, tmp_path / "x.safetensors", target_modules=TARGETS[:3]), expected)
+
+
+def test_a_folder_of_peft_and_a_file_of_diffusers(tiny_sd3: Path, tmp_path: Path, pairs: Pairs) -> None:
+    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    model = get_peft_model(pipe.transformer, PeftLoraConfig(r=RANK, lora_alpha=16, target_modules=list(TARGETS)))
+    endings = (".lora_A.default.weight", ".lora_B.default.weight")
+    state = named(pairs, lambda layer: f"base_model.model.{layer}", endings)
+    assert model.load_state_dict(state, strict=False).unexpected_keys == []
+    model.save_pretrained(str(tmp_path / "peft"))
+    metadata = {"r": RANK, "lora_alpha": 16, "target_modules": list(TARGETS)}
+    type(pipe).save_lora_weights(
+        str(tmp_path / "diffusers"),
+        transformer_lora_layers=named(pairs, str, PEFT),
+        transformer_lora_adapter_metadata=metadata,
+    )
+    for place in ("peft", "diffusers"):
+        ours = build(tiny_sd3, tmp_path / place)
+        assert_changes(ours, {layer: 4.0 * (up @ down) for layer, (down, up) in pairs.items()})
+    noise = torch.randn(1, *ours.latent_shape(32, 32), generator=torch.Generator().manual_seed(5))
+    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    pipe.set_progress_bar_config(disable=True)
+    size = {"num_inference_steps": 3, "guidance_scale": 4.5, "height": 32, "width": 32, "output_type": "pt"}
+    before = pipe(prompt="a cat", latents=noise, **size).images
+    pipe.load_lora_weights(str(tmp_path / "diffusers"))
+    theirs = pipe(prompt="a cat", latents=noise, **size).images
+    assert (ours.sample(["a cat"], noise, num_steps=3, guidance=4.5) - theirs).abs().max() <= 1e-5
+    assert (before - theirs).abs().max() > 1e-3
+
+
+def test_what_does_not_fit_is_named_with_what_the_file_has(tiny_sd3: Path, tmp_path: Path, pairs: Pairs) -> None:
+    file = tmp_path / "x.safetensors"
+    state = named(pairs, one_trainer, KOHYA, ALPHA)
+    save_file(state, file)
+    with pytest.raises(UserError, match=r"\(4, 64\) in the file, \(2, 64\) in the adapter") as caught:
+        build(tiny_sd3, file, r=2)
+    assert 'the file has policy.lora.r = 4, target_modules = ["attn.to_k", "attn.to_out.0"' in str(caught.value)
+    save_file({**state, "lora_transformer_no_such_layer.lora_down.weight": torch.zeros(1, 1)}, file)
+    with pytest.raises(UserError, match=r"lora_transformer_no_such_layer\.lora_down\.weight: no layer of this model"):
+        build(tiny_sd3, file)
+    save_file({**state, "lora_transformer_transformer_blocks_0_attn_to_q.dora_scale": torch.zeros(1, 1)}, file)
+    with pytest.raises(UserError, match=r"attn_to_q\.dora_scale: no layer of this model, or no part of a LoRA"):
+        build(tiny_sd3, file)
+
+
+def test_tensors_for_text_encoders_are_named_and_left_out(
+    tiny_sd3: Path, tmp_path: Path, pairs: Pairs, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = named(pairs, one_trainer, KOHYA, ALPHA) | {"lora_te1_x.lora_down.weight": torch.zeros(1, 1)}
+    save_file(state, tmp_path / "x.safetensors")
+    with caplog.at_level("WARNING", logger="cosmos_rl"):
+        build(tiny_sd3, tmp_path / "x.safetensors")
+    assert "1 tensors are for the text encoders (lora_te1_x.lora_down.weight, …), which are not" in caplog.text
+
+
+def test_names_that_only_diffusers_knows_are_converted_by_it() -> None:
+    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 8, "pooled_projection_dim": 8}
+    transformer = FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4))
+    generator = torch.Generator().manual_seed(6)
+    down, up = torch.randn(2, 16, generator=generator), torch.randn(48, 2, generator=generator)
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    state = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(1.0)}
+    layers = lora.list_layer_names(transformer)
+    found = read_tensors(state, "FluxTransformer2DModel", layers, FluxPipeline.lora_state_dict)
+    assert (found.form, found.unknown) == ("diffusers' converters", [])
+    for place, last in enumerate("qkv"):
+        first, second = found.pairs[f"transformer_blocks.0.attn.to_{last}"]
+        torch.testing.assert_close(second @ first, 0.5 * up[16 * place : 16 * (place + 1)] @ down)

@@ -75,7 +75,7 @@ def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
         weights[f"{key}.lora_down.weight"], weights[f"{key}.lora_up.weight"] = down, up
         weights[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
     base = str(model.model_str) if not Path(model.model_str).expanduser().exists() else Path(model.model_str).name
-    _write_file(weights, out, {"format": "pt", "ss_base_model_version": type(module).__name__, "base": base})
+    _write_file(weights, out, {"format": "pt", "base_model": base})
 
 
 def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:

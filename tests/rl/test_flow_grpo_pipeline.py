@@ -89,6 +89,14 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, tiny_sd3: Path, lo
     assert_same_state(saved_state(run, 3), state)
 
 
+CASES = (("flow_grpo", 4), ("ddrl", 2), ("ddrl", 4), ("gated", 2))
+GATED = (
+    "--train.train_policy.kl_beta=0.1",
+    "--train.train_policy.kl_gate.rewards=['large']",
+    "--train.train_policy.diversity_features=cosmos_rl.reward.features:thumbnails",
+    "--train.train_policy.local_reward.reward_fns="
+    '[{function = "tests.support.nft_rewards:smooth"}, {function = "tests.support.nft_rewards:large", weight = 0.0}]',
+)
 Runs = Callable[[str, int], Path]
 
 
@@ -107,6 +115,7 @@ def run_of(tiny_sd3: Path, image_folder: Path, tmp_path_factory: pytest.TempPath
                 "--train.optm_lr=1e-4",
                 f"--train.train_policy.batch_size_per_optimize={8 // ranks}",
                 *(ddrl_options(image_folder) * (trainer == "ddrl")),
+                *(GATED * (trainer == "gated")),
             )
             job = Job(config, folder / f"{trainer} {ranks}", options)
             run_forked([job], ranks, folder)
@@ -121,7 +130,7 @@ def run_of(tiny_sd3: Path, image_folder: Path, tmp_path_factory: pytest.TempPath
     ("trainer", "ranks"),
     [
         ("flow_grpo", 2),
-        *(pytest.param(*case, marks=pytest.mark.zoo) for case in (("flow_grpo", 4), ("ddrl", 2), ("ddrl", 4))),
+        *(pytest.param(*case, marks=pytest.mark.zoo) for case in CASES),
     ],
 )
 def test_any_number_of_ranks_trains_like_one(run_of: Runs, trainer: str, ranks: int) -> None:

@@ -15,6 +15,7 @@ from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.model.diffusers.flow_model import TEXT_KEYWORDS, FlowModel
 
 Conditions = Callable[..., Any]
@@ -37,6 +38,8 @@ class Sample:
     """Seed of its start noise, as diffusers takes it; None: keyed by the run's seed and the id."""
     given: Given | None = None
     """What it is conditioned on besides the prompt; None where the model takes prompts only."""
+    size: Sides | None = None
+    """Height and width; those of a rollout have the same. None: those of its `RolloutSpec`."""
 
     @property
     def key(self) -> PromptKey:
@@ -155,12 +158,13 @@ class RolloutSampler:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Media where a user's own sampler makes them, and states; with ``keep`` false perhaps only the last one."""
         spec, model = self.spec, self._model
+        height, width = self._find_size(samples)
         keywords: dict[str, Any] = {
             "num_inference_steps": spec.num_steps,
             "guidance_scale": spec.guidance,
             "output_type": "pt",
-            "height": spec.height,
-            "width": spec.width,
+            "height": height,
+            "width": width,
             "noise_level": spec.noise_level,
             "deterministic": spec.deterministic,
             "solver": spec.solver,
@@ -199,11 +203,14 @@ class RolloutSampler:
         self, generators: Sequence[torch.Generator], samples: Sequence[Sample], purpose: str, step: int
     ) -> dict[str, Any]:
         """Start noise, and generators for that of the steps: keyed apart, so that either can be drawn alone."""
-        shape = self._model.latent_shape(self.spec.height, self.spec.width)
+        shape = self._model.latent_shape(*self._find_size(samples))
         start = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
         ids = [sample.sample_id for sample in samples]
         steps = [randomness.generator(self._seed, f"{purpose}/steps", step, sample_id) for sample_id in ids]
         return {"latents": start, "generator": steps}
+
+    def _find_size(self, samples: Sequence[Sample]) -> Sides:
+        return samples[0].size or (self.spec.height, self.spec.width)
 
     def _generator(self, sample: Sample, purpose: str, step: int) -> torch.Generator:
         if sample.seed is not None:
@@ -242,14 +249,18 @@ NOTHING_GIVEN = Giving()
 
 
 def group_samples(
-    records: Iterable[tuple[int, PromptRecord]], count: int, give: Giving = NOTHING_GIVEN
+    records: Iterable[tuple[int, PromptRecord]],
+    count: int,
+    give: Giving = NOTHING_GIVEN,
+    size: Sides | None = None,
 ) -> list[Sample]:
     """``count`` samples of each prompt, those of a prompt in a row; a record comes with its position in the stream."""
     made = []
     for position, record in records:
         given = give(position, record)
         for k in range(count):
-            made.append(Sample(position * count + k, position, record.prompt, record.metadata, given=given))
+            sample = Sample(position * count + k, position, record.prompt, record.metadata, given=given, size=size)
+            made.append(sample)
     return made
 
 

@@ -3,16 +3,18 @@
 import ast
 import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.preference_files import is_preference_table, load_preferences
 from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompt_sizes import list_sizes
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
@@ -112,21 +114,29 @@ def _names(module: ast.Module) -> Iterator[str]:
 
 def _prompt_data(config: Config, notes: list[str]) -> list[str]:
     """Prompts for training and validation; of those nothing is left out."""
-    problems = _prompts(config.train.train_policy.dataset, "train.train_policy.dataset", "train")
+    sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
+    problems = _prompts(config.train.train_policy.dataset, "train.train_policy.dataset", "train", sizes=sizes)
     if config.validation.enable:
         guidance = config.policy.diffusers.sample.guidance_scale
         problems += _prompts(config.validation.dataset, "validation.dataset", "test", guidance)
     return problems
 
 
-def _prompts(dataset: DatasetConfig, table: str, split: str, guidance: float | None = None) -> list[str]:
-    """A set that has not been fetched yet is no problem: the run fetches it. `guidance`: used for sampling."""
+def _prompts(
+    dataset: DatasetConfig, table: str, split: str, guidance: float | None = None, sizes: Sequence[Sides] = ()
+) -> list[str]:
+    """A set that has not been fetched yet is no problem: the run fetches it.
+
+    `guidance`: used for sampling. `sizes`: those that rows may name; empty: nobody reads what they name.
+    """
     try:
         file = prompt_file(dataset, table, split=split)
         if file is not None:
             records = read_prompts(file)
             if guidance is not None:
                 check_sampling(records, guidance)
+            if sizes:
+                list_sizes(records, sizes)
     except UserError as error:
         return [str(error)]
     return []

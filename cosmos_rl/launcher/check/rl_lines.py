@@ -19,6 +19,8 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
     yield f"{plan.total} samples per step = {plan.items} x {plan.group} (prompts x samples per prompt)"
     on = format_count(ranks, "data parallel rank")
     yield f"{plan.samples} samples and {plan.items / ranks:g} prompts per rank, on {on}"
+    if diffusers.buckets is not None:
+        yield f"each step has one of {len(diffusers.training_sizes)} sizes: its prompts', or one that is drawn"
     guided = ", without guidance"
     if sample.guidance_scale > 1:
         guided = ", each with its negative prompt"

@@ -55,8 +55,6 @@ def unsupported_settings(config: Config) -> list[str]:
         lines.append(f"train.train_policy.trainer_type = {format_value(job.trainer_type)}; use {names}")
     if not config.policy.is_diffusers:
         lines.append("policy.is_diffusers = false (vision-language models); set it to true for a diffusers pipeline")
-    if config.policy.diffusers.buckets is not None and job_kind(config).online:
-        lines.append("policy.diffusers.buckets with reinforcement learning; leave the table out")
     lora = config.policy.lora
     if lora is not None and lora.init_lora_weights not in (True, False, "gaussian"):
         lines.append(

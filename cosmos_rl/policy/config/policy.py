@@ -110,7 +110,8 @@ class TokenizerConfig(Table):
 
 class BucketsConfig(Table):
     """`[policy.diffusers.buckets]`: several sizes to train at. An image or a video goes to the one of the nearest
-    aspect ratio; a step takes samples of one size. Either sizes or area."""
+    aspect ratio, and a step of reinforcement learning draws one, where prompts do not name it by `size`; a step has one
+    size. Either sizes or area."""
 
     sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     """[height, width] of each, in pixels."""

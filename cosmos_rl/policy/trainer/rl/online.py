@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompts import PromptRecord, digest_prompts
-from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.distributed.phase import count_parts, enter_phase
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
-from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, moves_reference, plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
@@ -38,6 +38,7 @@ from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
 from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
+from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.rl.validation import Validator
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -95,8 +96,8 @@ class OnlineTask(TaskBase):
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
         self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk)
-        stream = _prompt_stream(len(parts.prompts), self.plan.items, job)
-        super().__init__(config, context, parts.model.trainable_parameters(), stream, parts.export)
+        self._sized = SizedPrompts(config, parts.prompts, self.plan.items)
+        super().__init__(config, context, parts.model.trainable_parameters(), self._sized.stream, parts.export)
         kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
         self.policies = parts.model.policies(**kept, moving_reference=copies_reference(job))
         diffusers = config.policy.diffusers
@@ -110,7 +111,7 @@ class OnlineTask(TaskBase):
             self._validator = Validator(
                 config, context, parts.model, evaluator, parts.val_prompts, self._val_scoring, trained
             )
-        self._levels = _trained_levels(parts.model, diffusers.sample)
+        self._levels_at: dict[Sides | None, Level] = {}
         probe = GuardProbe(
             job.reward_hacking_guard,
             parts.model,
@@ -132,7 +133,17 @@ class OnlineTask(TaskBase):
 
     def train_step(self, step: int) -> StepReport:
         """Roll out, score, learn."""
-        conditions, draws = self._new_conditions(), self._draws(step)
+        conditions = self._new_conditions()
+        size = self._sized.choose(step, self.stream.positions(step))
+        with self.model.at_size(size):
+            report = self._train(step, conditions)
+        if size is not None:  # the guard's samples have a size of their own
+            conditions = self._new_conditions()
+        guarded, alarm = self.guard.check(step + 1, conditions)
+        return replace(report, metrics={**report.metrics, **guarded, "train/nfe": self._total_nfe()}, alarm=alarm)
+
+    def _train(self, step: int, conditions: StepConditions) -> StepReport:
+        draws = self._draws(step)
         began = time.perf_counter()
         own, pending = self._roll_out(step, conditions)
         nearest_N = self._nearest.measure(own.media, self._samples(step), self._context)
@@ -163,9 +174,7 @@ class OnlineTask(TaskBase):
             self.policies.reset_reference()
             if self._job.reset_optimizer_with_reference:
                 self.optimizer.forget_moments()
-        guarded, alarm = self.guard.check(done, conditions)
-        metrics |= {**guarded, "train/nfe": self._total_nfe()}
-        return StepReport(metrics, refusal, gallery=gallery, alarm=alarm)
+        return StepReport(metrics, refusal, gallery=gallery)
 
     @memory_phase("sampling")
     def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable]"]]:
@@ -316,12 +325,13 @@ class OnlineTask(TaskBase):
             return None
         self.model.set_gradient_sync(False)
         factor, total = beta * total_weight * self.optimizer.loss_factor, 0.0
-        recorder, levels = self.algorithm.recorder(draws), self._levels
-        if recorder is not None:
-            levels = levels.rows(torch.tensor(recorder.indices))
-        for loss in self._data_loss(draws.step, number, levels):
-            (factor * loss).backward()
-            total += float(loss.detach())
+        with self.model.at_size(self._sized.data_size):
+            recorder, levels = self.algorithm.recorder(draws), self._levels
+            if recorder is not None:
+                levels = levels.rows(torch.tensor(recorder.indices))
+            for loss in self._data_loss(draws.step, number, levels):
+                (factor * loss).backward()
+                total += float(loss.detach())
         return total
 
     # ---- validation --------------------------------------------------------------------------------------------
@@ -360,6 +370,7 @@ class OnlineTask(TaskBase):
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
+            "sizes of the samples (policy.diffusers.buckets)": self._sized.identity,
             "trained denoisers (policy.diffusers.trained_denoiser)": sorted(self.model.denoisers),
         }
 
@@ -407,7 +418,16 @@ class OnlineTask(TaskBase):
     def _samples(self, step: int) -> list[Sample]:
         """All of a step: prompts x samples, a contiguous block for each rank."""
         positions = self.stream.positions(step)
-        return group_samples(((p.sample_id, self._prompts[p.index]) for p in positions), self.plan.group, self._give)
+        records = ((p.sample_id, self._prompts[p.index]) for p in positions)
+        return group_samples(records, self.plan.group, self._give, self._sized.choose(step, positions))
+
+    @property
+    def _levels(self) -> Level:
+        """Those of sampling, without the clean one; some pipelines have others at another size."""
+        size = self.model.media_size
+        if size not in self._levels_at:
+            self._levels_at[size] = _trained_levels(self.model, self._config.policy.diffusers.sample)
+        return self._levels_at[size]
 
     @property
     def _kl_beta(self) -> float:
@@ -472,8 +492,3 @@ def _trained_levels(model: FlowModel, sample: SampleConfig) -> Level:
         deterministic=sample.deterministic_sampling,
     )
     return levels.rows(slice(-1))
-
-
-def _prompt_stream(prompts: int, per_step: int, job: GrpoPolicyConfig) -> MapStream:
-    drop_last = job.dataloader_drop_last and prompts >= per_step
-    return MapStream(prompts, per_step, job.dataloader_seed, job.dataloader_shuffle, drop_last=drop_last)

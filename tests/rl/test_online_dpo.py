@@ -53,7 +53,7 @@ def test_micro_batches_do_not_change_the_gradient_and_the_pairs_are_best_and_wor
             torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
     task = plane_task()
     own, pending = task._roll_out(0, task._new_conditions())
-    batch = task._score(0, own, [task._scoring.wait(one) for one in pending])
+    batch = task._score(0, own, [task._scoring.wait(one) for one in pending], None)
     rewards = bump(own.media.numpy()).reshape(4, 8)
     first = 8 * np.arange(4)
     assert batch.rejected == dict(

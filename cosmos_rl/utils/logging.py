@@ -29,7 +29,7 @@ class _StandardOutput(logging.StreamHandler):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Whoever read the lines is gone, as a closed terminal: nobody is left to be told so."""
+        """Whoever read the lines is gone, as a closed terminal; the run continues without saying so."""
         error = sys.exc_info()[1]
         if not (isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)):
             super().handleError(record)

@@ -101,11 +101,15 @@ PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.slow) for one in (SD
 PARAMS += [pytest.param(one, id=one.name, marks=pytest.mark.zoo) for one in ZOO]
 
 
+_made = tempfile.TemporaryDirectory(prefix="families.")
+"""Removed when the tests end."""
+
+
 @functools.cache
 def folder_of(family: str) -> Path:
     """The tiny pipeline of a family, built once for the session."""
     torch.set_num_threads(1)
-    return tiny.build(family, Path(tempfile.mkdtemp(prefix="family.")) / family, "unit", seed=0)
+    return tiny.build(family, Path(_made.name) / family, "unit", seed=0)
 
 
 def family_toml(

@@ -56,6 +56,7 @@ ALGORITHMS: Mapping[str, tuple[int, Sequence[str]]] = {
             f"{JOB}data_term.beta=0.02",
             f"{JOB}data_term.batch_size=40",
             "--train.optm_lr=4e-4",
+            f"{SAMPLE}noise_level=1.0",
         ),
     ),
 }

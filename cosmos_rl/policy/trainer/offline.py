@@ -34,7 +34,7 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     out = out.expanduser().absolute()
     if out.exists():
         raise UserError(f"{out} exists already: name a new one")
-    config_file = policy.parents[2] / "config.toml"
+    config_file = policy.resolve().parents[2] / "config.toml"  # through the link of the output folder
     if not config_file.is_file():
         raise UserError(f"{config_file} is missing: a checkpoint is exported with the configuration of its run")
     config = load_config(config_file)

@@ -1,0 +1,97 @@
+"""Fetch, change, run and print: see benchmarks/README.md."""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+
+from benchmarks.peers import changes  # noqa: E402
+from benchmarks.peers.patch import copy_with_changes  # noqa: E402
+from cosmos_rl.errors import UserError  # noqa: E402
+
+BUDGET = 12_800
+PARTS = ("step", "accuracy")
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Our loop next to its peers'.")
+    parser.add_argument("--nft", type=Path, required=True, help="a checkout of NVlabs/DiffusionNFT")
+    parser.add_argument("--grpo", type=Path, required=True, help="a checkout of yifan123/flow_grpo")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the accuracy runs")
+    parser.add_argument("--digits", type=Path, default=Path("outputs/digits"), help="where the start is kept, or made")
+    parser.add_argument("--pairs", type=int, default=3, help="epochs of each side in the comparison of steps")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="network evaluations, a backward pass as two")
+    parser.add_argument("--only", choices=PARTS, help="one of the two tables")
+    given = parser.parse_args()
+    try:
+        for checkout, wanted in ((given.nft, changes.NFT), (given.grpo, changes.GRPO)):
+            print(f"{checkout}: commit {_commit(checkout)}", flush=True)
+            with tempfile.TemporaryDirectory() as name:  # what does not fit is said at once
+                copy_with_changes(checkout, Path(name), changes.FOLDERS, wanted)
+        _compare(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _commit(checkout: Path) -> str:
+    if not checkout.is_dir():
+        raise UserError(f"{checkout}: no such folder; benchmarks/README.md says how to fetch the peers")
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return (
+        subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30).stdout.strip() or "unknown (no git)"
+    )
+
+
+def _compare(given: argparse.Namespace) -> None:
+    logging.getLogger("cosmos").setLevel(logging.ERROR)
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore")
+    nft, grpo, digits = given.nft.absolute(), given.grpo.absolute(), given.digits.absolute()
+    os.chdir(ROOT)
+    import torch
+    from compare_algorithms import digit_probability, fine_tune
+
+    from benchmarks.peers import accuracy, recipe, step
+    from benchmarks.peers.loops import Bench, Grpo, Nft, Ours
+
+    torch.set_num_threads(1)
+    digits.mkdir(parents=True, exist_ok=True)
+    base, data = fine_tune(digits, 0), digits / "data"
+    if given.only != "accuracy":
+        bench = Bench(base, data, digit_probability, 0)
+        print(*step.measure(nft, bench, given.pairs), sep="\n", flush=True)
+    if given.only == "step":
+        return
+    import quickstart
+
+    judges = accuracy.Judges(data, digit_probability)
+    start = judges.look(quickstart.sampler(base))
+    makers = {
+        **{f"ours, {name}": partial(Ours, recipe=one) for name, one in recipe.OURS.items()},
+        **{f"DiffusionNFT, {name}": partial(Nft, nft, recipe=one) for name, one in recipe.NFT.items()},
+        **{f"flow_grpo, {name}": partial(Grpo, grpo, recipe=one) for name, one in recipe.GRPO.items()},
+    }
+    found = []
+    for seed in given.seeds:
+        found.append(accuracy.race(makers, Bench(base, data, digit_probability, seed), given.budget, judges))
+        right = ", ".join(f"{name} {one.look.judge_2:.3f}" for name, one in found[-1].items())
+        print(f"seed {seed}, judge 2: {right}", flush=True)
+    print(accuracy.HEADER, "|---" * 12 + "|", accuracy.start_row(start), sep="\n")
+    for name in makers:
+        print(accuracy.table_row(name, [outcomes[name] for outcomes in found], start), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

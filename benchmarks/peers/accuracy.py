@@ -1,0 +1,180 @@
+"""What the loops make of equal numbers of network evaluations: digits without guidance, judged by a classifier that no
+training saw."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.peers.changes import TEXT_TOKENS
+from benchmarks.peers.loops import Bench, Loop
+
+PER_DIGIT = 50
+LEVELS = (0.2, 0.4, 0.6, 0.8)
+Maker = Callable[[Bench], Loop]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A pipeline's images and what is said of them."""
+
+    judge_2: float
+    judge_1: float
+    reward: float
+    spread: float
+    """Within the images of a digit."""
+    loss: float
+    """Flow matching, on real digits that no training saw."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, next to the start."""
+
+    look: Look
+    training_reward: float
+    """Of the last three epochs."""
+    epochs: int
+    evaluations: int
+    seconds: float
+
+
+class Judges:
+    """Fitted once."""
+
+    def __init__(self, data: Path, reward: Callable[..., np.ndarray]) -> None:
+        from judge import Judge, SecondJudge
+
+        self._first, self._second, self._reward, self._data = Judge(), SecondJudge(), reward, data
+
+    def look(self, pipe: Any) -> Look:
+        """Guidance-free images by the sampler of deployment, from the same noise for all."""
+        import quickstart
+        from digits import prompt_of
+        from judge import features, spread
+
+        labels = [digit for digit in range(10) for _ in range(PER_DIGIT)]
+        images, asked = quickstart.sample(pipe, labels, 0, guidance=1.0), np.array(labels)
+        pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+        return Look(
+            self._second.accuracy(images, asked),
+            float(np.mean(self._first.labels(images) == asked)),
+            float(np.mean(self._reward(pixels, [prompt_of(label) for label in labels]))),
+            spread(features(images), asked),
+            held_out_loss(pipe, self._data / "validation"),
+        )
+
+
+@torch.no_grad()
+def held_out_loss(pipe: Any, folder: Path) -> float:
+    """Mean squared error of the velocities at fixed levels with fixed noise."""
+    import json
+
+    from PIL import Image
+
+    files = sorted(folder.glob("*.png"))
+    prompts = [json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["prompt"] for file in files]
+    pixels = np.stack([np.asarray(Image.open(file).convert("RGB"), dtype=np.float32) for file in files])
+    images = torch.from_numpy(pixels / 127.5 - 1).permute(0, 3, 1, 2)
+    vae = pipe.vae.config
+    clean: Tensor = (pipe.vae.encode(images).latent_dist.mean - vae.shift_factor) * vae.scaling_factor
+    text, _, pooled, _ = pipe.encode_prompt(
+        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+    )
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for sigma in LEVELS:
+        levels = torch.full((len(files),), 1000 * sigma)
+        velocity = pipe.transformer(
+            hidden_states=(1 - sigma) * clean + sigma * noise,
+            timestep=levels,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        losses.append(float(((velocity - (noise - clean)) ** 2).mean()))
+    return statistics.mean(losses)
+
+
+def race(makers: Mapping[str, Maker], bench: Bench, budget: int, judges: Judges) -> dict[str, Outcome]:
+    """Let all loops spend about ``budget`` evaluations, in turn so that a busy machine is busy for all alike."""
+    rewards: dict[str, list[float]] = {name: [] for name in makers}
+    loops: dict[str, Loop] = {}
+    for name, maker in makers.items():
+        loops[name] = maker(_with_record(bench, rewards[name]))
+    seconds, epochs = dict.fromkeys(makers, 0.0), dict.fromkeys(makers, 0)
+
+    def missing(name: str) -> float:
+        done = loops[name].counter.evaluations
+        return budget - done - done / max(epochs[name], 1) / 2
+
+    while waiting := [name for name in loops if missing(name) > 0]:
+        name = max(waiting, key=missing)
+        spent = loops[name].epoch()
+        seconds[name] += spent.rollout + spent.update
+        epochs[name] += 1
+    found = {}
+    for name, loop in loops.items():
+        evaluations = loop.counter.evaluations
+        with loop.result() as pipe:
+            look = judges.look(pipe)
+        latest = statistics.mean(rewards[name][-3 * len(rewards[name]) // epochs[name] :])
+        found[name] = Outcome(look, latest, epochs[name], evaluations, seconds[name])
+        loop.close()
+    return found
+
+
+def _with_record(bench: Bench, record: list[float]) -> Bench:
+    def reward(images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+        scores = bench.reward(images, prompts)
+        record.append(float(np.mean(scores)))
+        return scores
+
+    return Bench(bench.base, bench.data, reward, bench.seed)
+
+
+HEADER = (
+    "| run | judge 2 | judge 1 | reward | reward in training | spread | held-out loss ratio | epochs | evaluations "
+    "| CPU s | points of judge 2 per 10k evaluations | per 100 CPU s |"
+)
+
+
+def table_row(name: str, outcomes: Sequence[Outcome], start: Look) -> str:
+    """Means over seeds, with the range of judge 2."""
+
+    def mean(values: Sequence[float], digits: int = 3) -> str:
+        return f"{statistics.mean(values):.{digits}f}"
+
+    looks = [one.look for one in outcomes]
+    right = [look.judge_2 for look in looks]
+    gained = 100 * (statistics.mean(right) - start.judge_2)
+    evaluations = statistics.mean(one.evaluations for one in outcomes)
+    seconds = statistics.mean(one.seconds for one in outcomes)
+    cells = [
+        name,
+        f"{mean(right)} ({min(right):.3f} ... {max(right):.3f})",
+        mean([look.judge_1 for look in looks]),
+        mean([look.reward for look in looks]),
+        mean([one.training_reward for one in outcomes]),
+        mean([look.spread for look in looks]),
+        mean([look.loss / start.loss for look in looks], 2),
+        mean([one.epochs for one in outcomes], 0),
+        f"{evaluations:.0f}",
+        f"{seconds:.0f}",
+        f"{1e4 * gained / evaluations:.1f}",
+        f"{100 * gained / seconds:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def start_row(start: Look) -> str:
+    """The pipeline that all start from."""
+    return (
+        f"| the start | {start.judge_2:.3f} | {start.judge_1:.3f} | {start.reward:.3f} | | {start.spread:.3f} "
+        "| 1 | | | | | |"
+    )

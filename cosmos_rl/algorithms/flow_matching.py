@@ -33,3 +33,10 @@ def flow_matching_loss(
     if weight_B is not None:
         per_sample_B = per_sample_B * weight_B
     return per_sample_B.sum(), count
+
+
+def combine_weights(one_B: Tensor | None, other_B: Tensor | None) -> Tensor | None:
+    """The product of two factors on each sample's loss; None is 1."""
+    if one_B is None or other_B is None:
+        return one_B if other_B is None else other_B
+    return one_B * other_B

@@ -36,6 +36,8 @@ class Item:
     """What the VAE made of it, where a cache holds that."""
     edits: Path | None = None
     """The image that it was made of, for models that edit images."""
+    weight: float = 1.0
+    """Factor on its loss."""
     rejected: "Item | None" = None
     """Of a preference: the sample that was rejected for the same prompt."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cosmos_rl.checkpoint.layout import list_committed_steps, step_dir
+from cosmos_rl.data.folders import Folders, load_training_pairs
 from cosmos_rl.data.local_pairs import LocalPairs, load_held_out_data
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.errors import OutOfMemory, UserError
@@ -308,8 +309,8 @@ def _train(config: Config, name: str, data: DataForm | None, **given: Any) -> Fi
     return FinishedRun(run.root, code != 0, config.policy.model_name_or_path)
 
 
-def _pairs(config: Config) -> LocalPairs:
-    return LocalPairs.of_config(config.train.train_policy.dataset.local_dir, config)
+def _pairs(config: Config) -> LocalPairs | Folders:
+    return load_training_pairs(config)
 
 
 def _prompts(config: Config) -> Sequence[Any]:

@@ -144,7 +144,10 @@ def _prompts(
 
 def _pair_data(config: Config, notes: list[str]) -> list[str]:
     """Captioned images for training and validation."""
-    problems = _pairs(config, "train.train_policy.dataset", config.train.train_policy.dataset.local_dir, notes)
+    table, dataset, problems = "train.train_policy.dataset", config.train.train_policy.dataset, list[str]()
+    for number, folder in enumerate(dataset.listed):
+        place = f"{table}.folders.{number}" if dataset.folders else table
+        problems += _pairs(config, place, folder.local_dir, notes)
     if config.validation.enable:
         problems += _held_out(config, notes)
     return problems

@@ -68,12 +68,15 @@ def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
 
 def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, str]:
     """How many captions with an image or a video the folder holds."""
-    if not dataset.local_dir:
+    if not dataset.listed:
         return None, "train.train_policy.dataset.local_dir is not set"
-    place = Path(dataset.local_dir).expanduser()
-    if not place.is_dir():
-        return None, f"{place} is not there"
-    return count_pairs(place, video=video), ""
+    total = 0
+    for folder in dataset.listed:
+        place = Path(folder.local_dir).expanduser()
+        if not place.is_dir():
+            return None, f"{place} is not there"
+        total += folder.repeats * count_pairs(place, video=video)
+    return total, ""
 
 
 def _count_preferences(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, str]:

@@ -43,7 +43,10 @@ def _step_lines(config: Config, length: RunLength) -> list[str]:
     if length.held_out:
         held = f", {length.held_out} of them held out for validation"
     dataset = train.train_policy.dataset
-    lines = [f"{length.samples} {job_kind(config).items} in {dataset.local_dir or dataset.name}{held}"]
+    place = dataset.local_dir or dataset.name
+    if dataset.folders:
+        place = f"{format_count(len(dataset.folders), 'folder')}, with their repeats"
+    lines = [f"{length.samples} {job_kind(config).items} in {place}{held}"]
     per_epoch = length.steps_per_epoch or 0
     whole = format_count(per_epoch * train.epoch, "step")
     epochs = format_count(train.epoch, "epoch")

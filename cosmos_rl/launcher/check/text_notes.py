@@ -43,12 +43,13 @@ def _texts(dataset: DatasetConfig, data: DataForm, split: str, *, video: bool) -
         of_preferences = data == "preferences" and is_preference_table(dataset.local_dir)
         if split == "test" and is_prompt_file(dataset.local_dir) and not of_preferences:
             return _prompts(Path(dataset.local_dir))
-        if not dataset.local_dir:
+        if not dataset.listed:
             return []
         if data == "preferences":
             found = load_preferences(dataset.local_dir, dataset.rejected_dir, video=video)
             return [(pair.caption, pair.prompt) for pair in found.chosen]
-        pairs, _ = scan_pairs(Path(dataset.local_dir).expanduser(), video=video)
+        folders = [Path(one.local_dir).expanduser() for one in dataset.listed]
+        pairs = [pair for place in folders for pair in scan_pairs(place, video=video)[0]]
         return [(pair.caption, pair.prompt) for pair in pairs]
     except UserError:
         return []

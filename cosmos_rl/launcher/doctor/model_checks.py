@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.folders import load_training_pairs
 from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item
-from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.preferences import PreferencePairs
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context, pick_device
@@ -121,11 +121,11 @@ def _load(config: Config, device: torch.device) -> Any:
 
 def _pairs(config: Config) -> Sequence[Item]:
     dataset = config.train.train_policy.dataset
-    if not dataset.local_dir:
+    if not dataset.listed:
         raise UserError("train.train_policy.dataset.local_dir: missing; one batch of it is tried")
     if job_kind(config).data == "preferences":
         return PreferencePairs.of_config(dataset, config)
-    return LocalPairs.of_config(dataset.local_dir, config)
+    return load_training_pairs(config)
 
 
 # ---- adapters and weights ----------------------------------------------------------------------------------------

@@ -249,8 +249,30 @@ def _saving_rules(config: Config) -> list[str]:
     return lines
 
 
+def _folder_rules(config: Config) -> list[str]:
+    key, dataset, lines = "train.train_policy.dataset", config.train.train_policy.dataset, list[str]()
+    if job_kind(config).data != "pairs":
+        for name, given in (("folders", dataset.folders), ("flip", dataset.flip)):
+            if given:
+                found = "true" if name == "flip" else f"{len(dataset.folders)} of them"
+                lines.append(f"{key}.{name}: found {found}; allowed only in supervised fine-tuning")
+        return lines
+    if dataset.folders and dataset.local_dir:
+        lines.append(f"{key}.folders: given together with local_dir; allowed: one of them")
+    if dataset.folders and dataset.flip:
+        lines.append(f"{key}.flip: found true; allowed without folders, each of which has its own flip")
+    lines += [f"{key}.folders.{i}.local_dir: missing" for i, one in enumerate(dataset.folders) if not one.local_dir]
+    repeated = any(one.repeats > 1 for one in dataset.folders)
+    if dataset.test_size is not None and repeated and not config.validation.dataset.local_dir:
+        lines.append(
+            f"{key}.test_size: found {dataset.test_size}; allowed without repeats, which would train on what is held "
+            "out; hold out a folder as validation.dataset.local_dir"
+        )
+    return lines
+
+
 def _data_rules(config: Config) -> list[str]:
-    train_policy, validation, lines = config.train.train_policy, config.validation, []
+    train_policy, validation, lines = config.train.train_policy, config.validation, _folder_rules(config)
     if train_policy.dataloader_prefetch_factor is not None and train_policy.dataloader_num_workers == 0:
         lines.append(
             f"train.train_policy.dataloader_prefetch_factor: found {train_policy.dataloader_prefetch_factor}; allowed "

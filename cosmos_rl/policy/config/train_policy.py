@@ -39,6 +39,20 @@ Preset = Literal[
 """Names of `presets.PRESETS`."""
 
 
+class FolderConfig(Table):
+    """`[[train.train_policy.dataset.folders]]`: one of several folders of captioned images or videos."""
+
+    local_dir: str
+    """Folder of pairs."""
+    repeats: PositiveInt = 1
+    """How often an epoch takes each of its samples."""
+    weight: PositiveFloat = 1.0
+    """Factor on the loss of its samples, as the prior loss weight of a regularisation folder in other trainers; the
+    mean is over the number of samples, whatever their weights."""
+    flip: StrictBool = False
+    """Mirror each draw of a sample left to right or not, at random; captions stay."""
+
+
 class DatasetConfig(Table):
     """`[train.train_policy.dataset]`: where the training data is."""
 
@@ -47,6 +61,10 @@ class DatasetConfig(Table):
     prompts (`.txt`, `.jsonl`, `.json`), a folder with one for each split, or the folders `metas` and `videos`, whose
     captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones, or a `.jsonl` file with
     `prompt`, `chosen` and `rejected`."""
+    folders: tuple[FolderConfig, ...] = ()
+    """Several folders in place of local_dir, for supervised fine-tuning."""
+    flip: StrictBool = False
+    """Of local_dir in supervised fine-tuning: mirror each draw of a sample left to right or not, at random."""
     rejected_dir: ForDpo[str] = ""
     """Folder of the rejected images or videos, under the names of the chosen ones; none for a `.jsonl` file."""
     test_size: PositiveInt | OpenFraction | None = None
@@ -61,6 +79,13 @@ class DatasetConfig(Table):
     split: ForRl[str | tuple[str, ...]] = ""
     """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
 
+    @property
+    def listed(self) -> tuple[FolderConfig, ...]:
+        """The folders of supervised fine-tuning; empty: none is named."""
+        if self.folders or not self.local_dir:
+            return self.folders
+        return (FolderConfig(local_dir=self.local_dir, flip=self.flip),)
+
 
 class ValidationDatasetConfig(DatasetConfig):
     """`[validation.dataset]`: where the validation data is."""
@@ -69,6 +94,10 @@ class ValidationDatasetConfig(DatasetConfig):
     """Folder of pairs as for training, or a file of prompts (`.txt`, `.jsonl`, `.json`); reinforcement learning: as for
     training. Rows may have `negative_prompt` and `seed`."""
     test_size: NoEffect[PositiveInt | OpenFraction | None] = None
+    """Counts in train.train_policy.dataset."""
+    folders: NoEffect[tuple[FolderConfig, ...]] = ()
+    """Counts in train.train_policy.dataset."""
+    flip: NoEffect[StrictBool] = False
     """Counts in train.train_policy.dataset."""
 
 

@@ -3,22 +3,19 @@
 from typing import TYPE_CHECKING
 
 from cosmos_rl.data.prompts import PromptFile
-from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import worker_entry
 from cosmos_rl.policy.config import Config
 
 if TYPE_CHECKING:
+    from cosmos_rl.data.folders import Folders
     from cosmos_rl.data.local_pairs import LocalPairs
 
 
-def training_pairs(config: Config) -> "LocalPairs":
-    """The pairs in `train.train_policy.dataset.local_dir`."""
-    from cosmos_rl.data.local_pairs import LocalPairs  # imports torch, which `worker_entry` does faster
+def training_pairs(config: Config) -> "LocalPairs | Folders":
+    """The pairs in `train.train_policy.dataset.local_dir`, or in `folders`."""
+    from cosmos_rl.data.folders import load_training_pairs  # imports torch, which `worker_entry` does faster
 
-    folder = config.train.train_policy.dataset.local_dir
-    if not folder:
-        raise UserError("train.train_policy.dataset.local_dir: missing; give the folder of training images")
-    return LocalPairs.of_config(folder, config)
+    return load_training_pairs(config)
 
 
 def validation_data(config: Config) -> "LocalPairs | PromptFile | None":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.algorithms.flow_matching import combine_weights, flow_matching_loss
 from cosmos_rl.data.text_lengths import find_refusal
 from cosmos_rl.data.texts import printable
 from cosmos_rl.diffusion.schedule import loss_weight
@@ -108,14 +108,20 @@ class DiffuserModel(PipelineModel):
             return self.transformer(**inputs)[0].to(latents.dtype)
 
     def training_sft_step(
-        self, clean_latents: Tensor, cond: Cond, *, timestep: Tensor, noise: Tensor
+        self,
+        clean_latents: Tensor,
+        cond: Cond,
+        *,
+        timestep: Tensor,
+        noise: Tensor,
+        sample_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Flow-matching loss of a micro-batch, see ``PipelineModel``."""
         noised, noise, timesteps = self.add_noise(clean_latents, timestep=timestep, noise=noise)
         self.num_evaluations += len(clean_latents)
         velocity = self.predict(noised, timesteps, cond)
         sigma = timesteps.float().to(clean_latents.device) / self.scheduler.config.num_train_timesteps
-        weight = loss_weight(sigma, self.config.weighting_scheme)
+        weight = combine_weights(loss_weight(sigma, self.config.weighting_scheme), sample_weight)
         return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask, weight_B=weight)
 
     # ---- sampling ----------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class PipelineModel(FlowModel):
 
     @abc.abstractmethod
     def training_sft_step(
-        self, clean_latents: Tensor, cond: Any, *, timestep: Tensor, noise: Tensor
+        self, clean_latents: Tensor, cond: Any, *, timestep: Tensor, noise: Tensor, sample_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``.
 
@@ -148,6 +148,7 @@ class PipelineModel(FlowModel):
             cond: conditions of the B samples.
             timestep: int64 ``[B]``, indices into the training grid.
             noise: like ``clean_latents``.
+            sample_weight: ``[B]``, factors on the losses of the samples; given where one is not 1.
         """
 
     @abc.abstractmethod

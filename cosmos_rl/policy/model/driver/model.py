@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.flow_matching import flow_matching_loss
+from cosmos_rl.algorithms.flow_matching import combine_weights, flow_matching_loss
 from cosmos_rl.diffusion.kernels import STOCK
 from cosmos_rl.diffusion.schedule import loss_weight
 from cosmos_rl.distributed.sharding import Sharding
@@ -308,12 +308,14 @@ class DrivenModel(PipelineModel):
         *,
         timestep: Tensor,
         noise: Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
+        sample_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Flow-matching loss of a micro-batch as ``(sum over samples, weight)``, see ``PipelineModel``."""
         noised, noise, _ = self.add_noise(clean_latents, timestep=timestep, noise=noise)
         level = Level(self.timestep_map, self.sigma_map).rows(timestep.cpu())
         velocity = self.velocity(noised, level, cond)
-        weight = loss_weight(level.sigma.to(clean_latents.device), self.config.weighting_scheme)
+        level_weight = loss_weight(level.sigma.to(clean_latents.device), self.config.weighting_scheme)
+        weight = combine_weights(level_weight, sample_weight)
         return flow_matching_loss(velocity, clean_latents, noise, element_mask=cond.element_mask, weight_B=weight)
 
     # ---- media -------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Pairs -> what flow matching trains on: latents, conditions, sigmas and noise, all draws keyed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_matching import flow_matching_loss
@@ -10,9 +11,11 @@ from cosmos_rl.data.given import GivenPrompt, PromptKey, choose_own, count_clean
 from cosmos_rl.data.items import Item
 from cosmos_rl.diffusion.schedule import density, index_from_density, mix
 from cosmos_rl.distributed import randomness
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.cond import Cond
+from cosmos_rl.policy.model.diffusers.pipeline_model import filter_keywords
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 
@@ -28,14 +31,26 @@ class NoisedSamples:
     """Like ``clean``."""
     index: Tensor
     """int64 ``[B]`` on the CPU: indices in the ascending training grid."""
+    weight: Tensor | None = field(default=None, kw_only=True)
+    """``[B]``, factors on the losses of the samples; None: 1."""
 
     def rows(self, which: slice) -> "NoisedSamples":
         """Some of the samples, as a view."""
-        return NoisedSamples(self.clean[which], self.cond.rows(which), self.noise[which], self.index[which])
+        weight = None if self.weight is None else self.weight[which]
+        parts = self.clean[which], self.cond.rows(which), self.noise[which], self.index[which]
+        return NoisedSamples(*parts, weight=weight)
 
     def loss(self, model: PipelineModel) -> tuple[Tensor, Tensor]:
         """Flow-matching ``(sum, weight)``."""
-        return model.training_sft_step(self.clean, self.cond, timestep=self.index, noise=self.noise)
+        draws: dict[str, Tensor] = {"timestep": self.index, "noise": self.noise}
+        if self.weight is not None:
+            draws["sample_weight"] = self.weight
+            if filter_keywords(model.training_sft_step, draws).keys() != draws.keys():
+                raise UserError(
+                    f"train.train_policy.dataset.folders: {type(model).__name__}.training_sft_step takes no "
+                    "sample_weight, which a weight other than 1 needs"
+                )
+        return model.training_sft_step(self.clean, self.cond, **draws)
 
     def loss_at(self, model: PipelineModel, level: Level) -> tuple[Tensor, Tensor]:
         """Flow-matching ``(sum, weight)`` at levels ``[B]`` of the sampler."""
@@ -64,7 +79,10 @@ class Noising:
             prompts = ["" if u < dropout else p for u, p in zip(drawn.tolist(), prompts, strict=True)]
         cond = self.encoding.conditions(self._give(purpose, step, ids, items, prompts))
         noise, index = self._draw(purpose, step, ids, clean)
-        return NoisedSamples(clean, cond, noise, index)
+        weight = None
+        if any(item.weight != 1.0 for item in items):
+            weight = torch.tensor([item.weight for item in items], device=clean.device)
+        return NoisedSamples(clean, cond, noise, index, weight=weight)
 
     def redraw(self, samples: NoisedSamples, purpose: str, step: int, ids: Sequence[int]) -> NoisedSamples:
         """The same samples with other sigmas and noise."""

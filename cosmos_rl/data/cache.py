@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +82,19 @@ class TensorCache:
         if remember:
             self._remember(name, tensors)
         return tensors
+
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
+        """Those of ``keys`` under which nothing is kept, each once; reads no tensors."""
+        return [key for key in dict.fromkeys(keys) if not (self._space / _file_name(key)).is_file()]
+
+    def size_of(self, key: str) -> int:
+        """Bytes on the disk of what is kept under ``key``; 0: nothing is."""
+        return _size(self._space / _file_name(key))
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be added before anything is evicted."""
+        return max(self._max_bytes - sum(entry.stat.st_size for entry in self._entries()), 0)
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keep ``tensors`` under ``key``; what ``get`` will return."""

@@ -123,6 +123,13 @@ class MapStream:
             yield [Position(step * self.batch + k, order[(first + k) % self.length]) for k in range(self.batch)]
 
 
+def find_items(stream: Stream, steps: int) -> Sequence[int]:
+    """Indices of the items that the first ``steps`` steps take, ascending; over many epochs all."""
+    if steps >= stream.steps_until(2):  # what one epoch leaves out, another takes
+        return range(stream.length)
+    return sorted({position.index for batch in stream.batches(0, steps) for position in batch})
+
+
 @functools.lru_cache(maxsize=4)  # a step asks several times, and a run has few streams
 def _permute(length: int, seed: int) -> Sequence[int]:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()

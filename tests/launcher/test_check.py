@@ -238,6 +238,28 @@ def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
     assert offloaded.host - resident.host == frozen
 
 
+CACHE = "--train.train_policy.cache.text=true"
+
+
+def test_encoders_take_turns_with_each_other_and_with_a_cache_of_texts_with_the_transformer(
+    write_toml: Toml,
+) -> None:
+    options = ["--policy.diffusers.inference_size=[8, 8]"]  # so that media take less than texts
+    config, files = sizes(write_toml(), *options)
+    each = [4 * files.pipeline.count(f"text_encoder{number}") for number in ("", "_2", "_3")]
+    without = estimate.memory(config, files, on_cpu=False, saves=1)
+    between = without.phases["export"]
+    media = without.parts["VAE"] + 4 * 4 * 64 * files.pipeline.configs["vae"]["block_out_channels"][0] * 2
+    assert without.phases["encoding"] == between + max(*each, media)
+    config, files = sizes(write_toml(), *options, CACHE)
+    cached = estimate.memory(config, files, on_cpu=False, saves=1)
+    transformer = sum(cached.parts[name] for name in ("trained weights", "frozen transformer weights"))
+    assert cached.phases["encoding"] == between + max(sum(each) - transformer, media)
+    config, files = sizes(write_toml(), *options, CACHE, "--policy.parallelism.dp_shard_size=2")
+    sharded = estimate.memory(config, files, on_cpu=False, saves=1)
+    assert sharded.phases["encoding"] == sharded.phases["export"] + max(*each, media)
+
+
 LORA_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]
 
 

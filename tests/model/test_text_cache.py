@@ -1,5 +1,6 @@
 """The cache of text features for driven pipelines: the same run, without the encoders."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as tree
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.driver.conditions import RAGGED, DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.model import DrivenModel
@@ -142,5 +144,47 @@ def test_what_an_encoding_depends_on_is_in_its_key(tmp_path: Path, image_folder:
     for options in ([], ["--policy.diffusers.max_prompt_length=32"], ["--train.param_dtype=bfloat16"]):
         config = load_config(path, [CACHE, *options])
         model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=True)
-        spaces.add(Encoding(model, config)._describe_encoders(config))
+        spaces.add(Encoding(model, config)._describe_encoders())
     assert len(spaces) == 3
+
+
+def count_encoder_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each call of the model's encoders gets, from now on."""
+    calls: list[int] = []
+    stock = SD3Model.encode_prompts
+
+    def encode(self: SD3Model, prompts: list[str], *args: Any, **options: Any) -> object:
+        calls.append(len(prompts))
+        return stock(self, prompts, *args, **options)
+
+    monkeypatch.setattr(SD3Model, "encode_prompts", encode)
+    return calls
+
+
+def test_all_texts_are_encoded_before_the_first_step(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_encoder_calls(monkeypatch)
+    train(write_toml(), CACHE, "--train.max_num_steps=2")
+    assert calls == [8]
+
+
+def test_the_prompts_of_a_run_are_encoded_before_its_first_step(
+    write_nft_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_encoder_calls(monkeypatch)
+    train(write_nft_toml(), CACHE)
+    assert calls == [8]
+
+
+def test_texts_that_do_not_fit_into_the_cache_are_left_out_with_a_warning(
+    write_toml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = f'--train.train_policy.cache.dir="{tmp_path / "cache"}"'
+    config = load_config(write_toml(), [CACHE, folder, "--train.train_policy.cache.max_gb=1e-9"])
+    context = Context(torch.device("cpu"))
+    encoding = Encoding(build_model(config, context, rest_on_cpu=True), config)
+    calls = count_encoder_calls(monkeypatch)
+    encoding.keep_texts([(f"text {i}", None) for i in range(20)], context)
+    assert calls == [8]
+    assert "train.train_policy.cache.max_gb: too little for all texts" in caplog.text

@@ -1,6 +1,9 @@
 """The models of the recipes as their files would describe them: shapes of the real classes, built without memory."""
 
 import functools
+import json
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,3 +224,26 @@ def files_of(config: Config) -> ModelFiles:
     configs = {**dict.fromkeys(model.experts, plain), "vae": model.vae}
     pipeline = PipelineFiles(Path(name), model.pipeline, parts, configs)
     return ModelFiles(pipeline, select(config, pipeline))
+
+
+def write_sparse(folder: Path, name: str) -> Path:
+    """A pipeline folder with the shapes of a published model, and weight files that take no room on the disk."""
+    model = PUBLISHED[name]
+    shapes, settings = _shapes(name)
+    parts: dict[str, tuple[Shapes, Mapping[str, Any]]] = dict.fromkeys(model.experts, (shapes, settings))
+    parts |= {part: ({"all": (count,)}, {}) for part, count in model.encoders.items()}
+    parts["vae"] = ({"all": (model.vae_weights,)}, model.vae)
+    for part, (tensors, config) in parts.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(dict(config), default=list))
+        end, header = 0, {}
+        for key, shape in tensors.items():
+            begin, end = end, end + 2 * math.prod(shape)
+            header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with (folder / part / "diffusion_pytorch_model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    index = {"_class_name": model.pipeline, **{part: ["diffusers", "Any"] for part in parts}}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder

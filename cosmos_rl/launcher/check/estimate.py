@@ -30,8 +30,11 @@ _MADE_BY_A_BLOCK = 0.4  # of that, without autograd
 _VAE_MAPS = 4  # full-size feature maps that are alive at once in an encoder or decoder
 _IMAGES = 6  # float32 numbers per pixel of an image that is decoded and clamped
 _BLOCK = re.compile(r"^(.+?\.\d+)\.")
-_GRADIENTS, _MOMENTS = "gradients", "optimizer state"
-_ENCODERS, _VAE = "text encoders and other frozen parts", "VAE"
+TRAINED, FROZEN = "trained weights", "frozen transformer weights"
+GRADIENTS, MOMENTS, AVERAGE = "gradients", "optimizer state", "moving average (EMA)"
+ENCODERS, VAE = "text encoders and other frozen parts", "VAE"
+WORK = "activations and other work"
+_OF_A_STEP = ("forward and backward", "optimiser step")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Memory:
     """What stays for the whole run -> bytes."""
     phases: Mapping[str, int]
     """Part of a step -> bytes on the device at its height; on a CPU, of everything."""
+    at_peak: Mapping[str, int]
+    """What the largest phase holds -> bytes on the device."""
     host: int
     """Bytes in the host's memory next to a GPU: parts that rest there, and copies that are being written."""
     recorded: int
@@ -70,8 +75,9 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
     rank = _Rank(config, files.pipeline, files.selection, on_cpu)
     saved, export = rank.saved_copy, _exported(config, files)
     phases, host = rank.phases(), saved + export
+    held = rank.held()
     if not on_cpu:
-        host += rank.parts[_ENCODERS] + rank.parts[_VAE] - rank.resident + rank.rl.host
+        host += rank.parts[ENCODERS] + rank.parts[VAE] - rank.resident + rank.rl.host
     else:
         again = config.train.ckpt.enable_checkpoint and (saves is None or saves > 1)
         if again:  # the next steps begin while the copies are being written
@@ -81,7 +87,7 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
             phases["export"] += export
         phases["saving"] = rank.state + host
     parts = {name: size for name, size in rank.parts.items() if size}
-    return Memory(parts, phases, host, rank.rl.recorded, rank.without)
+    return Memory(parts, phases, held, host, rank.rl.recorded, rank.without)
 
 
 def disk(config: Config, files: ModelFiles) -> Disk:
@@ -147,21 +153,25 @@ class _Rank:
         base = 4
         if config.policy.lora is not None:
             base = BYTES[config.train.param_dtype]
-        spare = "adapters that are not trained"
-        if self.samples:
-            spare = "old policy"
         encoders, vae = _frozen_parts(config, self.pipeline)
         return {
-            "trained weights": self.trained,
-            "frozen transformer weights": base * chosen.frozen // self.shards,
-            spare: 4 * chosen.spare_adapters // self.shards,
-            _GRADIENTS: self.trained,
-            _MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
-            "moving average (EMA)": self.average,
-            _ENCODERS: encoders,
-            _VAE: vae,
+            TRAINED: self.trained,
+            FROZEN: base * chosen.frozen // self.shards,
+            self._spare: 4 * chosen.spare_adapters // self.shards,
+            GRADIENTS: self.trained,
+            MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
+            AVERAGE: self.average,
+            ENCODERS: encoders,
+            VAE: vae,
             **self.rl.copies,
         }
+
+    @property
+    def _spare(self) -> str:
+        """What the adapters are that are not trained."""
+        if self.samples:
+            return "old policy"
+        return "adapters that are not trained"
 
     @property
     def offloads(self) -> bool:
@@ -171,16 +181,21 @@ class _Rank:
         return (self.config.policy.diffusers.offload or caches) and not self.on_cpu
 
     @property
+    def texts_apart(self) -> bool:
+        """Whether the transformer leaves the device while texts are encoded."""
+        return self.offloads and self.config.train.train_policy.cached_text and self.shards == 1
+
+    @property
     def resident(self) -> int:
         """Of encoders and VAE, on the device."""
         if self.offloads:
             return 0
-        return self.parts[_ENCODERS] + self.parts[_VAE]
+        return self.parts[ENCODERS] + self.parts[VAE]
 
     @property
     def state(self) -> int:
         """On the device between two phases."""
-        lasting = sum(size for name, size in self.parts.items() if name not in (_GRADIENTS, _ENCODERS, _VAE))
+        lasting = sum(size for name, size in self.parts.items() if name not in (GRADIENTS, ENCODERS, VAE))
         return lasting + self.resident + _AT_WORK * self.on_cpu
 
     @property
@@ -199,7 +214,7 @@ class _Rank:
         ckpt = self.config.train.ckpt
         if not ckpt.enable_checkpoint or ckpt.save_mode != "async":
             return 0
-        moments = self.parts[_MOMENTS]
+        moments = self.parts[MOMENTS]
         return self.trained + moments + self.average + self.rl.saved // self.shards
 
     def phases(self) -> dict[str, int]:
@@ -214,9 +229,41 @@ class _Rank:
             phases["rollout"] = self._sampling()
         return phases
 
+    def held(self) -> dict[str, int]:
+        """What is on the device at the height of the largest phase -> bytes; the rest of it is work."""
+        phases = self.phases()
+        phase = max(phases, key=lambda name: phases[name])
+        found = {name: size for name, size in self.parts.items() if name not in (GRADIENTS, ENCODERS, VAE)}
+        if phase in _OF_A_STEP:
+            found[GRADIENTS] = self.parts[GRADIENTS]
+        if not self.offloads:
+            found |= {name: self.parts[name] for name in (ENCODERS, VAE)}
+        elif phase == "encoding":
+            texts, media = self._encoding_texts(), self._encoding_media()
+            if texts > media and self.texts_apart:
+                found = {name: size for name, size in found.items() if name not in (TRAINED, FROZEN, self._spare)}
+            if texts > media:
+                found[ENCODERS] = phases[phase] - sum(found.values())
+            else:
+                found[VAE] = self.parts[VAE]
+        return {**found, WORK: phases[phase] - sum(found.values())}
+
     def _encoding(self) -> int:
-        loaded = max(self.parts[_ENCODERS], self.parts[_VAE]) * self.offloads
-        return self.state + self.work.encoding + loaded
+        """The higher of texts and media, which are not encoded at the same time."""
+        return max(self._encoding_texts(), self._encoding_media())
+
+    def _encoding_texts(self) -> int:
+        if not self.offloads:
+            return self.state
+        texts = _text_encoders(self.config, self.pipeline)
+        if self.texts_apart:
+            denoisers = sum(self.parts[name] for name in (TRAINED, FROZEN, self._spare))
+            return self.state - denoisers + sum(texts)
+        return self.state + max(texts, default=0)
+
+    def _encoding_media(self) -> int:
+        others = self.parts[ENCODERS] - sum(_text_encoders(self.config, self.pipeline))
+        return self.state + self.work.encoding + (self.parts[VAE] + others) * self.offloads
 
     def _learning(self) -> int:
         rows = self.rl.targets + self.rl.conditions + (self.rl.latents + self.rl.learnt) * self.on_cpu
@@ -229,7 +276,7 @@ class _Rank:
         return self.state + gradients
 
     def _sampling(self) -> int:
-        decoding = self.work.decoding + self.parts[_VAE] * self.offloads
+        decoding = self.work.decoding + self.parts[VAE] * self.offloads
         held = self.rl.conditions + (self.rl.latents + self.rl.media) * self.on_cpu
         return self.state + held + max(self.gathered + self.work.sampling, decoding)
 
@@ -242,6 +289,12 @@ def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:
     others = [name for name in pipeline.others if name != "vae"]
     encoders = BYTES[config.policy.diffusers.dtype] * sum(pipeline.count(name) for name in others)
     return encoders, 4 * pipeline.count("vae") if "vae" in pipeline.parts else 0
+
+
+def _text_encoders(config: Config, pipeline: PipelineFiles) -> list[int]:
+    """Bytes of each text encoder."""
+    names = [name for name in pipeline.others if name.startswith("text_encoder")]
+    return [BYTES[config.policy.diffusers.dtype] * pipeline.count(name) for name in names]
 
 
 def _gathered(shapes: Shapes, compute: int, reshard: str) -> int:

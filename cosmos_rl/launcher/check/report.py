@@ -13,6 +13,7 @@ from cosmos_rl.launcher.acceptance.accept import ModelFiles, find_problems, read
 from cosmos_rl.launcher.acceptance.length import RunLength, run_length
 from cosmos_rl.launcher.acceptance.selection import parameters
 from cosmos_rl.launcher.check import estimate
+from cosmos_rl.launcher.check.advice import peak_lines
 from cosmos_rl.launcher.check.batch_lines import batch_lines
 from cosmos_rl.launcher.check.rl_lines import guard_lines, reward_lines
 from cosmos_rl.launcher.check.sizes import UNKNOWN, DiskUse, memory_lines
@@ -76,7 +77,7 @@ class Report:
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.length, transformer)),
             *self._online_sections(),
-            Section(f"Memory per rank, estimated for {device}", [*memory_lines(self.memory, on_cpu=self.on_cpu)]),
+            Section(f"Memory per rank, estimated for {device}", [*self._memory()]),
             Section("Disk", self._disk()),
             Section("Time per step", [_time_per_step(Path(config.train.output_dir))]),
             Section(
@@ -168,6 +169,11 @@ class Report:
             return []
         rewards = reward_lines(self.config, own_script=self.own_script)
         return [Section("Rewards", rewards), Section("Guard", guard_lines(self.config))]
+
+    def _memory(self) -> Iterator[str]:
+        yield from memory_lines(self.memory, on_cpu=self.on_cpu)
+        if self.memory is not None and not self.on_cpu:
+            yield from peak_lines(self.config, self.memory, machine.gpu_memory())
 
     def _disk(self) -> list[str]:
         if self.disk is None:

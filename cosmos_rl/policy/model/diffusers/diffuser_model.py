@@ -96,7 +96,7 @@ class DiffuserModel(PipelineModel):
 
     def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
         """See ``FlowModel``."""
-        with torch.no_grad(), self.on_device(*self._encoders()):
+        with torch.no_grad(), self.encoding_texts():
             text = self._encode(list(prompts), each)
             away = negatives(negative, len(prompts))
             return Cond(text=text, negative=None if away is None else self._encode(away, each))

@@ -7,7 +7,7 @@ that are written by hand, ``DrivenModel`` for the stock pipeline itself.
 import abc
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
+from cosmos_rl.policy.model.placement import Placement
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries
 from cosmos_rl.utils.logging import logger
 
@@ -74,6 +75,7 @@ class PipelineModel(FlowModel):
         sharding: Sharding | None = None,
         policy: PolicyConfig | None = None,
         rest_on_cpu: bool = False,
+        texts_apart: bool = False,
     ) -> None:
         """Load the pipeline from a local folder or the hub.
 
@@ -89,6 +91,8 @@ class PipelineModel(FlowModel):
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
             rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
+            texts_apart: denoisers leave the device while texts are encoded, unless they are sharded; needs
+                ``rest_on_cpu``.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -108,16 +112,14 @@ class PipelineModel(FlowModel):
             if sharding is None:  # diffusers leaves what is missing without values
                 folder = self.base_folder / name
                 check_names(folder, set(find_weight_files(folder)), set(module.state_dict()))
-        self._resting = self.device
-        if config.offload or rest_on_cpu:
-            self._resting = torch.device("cpu")
+        self._placement = Placement(self.device, at_rest=config.offload or rest_on_cpu)
+        self._texts_apart = texts_apart and sharding is None
         self._freeze_and_place()
         self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
             self._checkpoint_gradients()
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
-        self.text_encoders = []
-        self.tokenizers = []
+        self.text_encoders, self.tokenizers = [], []
         self._encoders_counted: list[TextEncoder] | None = None
         self.warns_of_cuts = True
 
@@ -362,28 +364,31 @@ class PipelineModel(FlowModel):
                 part.eval()
                 part.requires_grad_(False)
                 if not name.startswith("transformer"):
-                    part.to(self._resting)
+                    self._placement.send(part)
                 elif next(part.parameters()).device.type != "meta":
-                    part.to(self.device)
+                    self._placement.bring(part)
 
     def _encoders(self) -> list[torch.nn.Module]:
         parts = self.pipeline.components.items()
         return [p for name, p in parts if name.startswith("text_encoder") and isinstance(p, torch.nn.Module)]
 
-    @contextlib.contextmanager
-    def on_device(self, *parts: torch.nn.Module) -> Iterator[None]:
+    def on_device(self, *parts: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Frozen parts on the device inside the block; with ``policy.diffusers.offload`` they rest on the CPU."""
-        if self._resting == self.device:
-            yield
-            return
-        moved = [part for part in parts if next(part.parameters()).device.type != self.device.type]
-        for part in moved:
-            part.to(self.device)
-        try:
-            yield
-        finally:
-            for part in moved:
-                part.to(self._resting)
+        return self._placement.on_device(*parts)
+
+    def encoding_texts(self) -> contextlib.AbstractContextManager[None]:
+        """Text encoders come to the device inside the block when they are called, and rest after it.
+
+        With ``texts_apart`` the denoisers leave for them, else each encoder for the next one.
+        """
+        encoders = self._encoders()
+        if self._texts_apart:
+            return self._placement.in_turns(encoders, self._all_denoisers())
+        return self._placement.in_turns(*([encoder] for encoder in encoders))
+
+    def _all_denoisers(self) -> list[torch.nn.Module]:
+        """Frozen experts among them."""
+        return [getattr(self.pipeline, name) for name in list_denoisers(self.base_folder)]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.param_dtype == torch.float32:

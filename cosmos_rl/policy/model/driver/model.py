@@ -70,7 +70,9 @@ class DrivenModel(PipelineModel):
         self.driver = Driver(self.pipeline, call=call, device=self.device, size=self.size)
         # ranks that read the cache would not meet those that run the checks
         cache = facts_folder() if sharding is None else None
-        with self.on_device(*self._encoders(), *self._media_encoders()), self.eval_mode(), self._autocast():
+        encoders = [] if self._texts_apart else self._encoders()  # the checks call them and the denoisers in turn
+        staying = self.on_device(*encoders, *self._media_encoders())
+        with self.encoding_texts(), staying, self.eval_mode(), self._autocast():
             self.driver.facts = prove(probed, cache=cache)
             self.conditional_frames = self._find_conditional_frames()
             self._prepare_sizes(probed)
@@ -222,7 +224,7 @@ class DrivenModel(PipelineModel):
 
     def sampling_levels(self, num_steps: int, scheduler: Any = None) -> Level:
         """The ``[num_steps + 1]`` levels that the pipeline samples at, at the configured size, the last one clean."""
-        with self.on_device(*self._encoders()):
+        with self.encoding_texts():
             levels = self._path.from_stock_level(stack_levels(self.driver.levels(num_steps)))
         levels.sigma[-1] = 0.0  # one path ends at a smallest sigma, and what it ends with is taken as clean
         return levels
@@ -247,7 +249,7 @@ class DrivenModel(PipelineModel):
         pairs = list(zip(prompts, away or [""] * len(prompts), strict=True))
         distinct = pairs if each else list(dict.fromkeys(pairs))
         texts, away = [prompt for prompt, _ in distinct], [other for _, other in distinct]
-        with torch.no_grad(), self.on_device(*self._encoders()):
+        with torch.no_grad(), self.encoding_texts():
             cond = self._encode_texts(texts, away, guided=negative is not None)
         if len(distinct) == len(pairs):
             return cond
@@ -255,7 +257,7 @@ class DrivenModel(PipelineModel):
 
     def encode_each(self, pairs: Sequence[tuple[str, str | None]]) -> list[DrivenCond]:
         """The conditions of (prompt, negative prompt) pairs, each made alone: what they are depends on no other one."""
-        with torch.no_grad(), self.on_device(*self._encoders()):
+        with torch.no_grad(), self.encoding_texts():
             return [self._encode_texts([text], [away or ""], guided=away is not None) for text, away in pairs]
 
     def count_given(self, clean: int) -> int:

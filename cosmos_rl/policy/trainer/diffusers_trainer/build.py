@@ -9,11 +9,12 @@ from cosmos_rl.data.given import list_edited
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.picture_sizes import Measured, describe_buckets, describe_cuts, measure_all, measure_some
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
-from cosmos_rl.data.streams import MapStream
+from cosmos_rl.data.streams import MapStream, Stream, find_items
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.plan import plan_sft
+from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets, find_buckets
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
@@ -23,7 +24,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     require_counted_media,
     require_media,
 )
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPair
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
 from cosmos_rl.utils.logging import logger
@@ -68,6 +69,8 @@ def build_sft(
         model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
     require_counted_media(records or (), model, context, clean_frames)
     encoders, encoding = model.build_token_counters(), Encoding(model, config)
+    if encoding.text_cache is not None:
+        encoding.keep_texts(_list_texts(config, pairs, held_out if records is None else None, stream), context)
     if encoding.latent_cache is not None and model.conditional_frames[1] == 0:  # else the first frames are needed too
         pairs = CachedLatents(pairs, encoding.latent_cache)
     parts = SftParts(
@@ -106,6 +109,16 @@ def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) 
         line = describe_cuts(measure_some(len(pairs), measure), sizes, len(pairs), noun)
         if line:
             logger.warning(line)
+
+
+def _list_texts(config: Config, pairs: Any, held_out: Any, stream: Stream) -> list[TextPair]:
+    """What the run will encode of data sets that know their captions."""
+    captions, job = [caption for _, caption in list_captions(pairs)], config.train.train_policy
+    taken = [captions[index] for index in find_items(stream, count_steps(stream, config)) if captions]
+    taken += [caption for _, caption in list_captions(held_out)]
+    if job.caption_dropout > 0.0:
+        taken.append("")
+    return [(caption, None) for caption in taken]
 
 
 def _hold_out(config: Config, pairs: Any, val_dataset: Any) -> tuple[Any, Any]:

@@ -32,7 +32,8 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Pipel
     """The pipeline of ``[policy]``, of which the transformer (or its adapters) is trained.
 
     Args:
-        rest_on_cpu: encoders and decoder leave the device when they are not in use.
+        rest_on_cpu: encoders and decoder leave the device when they are not in use, and with a cache of texts the
+            denoisers when the encoders are.
 
     Raises:
         UserError: the pipeline does not fit the configuration.
@@ -46,6 +47,7 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Pipel
         seed=config.train.seed,
         sharding=build_sharding(config, context),
         rest_on_cpu=rest_on_cpu,
+        texts_apart=rest_on_cpu and config.train.train_policy.cached_text,
     )
     wanted = config.policy.diffusers.conditional_frames
     if wanted is not None and wanted != model.conditional_frames:

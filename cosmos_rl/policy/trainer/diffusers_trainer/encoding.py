@@ -13,6 +13,9 @@ from torch import Tensor
 from cosmos_rl.data.cache import TensorCache, digest_files
 from cosmos_rl.data.given import Given, GivenPrompt, PromptKey, load_given, text_of
 from cosmos_rl.data.items import Item
+from cosmos_rl.data.text_lengths import find_refusal
+from cosmos_rl.data.texts import find_text_problem
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.policy.config import CACHED_AT_ONCE, Config, images_at_once
 from cosmos_rl.policy.config.buckets import Sides
@@ -21,6 +24,10 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.contract import Medium
 from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.utils.logging import logger
+
+TextPair = tuple[str, str | None]
+"""A text and what guidance leads away from; None: without guidance."""
 
 _TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
 
@@ -150,15 +157,74 @@ class Encoding:
             return self._model.encode_prompts(prompts, negatives)
         if isinstance(self._model, DrivenModel):
             return _cached_conditions(self._model, cache, prompts, negatives)
-        texts = {text: text for text in (*prompts, *(negatives or ()))}
+        found = self._cached_texts(cache, (*prompts, *(negatives or ())))
+        negative = None if negatives is None else self._stack(found, negatives)
+        return Cond(text=self._stack(found, prompts), negative=negative)
+
+    def _cached_texts(self, cache: TensorCache, texts: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Features of each text, made with others in a batch of one size."""
 
         def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
             rows = self._model.encode_prompts(batch, each=True).text
             return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
 
-        found = _fill_from_cache(cache, texts, CACHED_AT_ONCE, encode)
-        negative = None if negatives is None else self._stack(found, negatives)
-        return Cond(text=self._stack(found, prompts), negative=negative)
+        return _fill_from_cache(cache, {text: text for text in texts}, CACHED_AT_ONCE, encode)
+
+    @memory_phase("encoding")
+    def keep_texts(self, pairs: Iterable[TextPair], context: Context) -> None:
+        """Encode what the cache of texts lacks of these, so that the encoders need not come to the device again.
+
+        Each rank encodes its share; all must call it. Texts that do not fit into the cache, or that no tokenizer
+        takes, are left for when they are asked for.
+        """
+        cache = self.text_cache
+        if cache is None:
+            return
+        keyed = self._key_texts(pairs)
+        missing = cache.find_missing(keyed)
+        context.barrier()  # before any rank adds some, so that the shares are of one list
+        if missing:
+            logger.info(f"encoding {len(missing)} texts for the cache, before training")
+        fits = self._keep(cache, missing[context.rank :: context.world_size], keyed, context)
+        context.barrier()
+        if fits and context.world_size > 1:  # those of ranks that write to another disk
+            fits = self._keep(cache, cache.find_missing(missing), keyed, context)
+        if not fits:
+            logger.warning(
+                "train.train_policy.cache.max_gb: too little for all texts; the encoders come back for the others"
+            )
+
+    def _key_texts(self, pairs: Iterable[TextPair]) -> dict[str, TextPair]:
+        """What to encode under each key of the cache."""
+        readable = [pair for pair in dict.fromkeys(pairs) if self._is_readable(pair)]
+        if isinstance(self._model, DrivenModel):
+            return {json.dumps(pair): pair for pair in readable}
+        texts = dict.fromkeys(text for pair in readable for text in pair if text is not None)
+        return {text: (text, None) for text in texts}
+
+    def _is_readable(self, pair: TextPair) -> bool:
+        counters = self._model.build_token_counters()
+        texts = [text for text in pair if text is not None]
+        return all(find_text_problem(text) is None and find_refusal(text, counters) is None for text in texts)
+
+    def _keep(self, cache: TensorCache, keys: Sequence[str], keyed: Mapping[str, TextPair], context: Context) -> bool:
+        """Encode the texts under ``keys`` into the cache, as many as fit; whether that were all."""
+        if not keys:
+            return True
+        with self._model.encoding_texts():
+            self._encode_into(cache, keys[:CACHED_AT_ONCE], keyed)
+            fitting = keys[:CACHED_AT_ONCE]
+            if size := cache.size_of(keys[0]):  # else it was evicted
+                fitting = keys[: CACHED_AT_ONCE + cache.free_bytes // (size * context.world_size)]
+            for first in range(CACHED_AT_ONCE, len(fitting), CACHED_AT_ONCE):
+                self._encode_into(cache, fitting[first : first + CACHED_AT_ONCE], keyed)
+        return len(fitting) == len(keys)
+
+    def _encode_into(self, cache: TensorCache, keys: Sequence[str], keyed: Mapping[str, TextPair]) -> None:
+        if isinstance(self._model, DrivenModel):
+            _cached_alone(self._model, cache, [keyed[key] for key in keys])
+        else:
+            self._cached_texts(cache, keys)
 
     def _stack(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
         names = found[prompts[0]].keys()

@@ -10,7 +10,7 @@ from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
-from cosmos_rl.data.streams import MapStream, Skipped, load_batches
+from cosmos_rl.data.streams import MapStream, Skipped, find_items, load_batches
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -20,6 +20,7 @@ from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.policies import Policies
+from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
     expect_clean_frames,
@@ -28,11 +29,12 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     require_counted_media,
     require_media,
 )
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPair
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
+from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
@@ -85,6 +87,8 @@ def build_online(
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
     require_counted_media((*prompts, *val_prompts), model, context, clean_frames)
     encoding = Encoding(model, config)
+    if encoding.text_cache is not None:
+        encoding.keep_texts(_list_texts(config, prompts, val_prompts), context)
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(
         model=model,
@@ -115,6 +119,17 @@ def load_teacher(config: Config, model: PipelineModel, policies: Policies) -> No
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
     return [to_prompt_record(dataset[i], i) for i in range(len(dataset))]
+
+
+def _list_texts(config: Config, prompts: Sequence[PromptRecord], val_prompts: Sequence[PromptRecord]) -> list[TextPair]:
+    """What the run will encode: the prompts that it takes, those of validation, and their negative prompts."""
+    stream = SizedPrompts(config, prompts, plan_online(config).items).stream
+    taken = find_items(stream, count_steps(stream, config))
+    pairs = [(prompts[index].prompt, "") for index in taken]
+    pairs += [(record.prompt, record.negative_prompt) for record in val_prompts]
+    if config.policy.diffusers.sample.guidance_scale > 1.0:
+        return [*pairs]
+    return [(prompt, None) for prompt, _ in pairs]
 
 
 def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:

@@ -1,0 +1,73 @@
+"""What of a run takes most of the memory at its peak, and which key lowers that. No torch."""
+
+from collections.abc import Iterator
+
+from cosmos_rl.launcher.check import estimate
+from cosmos_rl.launcher.machine import format_bytes
+from cosmos_rl.policy.config import Config, rollout_chunk
+
+_CARDS_GB = (24, 16)
+
+
+def peak_lines(config: Config, memory: estimate.Memory, card: int | None) -> Iterator[str]:
+    """Where the peak is above the memory of the GPU here, `card` bytes, or where that is unknown above that of a small
+    one: the phase, its largest part, and what makes that smaller.
+    """
+    limit = _exceeded(memory.peak, card)
+    if not limit:
+        return
+    phase = max(memory.phases, key=lambda name: memory.phases[name])
+    part, size = max(memory.at_peak.items(), key=lambda pair: pair[1])
+    yield f"the peak, while {phase}, is above {limit}; the largest part of it: {part}, {format_bytes(size)}"
+    yield f"what lowers it: {_remedy(config, part)}"
+
+
+def _exceeded(peak: int, card: int | None) -> str:
+    if card is not None:
+        return f"the {format_bytes(card)} of this machine's GPU" * (peak > card)
+    return next((f"a GPU of {size} GB" for size in _CARDS_GB if peak > size * 10**9), "")
+
+
+def _remedy(config: Config, part: str) -> str:
+    """The next key to change."""
+    if part == estimate.ENCODERS:
+        return _for_encoders(config)
+    if part == estimate.WORK:
+        return _for_work(config)
+    policy, train = config.policy, config.train
+    if part == estimate.VAE and not policy.diffusers.offload:
+        return "policy.diffusers.offload = true"
+    if part == estimate.FROZEN and train.param_dtype == "float32":
+        return 'train.param_dtype = "bfloat16"'
+    if part not in (estimate.FROZEN, estimate.VAE) and policy.lora is None:
+        return "[policy.lora] in place of all weights"
+    if part == estimate.MOMENTS and not train.optm_name.endswith("8bit"):
+        return f'train.optm_name = "{train.optm_name}8bit"'
+    if part == estimate.AVERAGE:
+        return "train.ema_enable = false"
+    if part == estimate.VAE:
+        return _for_size(config)
+    return f"more GPUs, policy.parallelism.dp_shard_size, now {policy.parallelism.dp_shard_size}"
+
+
+def _for_encoders(config: Config) -> str:
+    diffusers = config.policy.diffusers
+    if diffusers.dtype == "float32":
+        return 'policy.diffusers.dtype = "bfloat16"'
+    if not config.train.train_policy.cached_text:
+        return "train.train_policy.cache.text = true"
+    return "none; the text encoders alone do not fit (another model, or a cache that was filled on a larger GPU)"
+
+
+def _for_work(config: Config) -> str:
+    if not config.policy.model_gradient_checkpointing:
+        return "policy.model_gradient_checkpointing = true"
+    if config.train.train_policy.mini_batch > 1:
+        return f"train.train_policy.mini_batch = 1, now {config.train.train_policy.mini_batch}"
+    if config.train.train_policy.type == "grpo" and rollout_chunk(config) > 1:
+        return f"a smaller rollout.n_generation_mini_batch; now {rollout_chunk(config)} samples are made at once"
+    return _for_size(config)
+
+
+def _for_size(config: Config) -> str:
+    return f"a smaller policy.diffusers.inference_size, now {list(config.policy.diffusers.inference_size)}"

@@ -1,0 +1,95 @@
+"""Where the parts of a pipeline are: on the device, or at rest in host memory."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+
+class Placement:
+    """Moves whole parts between the device and the place where they rest: the CPU, or the device itself."""
+
+    def __init__(self, device: torch.device, *, at_rest: bool) -> None:
+        """``at_rest``: what is not used rests on the CPU."""
+        self.device = device
+        self.resting = torch.device("cpu") if at_rest else device
+        self._present: set[nn.Module] = set()
+        self._in_turns = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything ever leaves the device."""
+        return self.resting != self.device
+
+    def bring(self, part: nn.Module) -> None:
+        """Have it on the device."""
+        if part not in self._present:
+            part.to(self.device)
+            self._present.add(part)
+
+    def send(self, part: nn.Module) -> None:
+        """Have it at rest."""
+        part.to(self.resting)
+        self._present.discard(part)
+
+    @contextlib.contextmanager
+    def on_device(self, *parts: nn.Module) -> Iterator[None]:
+        """All of them are on the device inside the block; those that rested do so again after it."""
+        moved = [part for part in parts if part not in self._present]
+        for part in moved:
+            self.bring(part)
+        try:
+            yield
+        finally:
+            for part in moved:
+                self.send(part)
+
+    @contextlib.contextmanager
+    def in_turns(self, *groups: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside the block a part comes to the device when it, or a module in it, is called, and those of the other
+        groups leave before; what is not called is not moved. After the block all are where they were.
+
+        A block inside such a block changes nothing.
+        """
+        if self._in_turns or not self.moves:
+            yield
+            return
+        parts = [part for group in groups for part in group]
+        before = [part for part in parts if part in self._present]
+        hooks = []
+        for group in groups:
+            others = [part for part in parts if part not in group]
+            for part in group:
+                come = functools.partial(self._come, part, others)
+                hooks += [module.register_forward_pre_hook(come, with_kwargs=True) for module in part.modules()]
+        self._in_turns = True
+        try:
+            yield
+        finally:
+            self._in_turns = False
+            for hook in hooks:
+                hook.remove()
+            self._restore(parts, before)
+
+    def _restore(self, parts: Sequence[nn.Module], before: Sequence[nn.Module]) -> None:
+        for part in parts:
+            if part in self._present and part not in before:
+                self.send(part)
+        for part in before:
+            self.bring(part)
+
+    def _come(
+        self, part: nn.Module, others: Sequence[nn.Module], _called: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """Make room for ``part``; its inputs come too, as callers ask a part where it is."""
+        if part in self._present:
+            return None
+        for other in others:
+            if other in self._present:
+                self.send(other)
+        self.bring(part)
+        return tree.tree_map_only(Tensor, lambda value: value.to(self.device), (args, kwargs))

@@ -29,7 +29,7 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("image-sft-lora", [], "11.3 GB", None),
         ("image-sft-lora", [NO_CACHE], "14.7 GB", None),
-        ("image-sft-lora", [FLOAT32], "22.4 GB", "a GPU of 16 GB; …, 22.3 GB what lowers it: policy.diffusers.dtype ="),
+        ("image-sft-lora", [FLOAT32], "22.5 GB", "a GPU of 16 GB; …, 22.3 GB what lowers it: policy.diffusers.dtype ="),
         ("image-sft-lora", [FLOAT32, NO_CACHE], "24.2 GB", "a GPU of 24 GB; …, 19 GB what lowers it: policy.diff"),
         ("medium-nft", ["--train.train_batch_per_replica=144"], "11.4 GB", None),
         ("medium-dpo-lora", [], "11.3 GB", None),
@@ -90,3 +90,21 @@ def test_nothing_is_said_where_an_unknown_gpu_may_be_small_and_the_run_is_smalle
     config, files = sizes(write_toml())
     memory = estimate.memory(config, files, on_cpu=False, saves=1)
     assert list(advice.peak_lines(load_config(write_toml()), memory, None)) == []
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits_brings_flux_below_16_gb_on_one_gpu() -> None:
+    from cosmos_rl.launcher.check import estimate
+    from tests.support.published import files_of
+
+    options = ["--train.train_policy.cache.text=true", "--policy.parallelism.dp_shard_size=1"]
+    path = ROOT / "configs" / "flux" / "flux-1-dev-sft-lora.toml"
+
+    def peak(*more: str) -> estimate.Memory:
+        config = load_config(path, [*options, *more])
+        return estimate.memory(config, files_of(config), on_cpu=False, saves=None)
+
+    plain, packed = peak(), peak("--policy.lora.quantize_base=nf4")
+    assert plain.peak > 24e9
+    assert packed.peak < 16e9
+    assert packed.parts["frozen transformer weights"] < 0.27 * plain.parts["frozen transformer weights"]

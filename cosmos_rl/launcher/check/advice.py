@@ -39,9 +39,11 @@ def _remedy(config: Config, part: str) -> str:
         return "policy.diffusers.offload = true"
     if part == estimate.FROZEN and train.param_dtype == "float32":
         return 'train.param_dtype = "bfloat16"'
+    if part == estimate.FROZEN and policy.lora is not None and policy.lora.quantize_base == "none":
+        return 'policy.lora.quantize_base = "nf4", with one rank, or more GPUs'
     if part not in (estimate.FROZEN, estimate.VAE) and policy.lora is None:
         return "[policy.lora] in place of all weights"
-    if part == estimate.MOMENTS and not train.optm_name.endswith("8bit"):
+    if part == estimate.MOMENTS and train.optm_name in ("Adam", "AdamW"):
         return f'train.optm_name = "{train.optm_name}8bit"'
     if part == estimate.AVERAGE:
         return "train.ema_enable = false"
@@ -70,4 +72,5 @@ def _for_work(config: Config) -> str:
 
 
 def _for_size(config: Config) -> str:
-    return f"a smaller policy.diffusers.inference_size, now {list(config.policy.diffusers.inference_size)}"
+    key = "inference_size" if config.policy.diffusers.buckets is None else "buckets, of which the largest is"
+    return f"a smaller policy.diffusers.{key}, now {list(config.policy.diffusers.largest_size)}"

@@ -18,6 +18,7 @@ from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, f
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once
 from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.model_rules import is_quantised, nf4_bytes
 from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -150,13 +151,10 @@ class _Rank:
     def parts(self) -> dict[str, int]:
         """What stays -> bytes."""
         config, chosen = self.config, self.chosen
-        base = 4
-        if config.policy.lora is not None:
-            base = BYTES[config.train.param_dtype]
         encoders, vae = _frozen_parts(config, self.pipeline)
         return {
             TRAINED: self.trained,
-            FROZEN: base * chosen.frozen // self.shards,
+            FROZEN: _frozen_base(config, self.pipeline, chosen) // self.shards,
             self._spare: 4 * chosen.spare_adapters // self.shards,
             GRADIENTS: self.trained,
             MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
@@ -282,6 +280,19 @@ class _Rank:
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
+
+
+def _frozen_base(config: Config, pipeline: PipelineFiles, chosen: Selection) -> int:
+    """Bytes of the denoisers' weights that are not trained."""
+    lora = config.policy.lora
+    if lora is None:
+        return 4 * chosen.frozen
+    size = BYTES[config.train.param_dtype]
+    if lora.quantize_base == "none":
+        return size * chosen.frozen
+    shapes = pipeline.denoisers().items()
+    packed = [math.prod(shape) for name, shape in shapes if is_quantised(name, shape)]
+    return size * (chosen.frozen - sum(packed)) + sum(nf4_bytes(count, size) for count in packed)
 
 
 def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from cosmos_rl.launcher.acceptance.length import run_length
 from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.check.sizes import memory_lines
 from cosmos_rl.launcher.pipeline_files import Unknown
-from cosmos_rl.policy.config import Config, rollout_chunk
+from cosmos_rl.policy.config import Config, rollout_chunk, world_size
 
 
 def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
@@ -73,6 +73,8 @@ def _suggest_for_model(config: Config) -> Iterator[str]:
         yield 'train.param_dtype = "bfloat16" for what is computed'
     if policy.lora is None:
         yield "[policy.lora] in place of all weights"
+    elif policy.lora.quantize_base == "none" and world_size(policy.parallelism) == 1:
+        yield 'policy.lora.quantize_base = "nf4": the frozen base in 4 bits'
     key = "inference_size"
     if policy.diffusers.buckets is not None:
         key = "buckets, of which the largest is"

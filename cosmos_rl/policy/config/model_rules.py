@@ -1,6 +1,8 @@
 """Rules between a configuration and its model, the same for a check that knows files alone and for the model itself."""
 
 import difflib
+import math
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from cosmos_rl.policy.config.policy import DiffusersConfig
@@ -10,6 +12,28 @@ INSTRUCTION, BINNING = "complex_human_instruction", "use_resolution_binning"
 
 _SERVICE_VAES = {"AutoencoderKLWan": (16, 48)}
 """VAEs that the reward service can decode with: class of diffusers -> channels of the latents."""
+
+NF4_BLOCK = 64
+"""Weights that share a scale of 8 bits."""
+_IN_A_BLOCK = re.compile(r"(^|\.)\d+\..*\.weight$")
+
+
+def is_quantised(name: str, shape: Sequence[int]) -> bool:
+    """Whether `policy.lora.quantize_base` stores a tensor of a transformer in 4 bits: the weight of a linear layer in
+    one of its blocks."""
+    return len(shape) == 2 and math.prod(shape) % NF4_BLOCK == 0 and _IN_A_BLOCK.search(name) is not None
+
+
+def scales_at_once(count: int) -> int:
+    """Scales of so many weights that share one of their own: up to 256 that come out even."""
+    return math.gcd(count // NF4_BLOCK, 256)
+
+
+def nf4_bytes(count: int, size: int) -> int:
+    """Bytes of so many weights in 4 bits whose other numbers take ``size`` bytes each: halves, scales of 8 bits, their
+    scales and mean, and the 16 values of the code."""
+    scales = count // NF4_BLOCK
+    return count // 2 + scales + size * (scales // scales_at_once(count) + 17)
 
 
 def target_problems(targets: Sequence[str], layers: Iterable[str], modules: Iterable[str]) -> list[str]:

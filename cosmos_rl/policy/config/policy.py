@@ -54,6 +54,9 @@ class LoraConfig(Table):
     "pissa_niter_<number>"."""
     lora_path: str | None = None
     """Folder or file of an exported adapter to start from."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """How the frozen base is held: "none" in train.param_dtype, "nf4" the linear layers of its blocks in 4 bits (NF4,
+    needs torchao; one rank)."""
     use_rslora: StrictBool = False
     """Scale by lora_alpha / sqrt(r)."""
     alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)

@@ -10,7 +10,7 @@ import torch
 from cosmos_rl.checkpoint.export import PipelineExport
 from cosmos_rl.checkpoint.state import AVERAGE, holds_average, restore
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.config import Config, load_config
 from cosmos_rl.policy.model import consolidated, exports
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import PipelineModel
@@ -37,7 +37,7 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     config_file = policy.resolve().parents[2] / "config.toml"  # through the link of the output folder
     if not config_file.is_file():
         raise UserError(f"{config_file} is missing: a checkpoint is exported with the configuration of its run")
-    config = load_config(config_file)
+    config = _with_published_base(load_config(config_file))
     if file_format == "cosmos-pt":
         _require_cosmos(fetch_pipeline(config.policy.model_name_or_path, config.policy.model_revision))
     form = FORMATS[file_format]
@@ -65,6 +65,14 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
     with ema.average_parameters():
         form.write(model, out, dtype)
     return out
+
+
+def _with_published_base(config: Config) -> Config:
+    """The same, with the base as it is published where the run has quantised it: what is exported fits to that."""
+    if config.policy.lora is None:
+        return config
+    lora = config.policy.lora.model_copy(update={"quantize_base": "none"})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": lora})})
 
 
 def import_consolidated(file: Path, base: str, revision: str | None, out: Path) -> Path:

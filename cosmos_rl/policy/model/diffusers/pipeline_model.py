@@ -28,6 +28,7 @@ from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.placement import Placement
+from cosmos_rl.policy.model.quantised import quantise_base
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries
 from cosmos_rl.utils.logging import logger
 
@@ -91,8 +92,7 @@ class PipelineModel(FlowModel):
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
             rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
-            texts_apart: denoisers leave the device while texts are encoded, unless they are sharded; needs
-                ``rest_on_cpu``.
+            texts_apart: with ``rest_on_cpu``, denoisers that are not sharded leave the device while texts are encoded.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -246,6 +246,10 @@ class PipelineModel(FlowModel):
             return self.param_dtype
         return torch.float32
 
+    @property
+    def _quantises(self) -> bool:
+        return self.lora_config is not None and self.lora_config.quantize_base != "none"
+
     def _checkpoint_gradients(self) -> None:
         for module in self.denoisers.values():
             if getattr(module, "_supports_gradient_checkpointing", False):
@@ -288,6 +292,8 @@ class PipelineModel(FlowModel):
 
     def _prepare_denoisers(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
+        if self._quantises and sharding is not None:
+            raise UserError("policy.lora.quantize_base: quantised weights are not sharded; train with one rank")
         if self.lora_config is None:
             apply_patterns(self.transformer, policy)
         for name in list_denoisers(self.base_folder):  # frozen experts among them
@@ -295,6 +301,9 @@ class PipelineModel(FlowModel):
             compute_in_float32(module, self.device.type)
             if self.lora_config is not None and name in self._trained:
                 lora.add_adapters(module, self.lora_config)
+            if self._quantises:
+                quantise_base(module, self.device)
+                self._placement.bring(module)
             if sharding is not None:
                 keep_root = name in self._trained  # its backward pass needs it again
                 sharding.apply(module, self.param_dtype, keep_root=keep_root)
@@ -365,7 +374,7 @@ class PipelineModel(FlowModel):
                 part.requires_grad_(False)
                 if not name.startswith("transformer"):
                     self._placement.send(part)
-                elif next(part.parameters()).device.type != "meta":
+                elif next(part.parameters()).device.type != "meta" and not self._quantises:
                     self._placement.bring(part)
 
     def _encoders(self) -> list[torch.nn.Module]:

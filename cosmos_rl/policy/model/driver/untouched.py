@@ -14,6 +14,7 @@ from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.probing import Probing
 from cosmos_rl.policy.model.policies import free_gathered
+from cosmos_rl.policy.model.quantised import is_packed
 
 
 @contextlib.contextmanager
@@ -46,11 +47,12 @@ def not_degenerate(probing: Probing) -> Iterator[None]:
 
 
 def _local_weights(driver: Driver) -> dict[str, Tensor]:
-    """All weights by name, of shards what is here; what is written to gathered ones would be lost."""
+    """All weights by name but packed ones, of shards what is here; what is written to gathered ones would be lost."""
     found = {}
     for denoiser, module in driver.denoisers.items():
         free_gathered(module)
-        found |= {f"{denoiser}.{name}": local_part(weight) for name, weight in module.named_parameters()}
+        named = ((name, weight) for name, weight in module.named_parameters() if not is_packed(weight))
+        found |= {f"{denoiser}.{name}": local_part(weight) for name, weight in named}
     return found
 
 

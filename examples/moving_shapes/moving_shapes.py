@@ -36,7 +36,7 @@ _STEPS = (
 )
 ALGORITHMS = {
     "nft": (),
-    "flow_grpo": (*_STEPS, f"{_JOB}trainer_type=flow_grpo"),
+    "flow_grpo": (*_STEPS, f"{_JOB}trainer_type=flow_grpo", f"{_JOB}kl_beta=0.04"),
     "ddrl": (
         *_STEPS,
         f"{_JOB}trainer_type=ddrl",
@@ -45,7 +45,7 @@ ALGORITHMS = {
         f"{_JOB}data_term.batch_size=32",
     ),
 }
-"""What changes of `nft.toml`; all train as many network evaluations, the data of DDRL apart."""
+"""What changes of `nft.toml`; all take about as many network evaluations."""
 FPS = 16
 DEADLINE_S = 3600
 

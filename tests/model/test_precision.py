@@ -100,7 +100,8 @@ def test_a_sharded_denoiser_embeds_the_time_in_float32_too() -> None:
             ours = embedding_of_time(shell, run_sharded)
             theirs = embedding_of_time(stock, lambda: stock(hidden_states=state.bfloat16(), **inputs))
         assert ours.dtype == torch.float32
-        assert torch.equal(ours, theirs)
+        # on some processors the last bit depends on where a shard lies in memory; bfloat16 is wrong by 4e-3
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     finally:
         dist.destroy_process_group()
 

@@ -115,10 +115,13 @@ def test_a_run_with_the_cache_is_the_one_without_and_needs_no_encoder(
     texts = count_texts(monkeypatch)
     cached = result(train(path, CACHE, folder, **data(family)))
     assert texts == []
-    for losses, weights in (filled, cached):
-        assert losses == plain[0]
-        assert weights.keys() == plain[1].keys()
-        assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+    assert cached[0] == filled[0]
+    assert all(torch.equal(weights, filled[1][name]) for name, weights in cached[1].items())
+    # the last bits of an encoder depend, on some processors, on how many texts a call has
+    assert cached[0] == pytest.approx(plain[0], rel=1e-5)
+    assert cached[1].keys() == filled[1].keys() == plain[1].keys()
+    for name, weights in cached[1].items():
+        torch.testing.assert_close(weights, plain[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_of_other_lengths_are_encoded_together_as_without_a_cache(

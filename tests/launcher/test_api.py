@@ -69,7 +69,7 @@ def test_the_first_example_learns(folder: Path) -> None:
     assert found["run"].folder.parent == folder / "outputs/red"
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_the_second_example_continues_from_a_tuned_pipeline(folder: Path, tiny_sd3: Path) -> None:
     found: dict[str, Any] = {}
     exec(blocks(PAGE, "python")[1], found)

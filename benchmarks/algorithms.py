@@ -2,7 +2,8 @@
 
 The plane of `tests/support/toy_tasks.py`: four Gaussians, a bounded reward, the KL-regularised optimum in closed form.
 A budget is network evaluations per sample slot over the whole run, a backward pass counted as two. Samples are
-measured by 40 steps of the ODE, the sampler of deployment, and by the sampler of training.
+measured by 40 steps of the ODE, the sampler of deployment, and by the sampler of training. Below the table: the exact
+forms of the objectives on sampling steps (`benchmarks/exact_tilt.py`).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import exact_tilt
 from tests.support.toy_models import FOUR_MODES, PlaneModel
 from tests.support.toy_tasks import (
     POINT,
@@ -216,6 +218,8 @@ def main() -> None:
         outcomes = [run(tables, seed, given.budget) for seed in SEEDS]
         print(table_row(name, outcomes), flush=True)
         curves[name] = [[asdict(one) for one in outcome.looks] for outcome in outcomes]
+    if not given.only:
+        exact_tilt.main()
     if given.out is not None:
         given.out.write_text(json.dumps(curves), encoding="utf-8")
 

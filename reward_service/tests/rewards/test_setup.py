@@ -35,7 +35,7 @@ def test_the_text_of_hpsv3_comes_without_its_pins(monkeypatch, tmp_path, locked)
     if locked:
         (tmp_path / "hpsv3.txt").write_text("torch==2.11\nhpsv3==1.0.0\n")
     args = RewardArgs(reward_type="hpsv3", venv_python=sys.executable)
-    asyncio.run(prepare._install(args, prepare._Tools(False, None, tmp_path if locked else None)))
+    asyncio.run(prepare._install(args, prepare._Tools(False, None, tmp_path if locked else None, say=print)))
     if locked:
         assert [command[-3:] for command in commands] == [["--no-deps", "-r", str(tmp_path / "hpsv3.txt")]]
         return

@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import inspect
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.optim.classes import Hyperparameters, build_arguments, find_class
 from cosmos_rl.optim.loss_scale import LossScale
 from cosmos_rl.optim.schedule import LrSchedule
+from cosmos_rl.utils.logging import logger
 
 
 class Refusal(enum.Enum):
@@ -85,9 +87,12 @@ class Optimizer:
         arguments, self._arguments = build_arguments(cls, settings), frozenset(inspect.signature(cls).parameters)
         groups = _groups(params, lr, lr_patterns or {})
         try:
-            self.torch_optimizer: torch.optim.Optimizer = cls(groups, lr=lr, **arguments)
+            with contextlib.redirect_stdout(printed := io.StringIO()):  # prodigyopt prints how it decays weights
+                self.torch_optimizer: torch.optim.Optimizer = cls(groups, lr=lr, **arguments)
         except (TypeError, ValueError) as error:
             raise UserError(f'train.optm_kwargs: train.optm_name = "{settings.name}" refuses them: {error}') from error
+        if printed.getvalue():
+            logger.debug(f"{settings.name}: {printed.getvalue().strip()}")
         self._bases = [float(group["lr"]) for group in self.torch_optimizer.param_groups]
         self.averages = callable(getattr(self.torch_optimizer, "eval", None))
         """Whether the weights to use are an average of those that are trained (schedule-free)."""

@@ -16,6 +16,7 @@ _SHOWN = {
     "train/accuracy_mean": ("Accuracy", ".2f"),
     "optim/grad_norm": ("Grad norm", ".5f"),
     "optim/learning_rate": ("LR", ".3g"),
+    "optim/effective_learning_rate": ("Effective LR", ".3g"),
     "guard/loss_ratio": ("Held-out loss ratio", ".3g"),
     "val/loss_mean": ("Val loss", ".5f"),
     "val/reward/mean": ("Val reward", ".4f"),

@@ -66,6 +66,20 @@ def test_an_adapter_that_would_act_otherwise_is_refused(
         train(config, option, resume=step)
 
 
+@pytest.mark.zoo
+def test_another_optimiser_is_refused_and_another_name_of_the_same_is_not(
+    saved: tuple[Path, tuple[Path, int]], write_toml: Toml
+) -> None:
+    config, step = saved
+    muon = '--train.optm_name="Muon"'
+    with pytest.raises(UserError, match=r"train\.optm_name = 'AdamW', this run has 'Muon'"):
+        train(config, muon, resume=step)
+    train(config, '--train.optm_name="torch.optim.AdamW"', "--train.max_num_steps=3", resume=step)
+    run = train(write_toml(), muon, "--train.max_num_steps=1")
+    with pytest.raises(UserError, match=r"train\.optm_name = 'Muon', this run has 'AdamW'"):
+        train(config, resume=(run, 1))
+
+
 def test_what_may_change_is_one_line(saved: tuple[Path, tuple[Path, int]], caplog: pytest.LogCaptureFixture) -> None:
     config, step = saved
     size = ("--policy.diffusers.inference_size=[16, 16]", "--policy.diffusers.max_prompt_length=8")
@@ -90,7 +104,7 @@ def test_a_checkpoint_of_an_older_version_resumes_and_says_what_was_not_compared
     config, (run, step) = saved
     policy = policy_dir(run / "checkpoints", step)
     state = json.loads((policy / TRAINER_STATE).read_text())
-    del state["settings"], state["run"]["base model (digest of its files)"]
+    del state["settings"], state["run"]["base model (digest of its files)"], state["run"]["train.optm_name"]
     (policy / TRAINER_STATE).write_text(json.dumps(state))
     (policy / COMMIT_MARKER).unlink()
     (policy / COMMIT_MARKER).write_text(build_marker_text(policy))

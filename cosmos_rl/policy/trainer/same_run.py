@@ -12,6 +12,7 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.keys import list_keys
+from cosmos_rl.policy.config.optimizers import short_name
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.model.digest import pipeline_digest
 from cosmos_rl.utils.logging import logger
@@ -57,11 +58,13 @@ _ELSEWHERE_TABLES = (
 
 
 def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a resumed run must have in common with its checkpoint: the task's own, base model and adapter."""
+    """Everything that a resumed run must have in common with its checkpoint: the task's own, base model, optimiser and
+    adapter."""
     model = None
     if context.is_main:
         model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision)
     found = {**task, "base model (digest of its files)": context.broadcast_from_main(model or "") or None}
+    found["train.optm_name"] = short_name(config.train.optm_name)  # by either of its names a class is the same
     lora, kind = config.policy.lora, job_kind(config)
     if lora is not None:
         found |= {f"policy.lora.{name}": getattr(lora, name) for name in _ADAPTER}

@@ -74,24 +74,39 @@ def test_a_file_whose_other_parts_are_not_here_is_refused_with_what_fetches_them
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "original", "message"),
     [
-        ({"proj_out.weight": None}, "  missing: proj_out.weight"),
-        ({"new.weight": torch.zeros(1)}, "  unexpected: new.weight"),
-        ({"proj_out.bias": torch.zeros(3)}, r"  proj_out.bias: \(3,\) in the file"),
+        ({"proj_out.weight": None}, True, r"'final_layer\.linear\.weight' is missing"),
+        ({"proj_out.weight": None}, False, r"\n  missing: proj_out\.weight"),
+        ({"new.weight": torch.zeros(1)}, True, r"\n  unexpected: new\.weight"),
+        ({"new.weight": torch.zeros(1)}, False, r"\n  unexpected: new\.weight"),
+        ({"proj_out.bias": torch.zeros(3)}, True, r"\n  proj_out\.bias: \(3,\) in the file"),
+        ({"proj_out.bias": torch.zeros(3)}, False, r"\n  proj_out\.bias: \(3,\) in the file"),
     ],
 )
 def test_a_file_with_another_transformer_is_refused_by_its_tensors(
-    tmp_path: Path, tiny_sd3: Path, change: dict[str, torch.Tensor | None], message: str
+    tmp_path: Path, tiny_sd3: Path, change: dict[str, torch.Tensor | None], original: bool, message: str
 ) -> None:
-    state = {**load_file(tiny_sd3 / TRANSFORMER), **change}
-    original = to_original(
-        find_names("SD3Transformer2DModel", "", ""), {k: v for k, v in state.items() if v is not None}
-    )
-    save_file(original, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=f"is not the transformer of|{message}"):
+    changed = {**load_file(tiny_sd3 / TRANSFORMER), **change}
+    state = {name: value for name, value in changed.items() if value is not None}
+    if original:
+        state = to_original(find_names("SD3Transformer2DModel", "", ""), state)
+    save_file(state, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=message):
         assemble(SingleFile(tmp_path / "x.safetensors", tiny_sd3), tmp_path / "single_files")
     assert not list((tmp_path / "single_files").glob("x-*"))
+
+
+def test_a_file_that_was_replaced_is_not_taken_for_the_one_before(
+    tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cosmos_rl.policy.model.digest._SAMPLED_BYTES", 64)  # as of a file of gigabytes
+    state, file = load_file(tiny_sd3 / TRANSFORMER), tmp_path / "x.safetensors"
+    for value in (0.0, 1.0):
+        state["proj_out.bias"].fill_(value)
+        save_file(state, file)
+        made = assemble(SingleFile(file, tiny_sd3), tmp_path / "single_files")
+        assert torch.equal(load_file(made / TRANSFORMER)["proj_out.bias"], state["proj_out.bias"])
 
 
 def test_parts_of_a_file_that_are_not_used_are_named(

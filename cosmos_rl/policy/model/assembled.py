@@ -24,12 +24,13 @@ _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
 
 def assemble(single: SingleFile, place: Path) -> Path:
-    """The pipeline folder in ``place``, made once for each content of file and base; the base's other parts are links.
+    """The pipeline folder in ``place``, made once for each state of file and base; the base's other parts are links.
 
     Raises:
         UserError: the file does not hold the base's transformer.
     """
-    content = read_ends(single.file) + (pipeline_digest(str(single.base), None) or "").encode()
+    base, changed = pipeline_digest(str(single.base), None) or "", single.file.stat().st_mtime_ns
+    content = read_ends(single.file) + f"{base}/{changed}".encode()  # files may differ between equal ends
     folder = place / f"{single.file.stem}-{hashlib.sha256(content).hexdigest()[:8]}"
     stuck = f"{folder}: another process has been making it for {_WAIT_S:g} s; is it stuck?"
     with hold_lock(place / ".lock", _WAIT_S, stuck):  # ranks that are started by hand: one makes it, the others find it
@@ -78,7 +79,8 @@ def read_transformer(single: SingleFile) -> dict[str, Tensor]:
     config = json.loads((single.base / "transformer/config.json").read_text(encoding="utf-8"))
     wanted = build_empty(single.base / "transformer", torch.float32).state_dict()
     found = _read(single.file)
-    if not set(wanted) <= set(found):
+    own = found.keys() <= wanted.keys() or wanted.keys() <= found.keys()  # names of diffusers, some may be missing
+    if not own:
         converter: Any = SINGLE_FILE_LOADABLE_CLASSES.get(config["_class_name"], {}).get("checkpoint_mapping_fn")
         if converter is None:
             known = ", ".join(name for name in SINGLE_FILE_LOADABLE_CLASSES if "Transformer" in name)
@@ -86,8 +88,12 @@ def read_transformer(single: SingleFile) -> dict[str, Tensor]:
         left = dict(found)
         try:
             found = converter(checkpoint=left, config=config)
-        except (KeyError, IndexError, ValueError, RuntimeError) as error:
-            raise UserError(f"{single.file}: is not the transformer of {single.base}: {error!r} is missing") from error
+        except KeyError as error:
+            raise UserError(f"{single.file}: is not the transformer of {single.base}: {error} is missing") from error
+        except (IndexError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{single.file}: is not the transformer of {single.base}: diffusers cannot read its names ({error})"
+            ) from error
         if left is not found:
             found = {**left, **found}  # what the converter has not taken
     _require_equal_shapes(single, found, wanted)

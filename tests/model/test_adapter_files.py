@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, Flux2Pipeline, FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.adapter_files import read_tensors
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.original_names import adapters_to_original, find_names
 
 TARGETS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 RANK, ALPHA = 4, 6.0
@@ -98,6 +100,33 @@ def test_an_adapter_of_another_tool_changes_each_weight_as_there(
     assert_changes(build(tiny_sd3, tmp_path), {layer: factor * (up @ down) for layer, (down, up) in pairs.items()})
 
 
+def test_names_of_peft_without_alpha_act_as_in_diffusers(
+    tiny_sd3: Path, tmp_path: Path, pairs: Pairs, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(named(pairs, lambda layer: f"transformer.{layer}", PEFT), tmp_path / "x.safetensors")
+    with caplog.at_level("WARNING", logger="cosmos_rl"):
+        ours = build(tiny_sd3, tmp_path / "x.safetensors")
+    assert "does not say its alpha; it acts with the factor 1, as in diffusers" in caplog.text
+    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    pipe.load_lora_weights(str(tmp_path), weight_name="x.safetensors", adapter_name="a")
+    assert set(lora.scales(pipe.transformer, "a").values()) == {1.0}
+    assert_changes(ours, {layer: up @ down for layer, (down, up) in pairs.items()})
+
+
+def test_parts_of_a_joined_layer_that_were_not_adapted_are_left_out(
+    tiny_sd3: Path, tmp_path: Path, pairs: Pairs
+) -> None:
+    few = {layer: pair for layer, pair in pairs.items() if layer.endswith(("to_q", "to_v"))}
+    joined = adapters_to_original(find_names("SD3Transformer2DModel", "", ""), few, 1)
+    state = named(joined, lambda layer: f"lora_unet_{layer.replace('.', '_')}", KOHYA)
+    state |= {f"lora_unet_{layer.replace('.', '_')}.alpha": torch.tensor(8.0) for layer in joined}  # the joined rank
+    save_file(state, tmp_path / "x.safetensors")
+    ours = build(tiny_sd3, tmp_path / "x.safetensors", target_modules=("attn.to_q", "attn.to_v"))
+    assert_changes(ours, {layer: up @ down for layer, (down, up) in few.items()})
+    with pytest.raises(UserError, match=r"attn\.to_v\.lora_A\.weight: not in the adapter"):
+        build(tiny_sd3, tmp_path / "x.safetensors", target_modules=("attn.to_q",))
+
+
 def test_kohyas_joined_layers_are_divided(tiny_sd3: Path, tmp_path: Path) -> None:
     generator, state, expected = torch.Generator().manual_seed(4), dict[str, Tensor](), dict[str, Tensor]()
     for block in range(2):
@@ -163,17 +192,31 @@ def test_tensors_for_text_encoders_are_named_and_left_out(
     assert "1 tensors are for the text encoders (lora_te1_x.lora_down.weight, …), which are not" in caplog.text
 
 
-def test_names_that_only_diffusers_knows_are_converted_by_it() -> None:
+def tiny_flux() -> FluxTransformer2DModel:
     sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
     sizes |= {"num_attention_heads": 2, "joint_attention_dim": 8, "pooled_projection_dim": 8}
-    transformer = FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4))
+    return FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name", "endings", "alpha"),
+    [
+        (FluxPipeline, "lora_unet_double_blocks_0_img_attn_qkv", KOHYA, 1.0),
+        (Flux2Pipeline, "diffusion_model.double_blocks.0.img_attn.qkv", PEFT, None),
+    ],
+)
+def test_names_that_only_diffusers_knows_are_converted_by_it(
+    pipeline: Any, name: str, endings: tuple[str, str], alpha: float | None
+) -> None:
     generator = torch.Generator().manual_seed(6)
     down, up = torch.randn(2, 16, generator=generator), torch.randn(48, 2, generator=generator)
-    name = "lora_unet_double_blocks_0_img_attn_qkv"
-    state = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(1.0)}
-    layers = lora.list_layer_names(transformer)
-    found = read_tensors(state, "FluxTransformer2DModel", layers, FluxPipeline.lora_state_dict)
+    state = named({name: (down, up)}, str, endings, alpha)
+    layers = lora.list_layer_names(tiny_flux())
+    found = read_tensors(state, "FluxTransformer2DModel", layers, pipeline.lora_state_dict)
     assert (found.form, found.unknown) == ("diffusers' converters", [])
     for place, last in enumerate("qkv"):
         first, second = found.pairs[f"transformer_blocks.0.attn.to_{last}"]
-        torch.testing.assert_close(second @ first, 0.5 * up[16 * place : 16 * (place + 1)] @ down)
+        expected = (1.0 if alpha is None else 0.5) * up[16 * place : 16 * (place + 1)] @ down
+        torch.testing.assert_close(second @ first, expected)
+    # without any alpha a header or an adapter_config.json may have one
+    assert found.factors == ({} if alpha is None else dict.fromkeys(found.pairs, 1.0))

@@ -28,7 +28,7 @@ _PREFIXES = re.compile(
 _TEXT = re.compile(r"(base_model\.model\.)?(text_encoder|te\d?\.|lora_te|lora_text|text_encoders)")
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""A library's way from the names of a file to those of PEFT, factors in the matrices."""
+"""A library's way from the names of a file to those of PEFT, factors of tensors of alpha in the matrices."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class FileAdapter:
     pairs: Mapping[str, Pair]
     """By diffusers' names of the layers."""
     factors: Mapping[str, float]
-    """Layer -> alpha over rank; empty where the tensors do not settle it (PEFT without tensors of alpha)."""
+    """Layer -> alpha over rank that is left to apply; empty where the tensors do not settle it (PEFT without tensors of
+    alpha)."""
     unknown: Sequence[str]
     """Names of tensors that belong to no layer, or are of another kind of adapter."""
     of_text: Sequence[str]
@@ -69,7 +70,15 @@ def read_tensors(
     again = _read(converted, None, layers)
     if again.unknown or not again.pairs:
         return found
-    return FileAdapter("diffusers' converters", again.pairs, dict.fromkeys(again.pairs, 1.0), [], found.of_text)
+    factors = again.factors
+    if not factors and _has_factors(tensors, found.form):
+        factors = dict.fromkeys(again.pairs, 1.0)  # the converter has applied them
+    return FileAdapter("diffusers' converters", again.pairs, factors, [], found.of_text)
+
+
+def _has_factors(tensors: Mapping[str, Tensor], form: str) -> bool:
+    """Whether the tensors of a file settle how strongly it acts; those of PEFT do with alpha alone."""
+    return form != "PEFT" or any(_parse(key)[1] == "alpha" for key in tensors)
 
 
 def _read(tensors: Mapping[str, Tensor], names: Names | None, layers: Sequence[str]) -> FileAdapter:

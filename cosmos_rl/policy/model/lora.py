@@ -212,7 +212,9 @@ def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, 
         )
     own, factors = adapter_state(transformer, adapter), scales(transformer, adapter)
     ranks = {name.removesuffix(_DOWN): value.shape[0] for name, value in own.items() if name.endswith(_DOWN)}
-    pairs = {layer: with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in found.pairs.items()}
+    # a joined layer of a file, such as qkv, has zeros for the parts that were not adapted
+    pairs = {layer: pair for layer, pair in found.pairs.items() if layer in ranks or pair[1].any()}
+    pairs = {layer: with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in pairs.items()}
     weights = {layer + _DOWN: down for layer, (down, _) in pairs.items()}
     weights |= {layer + _UP: up for layer, (_, up) in pairs.items()}
     _require_fit(f"{key}: {file}", found, own, weights)
@@ -279,10 +281,10 @@ def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], where: st
     Raises:
         UserError: the file says another factor than the adapter's, and not 1.
     """
-    own = transformer.peft_config[adapter]
     if not stored:
-        logger.warning(f"{where} does not say its alpha; that of policy.lora is taken, {own.lora_alpha:g}")
-        return False
+        logger.warning(f"{where} does not say its alpha; it acts with the factor 1, as in diffusers")
+        return True
+    own = transformer.peft_config[adapter]
     patterns = [stored.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     if not stored.get("use_rslora") and stored.get("lora_alpha") == stored.get("r") and patterns[0] == patterns[1]:
         return True  # the factor is 1: as exported, or trained with alpha = r

@@ -94,18 +94,26 @@ def build_arguments(cls: Any, settings: Hyperparameters) -> dict[str, Any]:
     same form, and ``train.optm_kwargs``.
 
     Raises:
-        UserError: an argument that it does not take, or a key that would have no effect.
+        UserError: an argument that it does not take, a key that would have no effect, or a step that wants a closure.
     """
     parameters = inspect.signature(cls).parameters
     values = {"betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
     taken = {name: value for name, value in values.items() if _takes(parameters.get(name), value)}
     problems = [*_unknown_arguments(settings, parameters, taken), *_idle_keys(settings, taken)]
+    found = f'train.optm_name: found "{settings.name}"'
     if "lr" not in parameters:
-        problems.append(f'train.optm_name: found "{settings.name}"; it takes no lr, which train.optm_lr is given as')
+        problems.append(f"{found}; it takes no lr, which train.optm_lr is given as")
+    if _wants_closure(cls):
+        problems.append(f"{found}; its step computes the loss again (a closure), which is not done here; use another")
     if problems:
         raise UserError("\n".join(problems))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.kwargs.items()}
     return {**taken, **_implementation(settings.impl, parameters), **given}
+
+
+def _wants_closure(cls: Any) -> bool:
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _takes(parameter: inspect.Parameter | None, value: object) -> bool:

@@ -1,5 +1,6 @@
 """Mistakes outside of the configuration are all named in a second, before a run folder or torch."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -131,6 +132,20 @@ def test_a_tracker_that_is_not_installed_is_refused_before_torch_is_loaded(write
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('logging.logger has "wandb", not installed here: pip install "cosmos_rl[wandb]"') == 2
+
+
+def test_a_base_in_4_bits_without_torchao_is_refused(
+    write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, package=None: None if name == "torchao" else found(name, package)
+    )
+    packed = load_config(write_toml(), ['--policy.lora.quantize_base="nf4"'])
+    assert inspect_environment(packed, "pairs")[0] == [
+        'policy.lora.quantize_base = "nf4" needs torchao 0.18 or newer: pip install -U torchao'
+    ]
+    assert inspect_environment(load_config(write_toml()), "pairs")[0] == []
 
 
 def test_a_missing_address_of_the_reward_service_is_refused_before_torch_is_loaded(

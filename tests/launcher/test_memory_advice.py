@@ -107,4 +107,7 @@ def test_a_base_in_4_bits_brings_flux_below_16_gb_on_one_gpu() -> None:
     plain, packed = peak(), peak("--policy.lora.quantize_base=nf4")
     assert plain.peak > 24e9
     assert packed.peak < 16e9
+    full = load_config(path, [*options, "--policy.lora.quantize_base=nf4"])
+    remedy = [*advice.peak_lines(full, packed, packed.peak - 1)][1]
+    assert "more GPUs" not in remedy or 'quantize_base = "none"' in remedy
     assert packed.parts["frozen transformer weights"] < 0.27 * plain.parts["frozen transformer weights"]

@@ -76,6 +76,7 @@ def result(run: Path) -> dict[str, Tensor]:
     return load_file(run / "safetensors" / "step_4" / "lora" / "model.safetensors")
 
 
+@pytest.mark.zoo
 def test_a_run_trains_resumes_exactly_and_its_adapter_is_one_of_the_base(write_toml: Toml, tiny_sd3: Path) -> None:
     options = (NF4, "--train.max_num_steps=4", "--train.optm_lr=1e-2", "--train.ckpt.save_freq=2")
     whole = train(write_toml(), *options)

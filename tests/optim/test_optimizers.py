@@ -194,6 +194,7 @@ def test_the_estimate_knows_what_each_keeps(name: str, kwargs: dict[str, object]
         ("torch.optim.AdamX", {}, r'torch\.optim has no AdamX; did you mean "torch\.optim\.Adam'),
         ("torch.nn.Linear", {}, r"it is no torch\.optim\.Optimizer"),
         ("nosuch.Lion", {}, r'train\.optm_name = "nosuch\.Lion" needs nosuch: pip install nosuch'),
+        ("torch.optim.LBFGS", {}, r'train\.optm_name: found "torch\.optim\.LBFGS"; its step computes the loss again'),
         ("torch.optim.LBFGS", {"history": 5}, r"LBFGS has no such argument; did you mean history_size\?"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,9 +46,17 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
             problems += _missing("train.train_policy.teacher", online_table(config).teacher)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
-    problems += _trackers(config) + missing_optimizer(config)
+    problems += _trackers(config) + missing_optimizer(config) + _missing_quantiser(config)
     problems += find_missing_access(config)
     return problems, notes
+
+
+def _missing_quantiser(config: Config) -> list[str]:
+    """The package that stores the base in 4 bits, where it is not installed; it is only looked for."""
+    lora = config.policy.lora
+    if lora is None or lora.quantize_base == "none" or importlib.util.find_spec("torchao") is not None:
+        return []
+    return [f'policy.lora.quantize_base = "{lora.quantize_base}" needs torchao 0.18 or newer: pip install -U torchao']
 
 
 def _trackers(config: Config) -> list[str]:

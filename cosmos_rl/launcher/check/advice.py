@@ -49,7 +49,10 @@ def _remedy(config: Config, part: str) -> str:
         return "train.ema_enable = false"
     if part == estimate.VAE:
         return _for_size(config)
-    return f"more GPUs, policy.parallelism.dp_shard_size, now {policy.parallelism.dp_shard_size}"
+    more = f"more GPUs, policy.parallelism.dp_shard_size, now {policy.parallelism.dp_shard_size}"
+    if policy.lora is not None and policy.lora.quantize_base != "none":
+        return f'{more}, with policy.lora.quantize_base = "none", as a base in 4 bits is not sharded'
+    return more
 
 
 def _for_encoders(config: Config) -> str:

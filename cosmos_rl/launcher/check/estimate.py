@@ -16,7 +16,7 @@ from cosmos_rl.launcher.check.optimizer_state import optimizer_state
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
-from cosmos_rl.policy.config import Config, images_at_once
+from cosmos_rl.policy.config import Config, images_at_once, world_size
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.model_rules import is_quantised, nf4_bytes
 from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
@@ -181,7 +181,8 @@ class _Rank:
     @property
     def texts_apart(self) -> bool:
         """Whether the transformer leaves the device while texts are encoded."""
-        return self.offloads and self.config.train.train_policy.cached_text and self.shards == 1
+        alone = world_size(self.config.policy.parallelism) <= 1  # -1: not settled, and counted as one
+        return self.offloads and self.config.train.train_policy.cached_text and alone
 
     @property
     def resident(self) -> int:

@@ -23,8 +23,11 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
         remedies += _suggest_for_encoders(config)
     remedies += _suggest_for_model(config)
     if not on_cpu:
-        shards = config.policy.parallelism.dp_shard_size
-        remedies.append(f"more GPUs: policy.parallelism.dp_shard_size, now {shards}")
+        shards, lora = config.policy.parallelism.dp_shard_size, config.policy.lora
+        condition = ""
+        if lora is not None and lora.quantize_base != "none":
+            condition = ', with policy.lora.quantize_base = "none"'  # a base in 4 bits is not sharded
+        remedies.append(f"more GPUs: policy.parallelism.dp_shard_size, now {shards}{condition}")
     return "\n".join(
         [
             f"out of memory on {device} while {phase}",

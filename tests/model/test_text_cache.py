@@ -1,5 +1,7 @@
 """The cache of text features for driven pipelines: the same run, without the encoders."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.driver.conditions import RAGGED, DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.driver import Driver
 from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.policy.trainer.rl.build import build_online
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.family_runs import ORDINARY, PARAMS, Clips, TrainedFamily, family_toml
-from tests.support.trainer_runs import train
+from tests.support.pairs import marked_folder
+from tests.support.trainer_runs import bundled_data, train
 
 CACHE = "--train.train_policy.cache.text=true"
 
@@ -180,6 +185,48 @@ def test_the_prompts_of_a_run_are_encoded_before_its_first_step(
     assert calls == [8]
 
 
+SIZES = [(32, 32), (64, 32)]
+
+
+def sizes_of_texts(
+    path: Path, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[tuple[int, int], str]]:
+    """(size, text) of every text that is encoded before the first step, where pictures have one of two sizes."""
+    found: list[tuple[tuple[int, int], str]] = []
+    stock = Driver._run_encoder
+
+    def run(self: Driver, prompts: list[str], negatives: list[str] | None, guidance: float | None) -> list[object]:
+        found.extend(((self.size.height, self.size.width), text) for text in prompts if text)
+        return stock(self, prompts, negatives, guidance)
+
+    monkeypatch.setattr(Driver, "_run_encoder", run)
+    config = load_config(path, [CACHE, "--policy.diffusers.buckets={sizes = [[32, 32], [64, 32]]}"])
+    build(config, Context(torch.device("cpu")), **bundled_data(config))
+    return sorted(found)
+
+
+def test_captions_are_encoded_at_the_sizes_of_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = marked_folder(tmp_path / "pictures", [SIZES[number % 2] for number in range(8)])
+    path = family_toml(tmp_path, ORDINARY[0], job="sft", images=folder)
+    expected = sorted((SIZES[number % 2], f"picture {number}") for number in range(8))
+    assert sizes_of_texts(path, build_sft, monkeypatch) == expected
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_prompts_are_encoded_at_the_sizes_that_they_name_or_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    path = family_toml(tmp_path, ORDINARY[0], job="nft")
+    rows = [{"prompt": f"text {number}", **({"size": SIZES[number % 2]} if named else {})} for number in range(4)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text(re.sub(r'dataset\.local_dir = ".*"', f'dataset.local_dir = "{data}"', path.read_text()))
+    wanted = [(size, f"text {number}") for number in range(4) for size in SIZES]
+    if named:
+        wanted = [(SIZES[number % 2], f"text {number}") for number in range(4)]
+    assert sizes_of_texts(path, build_online, monkeypatch) == sorted(wanted)
+
+
 def test_texts_that_do_not_fit_into_the_cache_are_left_out_with_a_warning(
     write_toml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +235,6 @@ def test_texts_that_do_not_fit_into_the_cache_are_left_out_with_a_warning(
     context = Context(torch.device("cpu"))
     encoding = Encoding(build_model(config, context, rest_on_cpu=True), config)
     calls = count_encoder_calls(monkeypatch)
-    encoding.keep_texts([(f"text {i}", None) for i in range(20)], context)
+    encoding.keep_texts({None: [(f"text {i}", None) for i in range(20)]}, context)
     assert calls == [8]
     assert "train.train_policy.cache.max_gb: too little for all texts" in caplog.text

@@ -1,6 +1,6 @@
 """From a configuration to a fine-tuning task: pipeline, captioned images, held-out pairs or validation prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from cosmos_rl.data.bucket_stream import BucketStream
@@ -13,6 +13,7 @@ from cosmos_rl.data.streams import MapStream, Stream, find_items
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.plan import plan_sft
 from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets, find_buckets
@@ -70,7 +71,8 @@ def build_sft(
     require_counted_media(records or (), model, context, clean_frames)
     encoders, encoding = model.build_token_counters(), Encoding(model, config)
     if encoding.text_cache is not None:
-        encoding.keep_texts(_list_texts(config, pairs, held_out if records is None else None, stream), context)
+        tests = None if records is not None else held_out
+        encoding.keep_texts(_list_texts(config, stream, (pairs, trained), (tests, tested)), context)
     if encoding.latent_cache is not None and model.conditional_frames[1] == 0:  # else the first frames are needed too
         pairs = CachedLatents(pairs, encoding.latent_cache)
     parts = SftParts(
@@ -111,14 +113,38 @@ def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) 
             logger.warning(line)
 
 
-def _list_texts(config: Config, pairs: Any, held_out: Any, stream: Stream) -> list[TextPair]:
-    """What the run will encode of data sets that know their captions."""
-    captions, job = [caption for _, caption in list_captions(pairs)], config.train.train_policy
-    taken = [captions[index] for index in find_items(stream, count_steps(stream, config)) if captions]
-    taken += [caption for _, caption in list_captions(held_out)]
-    if job.caption_dropout > 0.0:
-        taken.append("")
-    return [(caption, None) for caption in taken]
+def _list_texts(
+    config: Config, stream: Stream, training: tuple[Any, Buckets | None], validation: tuple[Any, Buckets | None]
+) -> dict[Sides | None, list[TextPair]]:
+    """What the run will encode of data sets that know their captions, by the size of its samples.
+
+    Args:
+        training, validation: a data set and its sizes.
+    """
+    texts = [*_locate_captions(*training, set(find_items(stream, count_steps(stream, config))))]
+    texts += _locate_captions(*validation)
+    if config.train.train_policy.caption_dropout > 0.0:
+        sizes: list[Sides | None] = [None]
+        if training[1] is not None:
+            sizes = [size for size, _ in training[1].split()]
+        texts += [(size, "") for size in sizes]
+    found: dict[Sides | None, list[TextPair]] = {}
+    for size, text in texts:
+        found.setdefault(size, []).append((text, None))
+    return found
+
+
+def _locate_captions(
+    data: Any, buckets: Buckets | None, taken: Collection[int] | None = None
+) -> Iterator[tuple[Sides | None, str]]:
+    """(size, caption) of the elements that are taken, None: of all; those that cannot be read have no size."""
+    for index, (_, caption) in enumerate(list_captions(data)):
+        if taken is not None and index not in taken:
+            continue
+        if buckets is None:
+            yield None, caption
+        elif buckets.sizes[index] is not None:
+            yield buckets.sizes[index], caption
 
 
 def _hold_out(config: Config, pairs: Any, val_dataset: Any) -> tuple[Any, Any]:

@@ -170,13 +170,21 @@ class Encoding:
 
         return _fill_from_cache(cache, {text: text for text in texts}, CACHED_AT_ONCE, encode)
 
-    @memory_phase("encoding")
-    def keep_texts(self, pairs: Iterable[TextPair], context: Context) -> None:
+    def keep_texts(self, texts: Mapping[Sides | None, Iterable[TextPair]], context: Context) -> None:
         """Encode what the cache of texts lacks of these, so that the encoders need not come to the device again.
 
         Each rank encodes its share; all must call it. Texts that do not fit into the cache, or that no tokenizer
         takes, are left for when they are asked for.
+
+        Args:
+            texts: by the size at which they will be asked for; None: the configured one.
         """
+        for size, pairs in texts.items():
+            with self._model.at_size(size):
+                self._keep_at_size(pairs, context)
+
+    @memory_phase("encoding")
+    def _keep_at_size(self, pairs: Iterable[TextPair], context: Context) -> None:
         cache = self.text_cache
         if cache is None:
             return

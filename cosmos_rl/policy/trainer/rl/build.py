@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
@@ -15,6 +16,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
+from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
@@ -121,15 +123,27 @@ def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
     return [to_prompt_record(dataset[i], i) for i in range(len(dataset))]
 
 
-def _list_texts(config: Config, prompts: Sequence[PromptRecord], val_prompts: Sequence[PromptRecord]) -> list[TextPair]:
-    """What the run will encode: the prompts that it takes, those of validation, and their negative prompts."""
+def _list_texts(
+    config: Config, prompts: Sequence[PromptRecord], val_prompts: Sequence[PromptRecord]
+) -> dict[Sides | None, list[TextPair]]:
+    """What the run will encode, by the size of its samples: the prompts that it takes, those of validation, and their
+    negative prompts."""
     stream = SizedPrompts(config, prompts, plan_online(config).items).stream
     taken = find_items(stream, count_steps(stream, config))
-    pairs = [(prompts[index].prompt, "") for index in taken]
-    pairs += [(record.prompt, record.negative_prompt) for record in val_prompts]
-    if config.policy.diffusers.sample.guidance_scale > 1.0:
-        return [*pairs]
-    return [(prompt, None) for prompt, _ in pairs]
+    indices: dict[Sides | None, Sequence[int]] = {None: taken}
+    if isinstance(stream, BucketStream):
+        wanted = set(taken)
+        indices = {bucket.size: [i for i in bucket.members if i in wanted] for bucket in stream.buckets}
+    elif config.policy.diffusers.buckets is not None:  # each step draws one
+        indices = dict.fromkeys(sorted(config.policy.diffusers.training_sizes), taken)
+    guided = config.policy.diffusers.sample.guidance_scale > 1.0
+    texts: dict[Sides | None, list[TextPair]] = {
+        size: [(prompts[index].prompt, "" if guided else None) for index in own] for size, own in indices.items()
+    }
+    tested = [(record.prompt, record.negative_prompt if guided else None) for record in val_prompts]
+    size = None if None in texts else config.policy.diffusers.inference_size
+    texts.setdefault(size, []).extend(tested)
+    return texts
 
 
 def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:

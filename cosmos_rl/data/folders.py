@@ -86,6 +86,11 @@ class Folders(Sequence[Item]):
         number, inside = self._locate(index)
         return self._parts[number].bucket_of(inside)
 
+    def first_index_of(self, index: int) -> int:
+        """The first index of the sample at ``index``, which comes as often as its folder is repeated."""
+        number, inside = self._locate(index)
+        return (self._ends[number - 1] if number else 0) + inside
+
     @property
     def prompts(self) -> list[str]:
         """All captions, in order."""

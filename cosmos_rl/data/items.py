@@ -87,6 +87,12 @@ class Part(Sequence[Any]):
         return identify(self._dataset, self._range[index], sample_id)
 
     @property
+    def first_index_of(self) -> Callable[[int], int] | None:
+        """What gives one number to all elements that are the same sample, where the data set has such elements."""
+        find = getattr(self._dataset, "first_index_of", None)
+        return find and (lambda index: find(self._range[index]))
+
+    @property
     def bucket_of(self) -> Callable[[int], Sides] | None:
         """What says at which size an element comes out, where the data set knows it."""
         bucket_of = getattr(self._dataset, "bucket_of", None)
@@ -151,6 +157,11 @@ class Wrapped(Sequence[Any]):
     def take(self, index: int, sample_id: int | None) -> Any:
         """See the function of that name."""
         return take(self._dataset, index, sample_id)
+
+    @property
+    def first_index_of(self) -> Callable[[int], int] | None:
+        """What gives one number to all elements that are the same sample, where the data set has such elements."""
+        return getattr(self._dataset, "first_index_of", None)
 
     @property
     def prompts(self) -> Sequence[str] | None:

@@ -4,7 +4,7 @@ reads nothing twice, whatever the number of ranks."""
 import functools
 import itertools
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,15 +145,28 @@ class Batch:
 
 @dataclass
 class Skipped:
-    """Samples that could not be read: each is named once, and too many of them end the run."""
+    """Samples that could not be read: each is named once, and too many of them end the run.
+
+    A sample that a data set has several times counts once, so that repeats do not change how many are too many.
+    """
 
     length: int
-    """Samples in the data set."""
+    """Different samples in the data set."""
     max_frac: float
     """Share of them that may be left out; one always may, unless this is 0."""
     reasons: dict[int, str] = field(default_factory=dict)
-    """Index -> what is wrong."""
+    """Index, the first one of a repeated sample -> what is wrong."""
     consequence: str = "the next sample takes its place"
+    first_index_of: Callable[[int], int] | None = None
+    """Gives one number to all indices of a sample; None: each has one index."""
+
+    @classmethod
+    def of(cls, dataset: Sequence[Any], max_frac: float, **options: str) -> "Skipped":
+        """For the samples of a data set."""
+        first_index_of, length = getattr(dataset, "first_index_of", None), len(dataset)
+        if first_index_of is not None:
+            length = len(set(map(first_index_of, range(length))))
+        return cls(length, max_frac, first_index_of=first_index_of, **options)
 
     def note(self, index: int, reason: str) -> None:
         """Count one.
@@ -161,6 +174,8 @@ class Skipped:
         Raises:
             UserError: more than may be left out.
         """
+        if self.first_index_of is not None:
+            index = self.first_index_of(index)
         if index in self.reasons:
             return
         self.reasons[index] = reason

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from cosmos_rl.data.folders import Folders, load_training_pairs
+from cosmos_rl.data.items import Part
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.streams import MapStream, load_batches
+from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import FolderConfig, load_config
@@ -78,6 +79,24 @@ def test_what_an_image_was_made_of_is_not_flipped(tmp_path: Path) -> None:
     settings = FolderConfig(local_dir=f"{folder}", flip=True)
     with pytest.raises(UserError, match="flip = true mirrors an image and not the one that it was made of"):
         Folders([LocalPairs(folder, 32, 32)], [settings], 0)
+
+
+def test_a_broken_file_counts_once_however_often_it_is_repeated(tmp_path: Path) -> None:
+    own, others = two_folders(tmp_path)
+    settings = [FolderConfig(local_dir=f"{others}"), FolderConfig(local_dir=f"{own}", repeats=10)]
+
+    def read_twice() -> Skipped:
+        data = Folders([LocalPairs(one.local_dir, 32, 32) for one in settings], settings, seed=1)
+        skipped = Skipped.of(Part(data, 0, len(data)), 0.05)
+        list(load_batches(data, MapStream(32, 8, 0), 0, 8, skipped=skipped))
+        return skipped
+
+    (own / "1.png").write_bytes(b"no image")
+    skipped = read_twice()
+    assert (list(skipped.reasons), skipped.length) == ([3], 5)
+    (own / "2.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match="2 of 5 samples cannot be read, more than"):
+        read_twice()
 
 
 def table(own: Path, others: Path, weight: float = 1.0, flip: bool = False) -> str:

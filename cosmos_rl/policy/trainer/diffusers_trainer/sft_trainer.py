@@ -96,9 +96,9 @@ class SFTTrainer(TaskBase):
         self._batches: Iterator[Batch] = iter(())
         self._captions: list[str] | None = None
         bound = config.train.train_policy.max_skipped_frac
-        self._skipped = Skipped(len(parts.pairs), bound)
+        self._skipped = Skipped.of(parts.pairs, bound)
         self._first_frames: dict[str, Given] = {}
-        self._val_skipped = Skipped(len(parts.held_out or ()), bound, consequence="validation continues without")
+        self._val_skipped = Skipped.of(parts.held_out or (), bound, consequence="validation continues without")
         for skipped, buckets in ((self._skipped, parts.buckets), (self._val_skipped, parts.held_out_buckets)):
             for index, reason in ({} if buckets is None else buckets.unreadable).items():
                 skipped.note(index, reason)

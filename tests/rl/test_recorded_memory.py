@@ -167,6 +167,20 @@ def test_check_counts_recorded_steps_and_refuses_what_a_launch_refuses(
     assert "train.train_policy.steps.max_gb: found 1e-05" in capsys.readouterr().err
 
 
+def test_of_several_sizes_the_largest_is_bounded(
+    tmp_path: Path, tiny_sd3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, sizes = nft_toml(tmp_path, tiny_sd3), "--policy.diffusers.buckets={sizes = [[32, 32], [64, 64]]}"
+    config = load_config(path, [*FLOW_OPTIONS, sizes])
+    needed = rl_memory(config, read_pipeline(config.policy), trained=0, shards=1).recorded / 1e9
+    for options in ((), (sizes,)):  # without the larger size it is a quarter
+        bound = f"--train.train_policy.steps.max_gb={0.99 * needed}"
+        assert main(["check", "--config", str(path), *FLOW_OPTIONS, bound, *options]) == (2 if options else 0)
+    assert "train.train_policy.steps.max_gb: found" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"steps\.max_gb: found"):
+        nft_trainer(path, *FLOW_OPTIONS, bound, sizes)
+
+
 def test_media_of_a_step_with_recorded_steps_are_gone_while_it_learns(
     tmp_path: Path, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ def _recorded_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]
     """Whether the recorded sampling steps are too large; of sizes that are not known the trainer says so."""
     if not job_kind(config).online:
         return
-    media = (*config.policy.diffusers.inference_size, frames_of(config))
+    media = (*config.policy.diffusers.largest_size, frames_of(config))
     with suppress(Unknown):
         problem = recorded_problem(config, math.prod(find_geometry(pipeline).latent_shape(*media)))
         if problem is not None:

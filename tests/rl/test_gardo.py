@@ -232,6 +232,14 @@ def test_the_share_of_the_gate_is_continued() -> None:
     assert gate.state_dict() == {"share": 0.07, "means": [0.1, 0.2]}
 
 
+def test_a_gate_that_a_checkpoint_did_not_have_begins_with_its_own_share() -> None:
+    saved = trainer_of(NFT, REWARDS).state_dict()["kl_gate"]
+    task = trainer_of({**NFT, **GATED}, REWARDS)
+    gate = KlGate(task._job, task._scoring.rewards)
+    gate.load_state_dict({**saved, "share": 0.1})
+    assert gate.state_dict() == {"share": 0.2, "means": []}
+
+
 def test_thumbnails_differ_by_colour_and_place_and_not_by_brightness(tmp_path: Path) -> None:
     media = np.zeros((3, 20, 30, 3), dtype=np.uint8)
     media[0, :10] = 200

@@ -53,8 +53,9 @@ class KlGate:
         return {"share": self._state.share, "means": list(self._state.means)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the share of a checkpoint, where the gate acts."""
-        self._state = GateShare(float(state["share"]), tuple(state["means"]))
+        """Continue with the share of a checkpoint; one of a run in which nothing was gated yet has none of its own."""
+        if state["means"]:
+            self._state = GateShare(float(state["share"]), tuple(state["means"]))
 
 
 class NearestSample:

@@ -57,11 +57,14 @@ class Screen:
         with self._lock:
             self._closed = True
 
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps the other threads from writing within the block."""
+        # a process that was forked from this one has the lock as it was, perhaps held for ever
+        return self._lock if os.getpid() == self._owner else contextlib.nullcontext()
+
     def write_above(self, stream: TextIO, lines: str) -> None:
         """Write whole lines to a stream of the terminal; errors as the stream raises them."""
-        # a process that was forked from this one has the lock as it was, perhaps held for ever
-        guard = self._lock if os.getpid() == self._owner else contextlib.nullcontext()
-        with guard:
+        with self.guard():
             _put(stream, _CLEAR_BELOW + lines)
 
 
@@ -74,10 +77,11 @@ class _Above:
 
     def write(self, text: str) -> int:
         """Keep what has no end of line yet; of a line that is overwritten by ``\\r`` the newest text."""
-        whole, newline, rest = (self._rest + text).rpartition("\n")
-        self._rest = rest.rpartition("\r")[2]
-        if newline:
-            self._screen.write_above(self._stream, f"{whole}\n")
+        with self._screen.guard():
+            whole, newline, rest = (self._rest + text).rpartition("\n")
+            self._rest = rest.rpartition("\r")[2]
+            if newline:
+                self._screen.write_above(self._stream, f"{whole}\n")
         return len(text)
 
     def flush(self) -> None:
@@ -85,9 +89,10 @@ class _Above:
 
     def finish(self) -> None:
         """Write that line as it is."""
-        if self._rest:
-            self._screen.write_above(self._stream, self._rest)
-        self._rest = ""
+        with self._screen.guard():
+            if self._rest:
+                self._screen.write_above(self._stream, self._rest)
+            self._rest = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -13,7 +13,7 @@ from cosmos_rl.distributed.memory import memory_phase
 from cosmos_rl.distributed.phase import Phase, count_parts, current_phase, enter_phase
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.live import LiveDisplay, Status, draw_text, make_console, render, show_progress
-from cosmos_rl.tracking.screen import Screen, find_terminal
+from cosmos_rl.tracking.screen import Screen, find_terminal, write_above
 from tests.support.terminal import Emulator
 
 NOW = 1000.0
@@ -204,6 +204,29 @@ def test_a_terminal_that_is_gone_ends_the_drawing_and_nothing_else(monkeypatch: 
         from cosmos_rl.utils.logging import logger
 
         logger.warning("whoever read this is gone")
+
+
+def test_what_two_threads_print_at_once_is_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, begun, other_is_done = Terminal(), threading.Event(), threading.Event()
+
+    class Slow(str):
+        """Takes its time to be joined with the line that waits."""
+
+        def __radd__(self, other: str) -> str:
+            begun.set()
+            other_is_done.wait(0.2)
+            return other + str(self)
+
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with write_above(Screen(terminal)):
+        thread = threading.Thread(target=sys.stdout.write, args=(Slow("one\n"),))
+        thread.start()
+        assert begun.wait(60)
+        sys.stdout.write("two")
+        other_is_done.set()
+        thread.join(60)
+        sys.stdout.write(" three\n")
+    assert terminal.screen[:2] == ["one", "two three"]
 
 
 def test_a_child_that_was_forked_while_the_screen_was_locked_can_print() -> None:

@@ -18,6 +18,9 @@ ROUNDING = 1e-6
 """Numbers that differ by at most this share of their size are equal. Scores are often float32, and equal sums of scores
 that were added in another order differ in their last digits."""
 
+_SAME = 1e-12
+"""Features at most this far apart are the same: what float64 makes of their product with themselves is not 1."""
+
 
 def all_equal(values: Tensor) -> bool:
     """Whether all finite ``values`` are equal but for rounding; so are none and a single one."""
@@ -124,7 +127,7 @@ def measure_nearest(feature_ND: Tensor, group_N: Tensor) -> Tensor:
     unit_ND = torch.nn.functional.normalize(feature_ND.double(), dim=1)
     others_NN = (group_N[:, None] == group_N[None, :]).fill_diagonal_(False)
     nearest_N = (1.0 - unit_ND @ unit_ND.T).masked_fill(~others_NN, torch.inf).amin(1)
-    return torch.where(nearest_N.isfinite(), nearest_N, 0.0)
+    return torch.where(nearest_N.isfinite() & (nearest_N > _SAME), nearest_N, 0.0)
 
 
 def scale_by_diversity(
@@ -139,12 +142,14 @@ def scale_by_diversity(
     """
     groups = _Groups.from_rewards(reward_N, group_N)
     deviation_N = groups.offset_N - groups.mean_P(groups.offset_N)[groups.inverse_N]
-    deviation_N = groups.drop_rounding(deviation_N, groups.reward_N if size_N is None else size_N)
+    if size_N is None:
+        size_N = groups.reward_N
+    deviation_N = groups.drop_rounding(deviation_N, size_N)
     mean_N = groups.mean_P(diversity_N.double())[groups.inverse_N]
     factor_N = torch.where(mean_N > 0, diversity_N.double() / mean_N, 1.0)
     scaled_N = torch.where(deviation_N >= 0, deviation_N * factor_N, deviation_N)
     centred_N = scaled_N - groups.mean_P(scaled_N)[groups.inverse_N]
-    return torch.where(groups.valid_N, centred_N, torch.nan)
+    return torch.where(groups.valid_N, groups.drop_rounding(centred_N, size_N), torch.nan)
 
 
 def apply_mode(advantage_N: Tensor, mode: AdvantageMode) -> Tensor:

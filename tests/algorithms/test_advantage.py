@@ -342,3 +342,16 @@ def test_diversity_is_that_of_the_group_alone() -> None:
     found = scale_by_diversity(reward, measure_nearest(features, group), group)
     assert found[:4].tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])  # equal samples count alike
     assert bool(found[4].isnan())
+
+
+def test_centring_leaves_no_rounding_that_a_mode_would_make_something_of() -> None:
+    reward, group = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3)
+    found = scale_by_diversity(reward.double(), torch.full((3,), 0.3), group)
+    assert apply_mode(found, "binary").tolist() == [-1.0, 0.0, 1.0]
+    assert apply_mode(scale_by_diversity(reward, torch.full((3,), 0.3), group), "one_only").tolist() == [0.0, 0.0, 1.0]
+
+
+def test_equal_features_have_no_distance() -> None:
+    features = torch.tensor([[0.1, 0.7, 0.3]]).repeat(4, 1) * torch.tensor([[1.0], [3.0], [7.0], [0.3]])
+    assert measure_nearest(features.double(), torch.zeros(4)).max() < 1e-12
+    assert measure_nearest(torch.tensor([[0.1, 0.7, 0.3]] * 4), torch.zeros(4)).tolist() == [0.0] * 4

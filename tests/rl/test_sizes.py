@@ -1,6 +1,7 @@
 """Reinforcement learning at several sizes."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
+from cosmos_rl.policy.trainer.same_run import compare
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.rl.test_flow_grpo_pipeline import ddrl_options, flow_options
 from tests.support.nft_runs import PROMPTS, Job, nft_toml, nft_train, nft_train_task, nft_trainer, run_forked
@@ -102,6 +104,23 @@ def test_rows_name_the_size_of_their_samples(tmp_path: Path, tiny_sd3: Path, sha
     assert counts == dict.fromkeys(range(6), 2)
     task.train_step(0)
     assert set(shapes) == {task._sized.choose(0, task.stream.positions(0))}
+
+
+def test_a_resume_that_would_take_other_prompts_is_refused_unless_the_checkpoint_is_older(
+    tmp_path: Path, tiny_sd3: Path
+) -> None:
+    path, config = sized_prompts(tmp_path, [{"size": [16, 32]}] * 5 + [{}]), nft_toml(tmp_path, tiny_sd3)
+    options = (BUCKETS, f'--train.train_policy.dataset.local_dir="{path}"', "--train.train_batch_per_replica=8")
+    saved = nft_trainer(config, *options, start=False).fingerprint()
+    compare(tmp_path, saved, nft_trainer(config, *options, start=False).fingerprint())
+    new = ("sizes of the prompts (policy.diffusers.buckets)", "dataloader_drop_last")
+    for option, name in zip(
+        ("policy.diffusers.inference_size=[32, 16]", "train.train_policy.dataloader_drop_last=false"), new, strict=True
+    ):
+        now = nft_trainer(config, *options, f"--{option}", start=False).fingerprint()
+        with pytest.raises(UserError, match=f"was saved with {re.escape(name)} = "):
+            compare(tmp_path, saved, now)
+        compare(tmp_path, {key: value for key, value in saved.items() if key not in new}, now)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class OnlineTask(TaskBase):
             UserError: prompts and batch do not fit, or recorded steps would take too much memory.
         """
         job = online_table(config)
-        latent = parts.model.latent_shape(*config.policy.diffusers.inference_size)
+        latent = parts.model.latent_shape(*config.policy.diffusers.largest_size)
         if problem := recorded_problem(config, math.prod(latent)):
             raise UserError(problem)
         self._job, self.algorithm, self.model = job, algorithm, parts.model
@@ -370,7 +370,9 @@ class OnlineTask(TaskBase):
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
+            "dataloader_drop_last": self._job.dataloader_drop_last,
             "sizes of the samples (policy.diffusers.buckets)": self._sized.identity,
+            "sizes of the prompts (policy.diffusers.buckets)": self._sized.digest,
             "trained denoisers (policy.diffusers.trained_denoiser)": sorted(self.model.denoisers),
         }
 

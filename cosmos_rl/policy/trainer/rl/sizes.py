@@ -1,5 +1,6 @@
 """Which prompts a step of reinforcement learning takes, and at which size it makes their samples."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class SizedPrompts:
         self._drawn: Sequence[Sides] = ()
         self.data_size: Sides | None = None
         """Height and width of real samples; None: those of all samples."""
+        self.digest: str | None = None
+        """Of the sizes of all prompts, in order, which decide what a step takes; None: rows name none."""
         drop_last = job.dataloader_drop_last and len(prompts) >= per_step
         self.stream: Stream = MapStream(
             len(prompts), per_step, job.dataloader_seed, job.dataloader_shuffle, drop_last=drop_last
@@ -47,6 +50,7 @@ class SizedPrompts:
         self.stream = BucketStream.of_sizes(sizes, per_step, job.dataloader_seed, **options)
         self.stream.require_steps(config.train.epoch)
         self.identity = "of the prompts"
+        self.digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
     def choose(self, step: int, positions: Sequence[Position]) -> Sides | None:
         """Height and width of all samples of a step; None: the configured ones."""

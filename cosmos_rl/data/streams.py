@@ -16,6 +16,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.utils.logging import logger
 
+_REPLACED = "the next sample takes its place"
 _TRIES = 10
 """Samples in a row that are tried before a position is given up."""
 
@@ -156,17 +157,17 @@ class Skipped:
     """Share of them that may be left out; one always may, unless this is 0."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Index, the first one of a repeated sample -> what is wrong."""
-    consequence: str = "the next sample takes its place"
+    consequence: str = _REPLACED
     first_index_of: Callable[[int], int] | None = None
     """Gives one number to all indices of a sample; None: each has one index."""
 
     @classmethod
-    def of(cls, dataset: Sequence[Any], max_frac: float, **options: str) -> "Skipped":
+    def of(cls, dataset: Sequence[Any], max_frac: float, consequence: str = _REPLACED) -> "Skipped":
         """For the samples of a data set."""
         first_index_of, length = getattr(dataset, "first_index_of", None), len(dataset)
         if first_index_of is not None:
             length = len(set(map(first_index_of, range(length))))
-        return cls(length, max_frac, first_index_of=first_index_of, **options)
+        return cls(length, max_frac, consequence=consequence, first_index_of=first_index_of)
 
     def note(self, index: int, reason: str) -> None:
         """Count one.

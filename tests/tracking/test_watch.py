@@ -221,6 +221,47 @@ def test_what_the_runs_hold_is_text_on_the_page_and_galleries_are_newest_first(t
     assert steps == ["Step 10", "Step 2"]
 
 
+def break_file(run: Path, name: str) -> None:
+    file = run / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"half')
+
+
+@pytest.mark.parametrize("name", ["config.toml", "run.json", "ended.json", "media/rollout/step_9/index.json"])
+def test_a_file_that_cannot_be_read_is_said_of_its_run_and_hides_nothing_else(tmp_path: Path, name: str) -> None:
+    broken, other = tmp_path / "a", tmp_path / "b"
+    for run in (broken, other):
+        MetricsFile(run / "metrics.jsonl").log(1, {LOSS: 0.5})
+        (run / "config.toml").write_text("")
+    watch = Watch([RunFolder(broken), RunFolder(other)])
+    watch.poll(0)
+    break_file(broken, name)
+    for run in (broken, other):
+        MetricsFile(run / "metrics.jsonl").log(2, {LOSS: 0.25})
+    for _ in range(2):
+        parts = watch.poll(0)["parts"]
+        states = [article.text for article in parse(parts["runs"]).all("article")]
+        assert "cannot be read at the moment (" in states[0]
+        assert "running" in states[1]
+        assert all("Step 2" in state for state in states)
+        assert parts["numbers"].count("0.25") == 2
+    (broken / name).unlink()
+    assert "cannot be read" not in watch.poll(0)["parts"]["runs"]
+
+
+def test_what_was_read_and_could_not_be_drawn_is_drawn_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_sft_run(tmp_path / "run", steps=20)
+    watch = Watch([RunFolder(run)])
+    known = watch.poll(0)["version"]
+    MetricsFile(run / "metrics.jsonl").log(21, {LOSS: 0.125})
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr("cosmos_rl.tracking.watch.page._draw_metrics", lambda shown: (_ for _ in ()).throw(MemoryError))
+        watch.poll(known)
+    assert "0.125" in watch.poll(known)["parts"]["numbers"]
+
+
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +356,21 @@ def test_another_host_and_every_other_path_are_refused(run_with_image: Path) -> 
             assert (status, b"hunter2" in body) == (404, False), path
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert ask(server, image, method)[0] == 501
+
+
+def test_a_browser_that_leaves_gives_no_traceback_and_an_error_of_ours_does(
+    run_with_image: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve(run_with_image) as server:
+        for error in (BrokenPipeError(), ConnectionResetError(), RuntimeError("ours")):
+            try:
+                raise error
+            except Exception:
+                server.handle_error(None, ("127.0.0.1", 9))
+    printed = capfd.readouterr().err
+    assert "RuntimeError: ours" in printed
+    assert "BrokenPipe" not in printed
+    assert "ConnectionReset" not in printed
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from cosmos_rl.tracking.report.record import Gallery, list_step_folders, read_de
 from cosmos_rl.tracking.watch.columns import Columns, LiveRecord
 
 KINDS = ("validation", "rollout")
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+"""What files raise that are only half there, are replaced at the moment, or hold something else than they should."""
 _AT_ONCE = 2**23
 """Bytes that are read in one go, so that the page of a long run is there before all of it is read."""
 _NEWEST = 4
@@ -31,7 +34,7 @@ class State:
     """How a run is."""
 
     kind: str
-    """"running", "waiting", "finished", "stopped" or "failed"."""
+    """"running", "waiting", "finished", "stopped", "failed" or "unreadable"."""
     text: str
 
 
@@ -42,6 +45,9 @@ class RunFeed:
         self.run = run
         self._columns = Columns()
         self._offset, self._last_line = 0, b""
+        self._written = -math.inf  # when the metrics were, seconds
+        self.problem = ""
+        """Why something could not be read the last time; it is tried again."""
         self.has_more = False
         """Whether a further read finds more at once."""
         self._description: dict[str, Any] = {"config": {}, "config_text": "", "started": {}}
@@ -49,23 +55,27 @@ class RunFeed:
         self._galleries: dict[Path, tuple[float, Gallery]] = {}
 
     def read(self) -> bool:
-        """Take in what is new; whether anything is."""
-        news = self._read_description()
-        news |= self._read_metrics()
-        return self._read_galleries() or news
+        """Take in what is new; whether anything is.
+
+        What cannot be read, as a file that is just being copied, stays as it was, and ``problem`` says why.
+        """
+        news, self.problem = False, ""
+        for read in (self._read_description, self._read_metrics, self._read_galleries):
+            try:
+                news |= read()
+            except UNREADABLE as error:
+                self.problem = describe_problem(error)
+        return news
 
     def make_record(self) -> LiveRecord:
         """The run as far as it was read."""
-        age_s = math.inf
-        if self.run.metrics.is_file():
-            age_s = time.time() - self.run.metrics.stat().st_mtime
         return LiveRecord(
             root=self.run.root,
             **self._description,
             rows=(),
             validation=self._of_kind("validation"),
             rollout=self._of_kind("rollout"),
-            age_s=age_s,
+            age_s=time.time() - self._written,
             columns=self._columns.read(),
             last_step=self._columns.last_step,
             spent_s=self._columns.seconds,
@@ -89,6 +99,7 @@ class RunFeed:
             anew = file.read(len(self._last_line)) != self._last_line and self._forget()
             file.seek(self._offset)
             piece = file.read(_AT_ONCE)
+            self._written = os.fstat(file.fileno()).st_mtime
             self.has_more = len(piece) == _AT_ONCE
         lines = piece[: piece.rfind(b"\n") + 1].splitlines(keepends=True)
         if not lines:
@@ -103,6 +114,7 @@ class RunFeed:
         """Begin anew; whether anything was known."""
         known = self._offset > 0
         self._columns, self._offset, self._last_line = Columns(), 0, b""
+        self._written = -math.inf
         return known
 
     def _read_galleries(self) -> bool:
@@ -144,6 +156,11 @@ def read_state(run: RunFolder, record: LiveRecord) -> State:
     if run.next.is_dir() or run.has_begun:
         return State("waiting", "no step is done yet")
     return State("waiting", "nothing is there yet")
+
+
+def describe_problem(error: Exception) -> str:
+    """One line about a file that cannot be read."""
+    return f"{type(error).__name__}: {error}"[:_REASON]
 
 
 def describe_end(code: int, reason: str) -> State:

@@ -17,7 +17,7 @@ from cosmos_rl.tracking.report.inlined import Placed
 from cosmos_rl.tracking.report.measures import list_main_keys, measure, warnings
 from cosmos_rl.tracking.report.record import Gallery
 from cosmos_rl.tracking.watch.columns import LiveRecord
-from cosmos_rl.tracking.watch.feed import KINDS, RunFeed, State, read_state
+from cosmos_rl.tracking.watch.feed import KINDS, UNREADABLE, RunFeed, State, describe_problem, read_state
 
 _AT_MOST_EVERY_S = 1.0
 """Between two looks at the folders, however many pages ask."""
@@ -77,6 +77,8 @@ class Watch:
         self._changed: dict[str, int] = {}
         """Part -> version of the page in which it changed."""
         self._version = 0
+        self._stale = True
+        """Something was read and is not drawn yet."""
         self._identity = f"{time.time():.6f}"
 
     @property
@@ -104,13 +106,14 @@ class Watch:
 
     def _look(self) -> None:
         """Read what is new, and draw it."""
-        news = [feed.read() for feed in self._feeds]
+        for feed in self._feeds:
+            self._stale |= feed.read()
         records = [feed.make_record() for feed in self._feeds]
-        states = [read_state(feed.run, record) for feed, record in zip(self._feeds, records, strict=True)]
+        states = [_find_state(feed, record) for feed, record in zip(self._feeds, records, strict=True)]
         names = name_runs(records)
         shown = [Shown(i, *one) for i, one in enumerate(zip(names, records, states, strict=True))]
         parts = {"runs": _render("runs", runs=shown), "legend": _render("legend", runs=shown)}
-        if any(news) or not self._parts:
+        if self._stale:
             parts |= _draw_metrics(shown)
             parts["galleries"] = _render(
                 "galleries", runs=shown, galleries=_list_galleries(shown), sources=_link_image(shown)
@@ -118,9 +121,21 @@ class Watch:
         self._version += 1
         self._changed |= {name: self._version for name, html in parts.items() if self._parts.get(name) != html}
         self._parts |= parts
+        self._stale = False
 
     def _part_names(self) -> list[str]:
         return ["runs", "legend", "alarms", *(f"section{i}" for i in range(4)), "galleries", "numbers", "others"]
+
+
+def _find_state(feed: RunFeed, record: LiveRecord) -> State:
+    """How a run is, also where its folder cannot be read: the other runs are shown all the same."""
+    problem = feed.problem
+    if not problem:
+        try:
+            return read_state(feed.run, record)
+        except UNREADABLE as error:
+            problem = describe_problem(error)
+    return State("unreadable", f"cannot be read at the moment ({problem}); shown is what was read before")
 
 
 def _draw_metrics(shown: Sequence[Shown]) -> dict[str, str]:

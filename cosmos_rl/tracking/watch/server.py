@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -50,6 +51,11 @@ class WatchServer(ThreadingHTTPServer):
             raise UserError(f"--port {port}: {error.strerror}; leave it out for any free one") from None
         self.names = {f"{host}:{self.server_port}" for host in (HOST, "localhost")}
         """What a browser may have asked for: a page from elsewhere that lets its own name lead here has another."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing for a browser that is gone before it has its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

@@ -118,25 +118,28 @@ def _run(
     environment = {"COSMOS_RUN_DIR": str(run.root)}
     if command.debug:
         environment["COSMOS_LOG_LEVEL"] = "DEBUG"
-    with redirect_output(command.log_dir, command.nodes.index) as log:
-        if nproc == 1 and command.max_restarts == 0 and coordinator is None:
-            code, failure = run_worker(call, environment=environment, stop=stop)
-        else:
-            from cosmos_rl.launcher.ranks.agent import run_workers  # imports torch: seconds
+    try:
+        with redirect_output(command.log_dir, command.nodes.index) as log:
+            if nproc == 1 and command.max_restarts == 0 and coordinator is None:
+                code, failure = run_worker(call, environment=environment, stop=stop)
+            else:
+                from cosmos_rl.launcher.ranks.agent import run_workers  # imports torch: seconds
 
-            code, failure = run_workers(
-                call,
-                environment=environment,
-                stop=stop,
-                nproc=nproc,
-                max_restarts=command.max_restarts,
-                debug=command.debug,
-                coordinator=coordinator,
-                job_id=job_id,
-            )
+                code, failure = run_workers(
+                    call,
+                    environment=environment,
+                    stop=stop,
+                    nproc=nproc,
+                    max_restarts=command.max_restarts,
+                    debug=command.debug,
+                    coordinator=coordinator,
+                    job_id=job_id,
+                )
+    except JobEnded as end:  # on another node
+        clear_leftovers()
+        _record(command, run, end.code, end.reason)
+        raise
     clear_leftovers()
-    if command.nodes.index == 0:
-        record_end(run, code, failure)
     if code == EXIT_USER_ERROR:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     elif failure:
@@ -144,7 +147,18 @@ def _run(
         if log is not None:
             where = f"its output is in {log.path}, the end of it:\n{log.tail()}"
         print(f"error: {failure}; {where}", file=sys.stderr, flush=True)
+    _record(command, run, code, failure)
     return code
+
+
+def _record(command: Launch, run: RunFolder, code: int, reason: str) -> None:
+    """Node 0 writes down how the job has ended; a disk that takes nothing any more does not change that."""
+    if command.nodes.index != 0:
+        return
+    try:
+        record_end(run, code, reason)
+    except OSError as error:
+        logger.warning(f"{run.ended}: how the run has ended cannot be written there ({error.strerror or error})")
 
 
 def _in_named_run(config: Config, place: Path) -> Config:

@@ -71,6 +71,23 @@ def test_a_run_that_has_begun_says_how_its_command_ended_until_the_next_one_begi
     assert not run.ended.exists()
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [("return 75", 75, ""), ("raise UserError('no images in x')", 2, "error: no images in x"), ("os._exit(3)", 1, "3")],
+)
+def test_an_end_that_cannot_be_written_down_is_the_end_all_the_same(
+    place: Place, capfd: pytest.CaptureFixture[str], body: str, code: int, message: str
+) -> None:
+    _, script = place
+    blocked = "(RunFolder(Path(os.environ['COSMOS_RUN_DIR'])).ended / 'x').mkdir(parents=True)"
+    script(f"def body(stop):\n    {blocked}\n    {body}\nsupervise(body)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == code
+    printed = capfd.readouterr()
+    assert message in printed.err
+    assert "ended.json: how the run has ended cannot be written there" in printed.err + printed.out
+    assert "Traceback" not in printed.err
+
+
 def test_a_command_that_has_not_begun_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "20260101000000")
     for folder, started in ((run, "earlier"), (RunFolder(run.next), "now")):

@@ -263,6 +263,9 @@ def test_a_failure_on_one_node_is_reported_on_the_other(
     assert codes_of(*[start(index, "--config", "run.toml", "worker.py") for index in (0, 1)]) == [1, 1]
     message = "node 1 (127.0.0.1): the worker of rank 1 ended with exit code 4"
     assert message in (tmp_path / "node_0.log").read_text()
+    (run,) = run_folders(tmp_path / "outputs")
+    ended = json.loads((run / "ended.json").read_text())
+    assert (ended["code"], message in ended["reason"]) == (1, True)
 
 
 @pytest.mark.process

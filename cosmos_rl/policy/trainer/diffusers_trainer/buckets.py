@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,7 +59,12 @@ def find_buckets(dataset: Any, config: Config, context: Context) -> Buckets | No
     if context.is_main:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             text = json.dumps(list(pool.map(lambda index: _look_up(bucket_of, index), range(len(dataset)))))
-    for entry in json.loads(context.broadcast_from_main(text)):
+    for index, entry in enumerate(json.loads(context.broadcast_from_main(text))):
+        if isinstance(entry, dict):
+            raise UserError(
+                f"{_KEY}: bucket_of({index}) of the data set gave {entry['found']}; allowed: (height, width), "
+                "two whole numbers"
+            )
         found.append(entry if isinstance(entry, str) else (entry[0], entry[1]))
     listed = config.policy.diffusers.training_sizes
     for index, size in enumerate(found):
@@ -70,10 +76,14 @@ def find_buckets(dataset: Any, config: Config, context: Context) -> Buckets | No
     return Buckets([None if isinstance(size, str) else size for size in found], unreadable)
 
 
-def _look_up(bucket_of: Any, index: int) -> tuple[int, int] | str:
-    """The size of an element, or why it cannot be read."""
+def _look_up(bucket_of: Any, index: int) -> tuple[int, int] | str | dict[str, str]:
+    """The size of an element, why it cannot be read, or what was found in place of a size; all ranks refuse that."""
     try:
-        height, width = bucket_of(index)
+        found = bucket_of(index)
     except BadSample as error:
         return str(error)
-    return int(height), int(width)
+    try:
+        height, width = map(operator.index, found)
+    except (TypeError, ValueError):
+        return {"found": repr(found)[:100]}
+    return height, width

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.acceptance.length import run_length
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.trainer.same_run import compare
 from cosmos_rl.tracking.metrics import read_metrics
@@ -121,6 +123,16 @@ def test_a_resume_that_would_take_other_prompts_is_refused_unless_the_checkpoint
         with pytest.raises(UserError, match=f"was saved with {re.escape(name)} = "):
             compare(tmp_path, saved, now)
         compare(tmp_path, {key: value for key, value in saved.items() if key not in new}, now)
+
+
+@pytest.mark.parametrize(("row", "steps"), [({}, 3), ({"size": [16, 32]}, None)])
+def test_steps_are_counted_where_each_draws_its_size(
+    tmp_path: Path, tiny_sd3: Path, row: dict[str, Any], steps: int | None
+) -> None:
+    path = sized_prompts(tmp_path, [{}] * 5 + [row])
+    options = [BUCKETS, f'--train.train_policy.dataset.local_dir="{path}"', "--train.train_batch_per_replica=8"]
+    found = run_length(load_config(nft_toml(tmp_path, tiny_sd3), options), own_data=False)
+    assert (found.samples, found.steps_per_epoch) == (6, steps)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_rl.data.bucket_stream import BucketStream
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import DiffusersConfig, load_config
 from cosmos_rl.policy.config.model_rules import size_problems
 from cosmos_rl.policy.config.policy import BucketsConfig
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.buckets import find_buckets
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.pairs import marked_folder
 from tests.support.ranks import train_on_ranks
@@ -99,6 +102,21 @@ def test_a_data_set_without_sizes_is_refused_with_buckets(write_toml: Callable[.
         train(write_toml(), BUCKETS, dataset=data)
 
 
+@pytest.mark.parametrize("found", [None, 32, (32, 32, 3), (32.5, 32), "large"])
+def test_what_is_no_size_is_refused_with_the_element(write_toml: Callable[..., Path], found: object) -> None:
+    class Own(list[int]):
+        def bucket_of(self, index: int) -> object:
+            return (np.int64(32), 96) if index < 2 else found
+
+    config, context = load_config(write_toml(), [BUCKETS]), Context(torch.device("cpu"))
+    sizes = find_buckets(Own([0, 0]), config, context)
+    assert sizes is not None
+    assert sizes.sizes == [(32, 96)] * 2
+    with pytest.raises(UserError) as error:
+        find_buckets(Own([0] * 4), config, context)
+    assert f"bucket_of(2) of the data set gave {found!r}; allowed: (height, width)" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("buckets", "size", "message"),
     [
@@ -142,3 +160,29 @@ def test_check_shows_the_buckets_and_estimates_for_the_largest(
     assert "10 images in buckets (height x width): 32 x 32: 2, 32 x 96: 4, 96 x 32: 4" in report
     assert "97.5% of their area is kept; 4.png loses most, 25.0%" in report
     assert "a sample of 96 x 32 pixels, the largest: latents" in report
+
+
+def test_check_does_not_count_steps_as_if_all_samples_had_one_size(
+    write_toml: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = f'--train.train_policy.dataset.local_dir="{marked_folder(tmp_path / "few", SIZES[:3])}"'
+    options = (few, "--train.train_batch_per_replica=4", "--train.max_num_steps=none", "--train.epoch=8")
+    config = str(write_toml())
+    assert main(["check", "--config", config, *options]) == 2
+    assert "make no whole step of 4 samples" in capsys.readouterr().err
+    assert main(["check", "--config", config, *options, BUCKETS]) == 0
+    assert "steps: depend on the sizes (policy.diffusers.buckets)" in capsys.readouterr().out
+    assert BucketStream.of_sizes(SIZES[:3], 4, 0).steps_until(8) == 6  # as many as the run has
+
+
+def test_check_counts_repeats_as_the_run_does(
+    write_toml: Callable[..., Path], folder: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = folder.partition("=")[2]
+    folders = f"--train.train_policy.dataset={{folders = [{{local_dir = {place}, repeats = 3}}]}}"
+    line = "30 images in buckets (height x width): 32 x 32: 6, 32 x 96: 12, 96 x 32: 12"
+    assert main(["check", "--env", "--config", str(write_toml()), folders, BUCKETS]) == 0
+    assert line in capsys.readouterr().out
+    caplog.set_level(logging.INFO)
+    train(write_toml(), folders, BUCKETS, "--train.max_num_steps=1", "--train.ckpt.enable_checkpoint=false")
+    assert line in caplog.text

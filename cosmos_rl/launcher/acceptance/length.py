@@ -7,6 +7,7 @@ from pathlib import Path
 from cosmos_rl.data.pair_files import count_pairs
 from cosmos_rl.data.preference_files import count_preferences
 from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompt_sizes import list_sizes
 from cosmos_rl.data.prompts import read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DatasetConfig
@@ -24,6 +25,7 @@ class RunLength:
     held_out: int
     """Of these for validation."""
     steps_per_epoch: int | None
+    """Also None where samples have several sizes: it depends on how many have each."""
     steps: int | None
     saves: int | None
     why: str
@@ -36,13 +38,29 @@ def run_length(config: Config, *, own_data: bool) -> RunLength:
     held_out, per_epoch, limits = 0, None, []
     if samples is not None:
         held_out = _held_out(config, samples)
-        per_epoch = _steps_per_epoch(config, samples - held_out)
-        limits.append(per_epoch * config.train.epoch)
+        if not _in_buckets(config):
+            per_epoch = _steps_per_epoch(config, samples - held_out)
+            limits.append(per_epoch * config.train.epoch)
     if config.train.max_num_steps is not None:
         limits.append(config.train.max_num_steps)
     steps = min(limits, default=None)
     batch = job_kind(config).plan(config).total
     return RunLength(batch, samples, held_out, per_epoch, steps, _saves(config, steps, per_epoch), why)
+
+
+def _in_buckets(config: Config) -> bool:
+    """Whether a step takes samples of one of several sizes, of which only a look into all files says how many there
+    are. Prompts are in buckets where rows name sizes."""
+    if config.policy.diffusers.buckets is None:
+        return False
+    if job_kind(config).data != "prompts":
+        return True
+    dataset = config.train.train_policy.dataset
+    try:
+        file = prompt_file(dataset, "train.train_policy.dataset", split="train")
+        return file is None or any(list_sizes(read_prompts(file), config.policy.diffusers.training_sizes))
+    except UserError:
+        return True  # `inspect_environment` says what is wrong
 
 
 def _steps_per_epoch(config: Config, samples: int) -> int:

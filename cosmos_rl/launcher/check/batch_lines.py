@@ -47,7 +47,12 @@ def _step_lines(config: Config, length: RunLength) -> list[str]:
     if dataset.folders:
         place = f"{format_count(len(dataset.folders), 'folder')}, with their repeats"
     lines = [f"{length.samples} {job_kind(config).items} in {place}{held}"]
-    per_epoch = length.steps_per_epoch or 0
+    per_epoch = length.steps_per_epoch
+    if per_epoch is None:
+        lines.append("steps: depend on the sizes (policy.diffusers.buckets)")
+        if most is not None:
+            lines.append(f"at most {format_count(most, 'step')} by train.max_num_steps")
+        return lines
     whole = format_count(per_epoch * train.epoch, "step")
     epochs = format_count(train.epoch, "epoch")
     lines.append(f"{format_count(per_epoch, 'step')} per epoch x {epochs} = {whole}")

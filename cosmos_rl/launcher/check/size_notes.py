@@ -37,15 +37,18 @@ def size_notes(config: Config, data: DataForm | None) -> list[str]:
 
 
 def _find_files(config: Config, data: DataForm | None) -> list[tuple[Path, str]]:
-    """(folder, file) of each picture."""
+    """(folder, file) of each picture, as often as the run takes it in an epoch."""
     dataset, video = config.train.train_policy.dataset, config.policy.diffusers.is_video
     try:
         if data == "preferences" and dataset.local_dir:
             found = load_preferences(dataset.local_dir, dataset.rejected_dir, video=video)
             return [(found.chosen_folder, pair.file) for pair in found.chosen]
         if data == "pairs":
-            folders = [Path(one.local_dir).expanduser() for one in dataset.listed]
-            return [(place, pair.file) for place in folders for pair in scan_pairs(place, video=video)[0]]
+            found = []
+            for one in dataset.listed:
+                place = Path(one.local_dir).expanduser()
+                found += [(place, pair.file) for pair in scan_pairs(place, video=video)[0]] * one.repeats
+            return found
     except UserError:
         pass  # `inspect_environment` says what is wrong
     return []

@@ -60,11 +60,16 @@ class RunFeed:
         What cannot be read, as a file that is just being copied, stays as it was, and ``problem`` says why.
         """
         news, self.problem = False, ""
-        for read in (self._read_description, self._read_metrics, self._read_galleries):
+        parts = {
+            "config.toml or run.json": self._read_description,
+            self.run.metrics.name: self._read_metrics,
+            self.run.media.name: self._read_galleries,
+        }
+        for what, read in parts.items():
             try:
                 news |= read()
             except UNREADABLE as error:
-                self.problem = describe_problem(error)
+                self.problem = describe_problem(what, error)
         return news
 
     def make_record(self) -> LiveRecord:
@@ -158,9 +163,9 @@ def read_state(run: RunFolder, record: LiveRecord) -> State:
     return State("waiting", "nothing is there yet")
 
 
-def describe_problem(error: Exception) -> str:
-    """One line about a file that cannot be read."""
-    return f"{type(error).__name__}: {error}"[:_REASON]
+def describe_problem(what: str, error: Exception) -> str:
+    """One line about what cannot be read."""
+    return f"{what}: {type(error).__name__}: {error}"[:_REASON]
 
 
 def describe_end(code: int, reason: str) -> State:

@@ -134,7 +134,7 @@ def _find_state(feed: RunFeed, record: LiveRecord) -> State:
         try:
             return read_state(feed.run, record)
         except UNREADABLE as error:
-            problem = describe_problem(error)
+            problem = describe_problem(feed.run.ended.name, error)
     return State("unreadable", f"cannot be read at the moment ({problem}); shown is what was read before")
 
 

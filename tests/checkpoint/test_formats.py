@@ -118,15 +118,31 @@ def test_an_adapter_leaves_in_every_form_with_its_full_strength(adapter: Trained
 
 @pytest.mark.slow
 def test_a_run_starts_from_its_own_step_folder_and_from_its_file_for_comfyui(adapter: Trained, tmp_path: Path) -> None:
-    file = tmp_path / "adapter.safetensors"
+    assert_starts_from(adapter, adapter.run / "safetensors/step_2")
+    assert_starts_from(adapter, export_for_comfyui(adapter, tmp_path))
+
+
+def export_for_comfyui(adapter: Trained, folder: Path) -> Path:
+    file = folder / "adapter.safetensors"
     assert main(["export", adapter.step, "--format", "comfyui", "--out", str(file)]) == 0
-    config = load_config(adapter.run / "config.toml")
-    for place in (file, adapter.run / "safetensors/step_2"):
-        table = config.policy.lora.model_copy(update={"lora_path": str(place)})  # pyright: ignore
-        start = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": table})})
-        model = ModelRegistry.build_diffusers_model(start, param_dtype="float32")
-        ours = model.sample([PROMPT], adapter.noise, num_steps=4, guidance=4.5)
-        assert (ours - adapter.image).abs().max() <= 1e-5
+    return file
+
+
+def assert_starts_from(adapter: Trained, place: Path) -> None:
+    """A run with the exported adapter begins with the policy that the other one ended with."""
+    config = load_config(adapter.run / "config.toml", [f"--policy.lora.lora_path={place}"])
+    model = ModelRegistry.build_diffusers_model(config, param_dtype="float32")
+    ours = model.sample([PROMPT], adapter.noise, num_steps=4, guidance=4.5)
+    assert (ours - adapter.image).abs().max() <= 1e-5
+
+
+@pytest.mark.zoo
+def test_an_adapter_of_some_parts_of_a_joined_layer_starts_from_its_file_for_comfyui(
+    write_toml: Callable[..., Path], tiny_sd3: Path, tmp_path: Path
+) -> None:
+    table = 'r = 4\nlora_alpha = 16\ntarget_modules = ["attn.to_q", "attn.to_v"]\ninit_lora_weights = "gaussian"'
+    adapter = trained(write_toml(f"[policy.lora]\n{table}", lora=False), tiny_sd3)
+    assert_starts_from(adapter, export_for_comfyui(adapter, tmp_path))
 
 
 def families() -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Adapters of other tools start with the strength that they have there: the change of each weight, and one image."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,22 @@ def test_names_of_peft_without_alpha_act_as_in_diffusers(
     pipe.load_lora_weights(str(tmp_path), weight_name="x.safetensors", adapter_name="a")
     assert set(lora.scales(pipe.transformer, "a").values()) == {1.0}
     assert_changes(ours, {layer: up @ down for layer, (down, up) in pairs.items()})
+
+
+@pytest.mark.parametrize(("alpha", "factor"), [(16.0, 4.0), (4.0, 1.0), (None, 1.0)])
+def test_names_of_peft_that_are_converted_take_the_alpha_of_the_header(
+    tiny_sd3: Path, tmp_path: Path, pairs: Pairs, alpha: float | None, factor: float
+) -> None:
+    header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": alpha})
+    file = tmp_path / "x.safetensors"
+    save_file(named(pairs, lambda layer: f"other.{layer}", PEFT), file, {lora.METADATA_KEY: header} if alpha else None)
+    ours = build(tiny_sd3, tmp_path, lora_path="")
+
+    def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace("other.", "transformer."): value for name, value in tensors.items()}
+
+    lora.warm_start(ours.transformer, "default", str(file), convert=rename)
+    assert_changes(ours, {layer: factor * (up @ down) for layer, (down, up) in pairs.items()})
 
 
 def test_parts_of_a_joined_layer_that_were_not_adapted_are_left_out(

@@ -74,7 +74,10 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily,
         media = pipeline(**arguments, output_type="pt")[0]
     media = (media.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1)
     if solver == "stock":
-        assert torch.equal(ours.media, media)
+        # the last bits of some decoders depend, on some processors, on how many samples they take at once
+        differences = (ours.media.int() - media.int()).abs()
+        assert differences.max() <= 1
+        assert differences.float().mean() < 1e-3
     elif type(pipeline.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # SANA's has another order
         # the stock call ends at a smallest sigma on one of the paths, a solver of ours at 0
         assert (ours.media.int() - media.int()).abs().max() <= (4 if family.edm else 1)

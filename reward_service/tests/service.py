@@ -98,8 +98,9 @@ class Service:
             file.seek(begin)
             return file.read()
 
-    def until(self, condition: Any, seconds: float, what: str) -> Any:
-        """Wait for a truth; on failure show the log's end."""
+    def until(self, condition: Any, seconds: float, what: str, *, killed: bool = False) -> Any:
+        """Wait for a truth; on failure show the log's end. A service that has ended becomes nothing more, unless it is
+        ``killed`` and its children are waited for."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -107,7 +108,7 @@ class Service:
                     return value
             except (httpx.HTTPError, psutil.Error):
                 pass
-            if self.process is not None and self.process.poll() is not None and what != "it ended":
+            if self.process is not None and self.process.poll() is not None and not killed:
                 break
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds} s: {what}\n{self.log.read_text()[-6000:]}")

@@ -29,7 +29,7 @@ def test_kill_any_process_and_nothing_is_lost(tmp_path):
             if victim == "root":
                 service.process.kill()
                 service.process.wait()
-                service.until(lambda: not _children(service), 30, "the tree ends with its root")
+                service.until(lambda: not _children(service), 30, "the tree ends with its root", killed=True)
                 service.start(ready=False)
             else:
                 service.kill(victim)

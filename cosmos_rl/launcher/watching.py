@@ -40,7 +40,7 @@ def open_server(places: Sequence[Path], port: int | None) -> WatchServer:
     """
     found = {run.root.resolve(): run for run in map(_find, places)}
     if len(found) > _MOST_RUNS:
-        raise UserError(f"{len(found)} runs: give at most {_MOST_RUNS}, as more cannot be told apart in one chart")
+        raise UserError(f"{len(found)} runs: give at most {_MOST_RUNS}, as more cannot be distinguished in one chart")
     runs = Watch(list(found.values()))
     if port is not None:
         return WatchServer(runs, port)

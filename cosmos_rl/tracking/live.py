@@ -38,7 +38,7 @@ class Status:
 
 
 class LiveDisplay:
-    """What a run tells about itself; drawn twice a second by a thread of its own where there is a ``screen``."""
+    """What a run reports of itself; drawn twice a second by a thread of its own where there is a ``screen``."""
 
     def __init__(self, screen: Screen | None = None) -> None:
         self._screen = screen

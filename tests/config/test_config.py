@@ -416,52 +416,6 @@ def test_keys_of_another_job_are_named_as_not_read(toml: Callable[..., Path]) ->
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "near"),
-    [
-        ("optm_name", "prodigy", "Prodigy"),
-        ("optm_name", "adamw8bit", "AdamW8bit"),
-        ("optm_name", "schedule_free", "AdamWScheduleFree"),
-        ("optm_decay_type", "constant", "none"),
-        ("optm_decay_type", "cosine_restarts", "cosine_with_restarts"),
-        ("param_dtype", "bf16", None),
-        ("param_dtype", "bfloat", "bfloat16"),
-    ],
-)
-def test_the_nearest_name_is_suggested(toml: Callable[..., Path], key: str, value: str, near: str | None) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(toml(), [f"train.{key}={value}"])
-    assert f'train.{key}: found "{value}"; allowed: one of' in str(caught.value)
-    assert ("did you mean" in str(caught.value)) == (near is not None)
-    assert near is None or f'; did you mean "{near}"?' in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "remark"),
-    [
-        (["train.optm_name=Prodigy", "train.optm_lr=1e-4"], "warning: train.optm_lr = 0.0001 with Prodigy"),
-        (["train.optm_lr=1.0"], "warning: train.optm_lr = 1.0 with AdamW"),
-        (["train.optm_lr={global=1e-4, '^x'=0.1}"], "warning: train.optm_lr = 0.1 with AdamW"),
-        (["train.optm_name=Prodigy", "train.optm_lr=1.0"], None),
-        (["train.optm_name=Adafactor", "train.optm_lr=0.1"], None),
-        (["train.optm_name=schedulefree.SGDScheduleFree", "train.optm_decay_type=cosine"], "train.optm_decay_type"),
-    ],
-)
-def test_a_rate_or_schedule_for_another_optimiser_is_remarked(
-    toml: Callable[..., Path], options: list[str], remark: str | None
-) -> None:
-    found = notes(load_config(toml(), options))
-    assert [note[: len(remark or "")] for note in found] == ([] if remark is None else [remark])
-
-
-@pytest.mark.parametrize("name", ["Prodigy", "Adafactor", "torch.optim.NAdam"])
-def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_with_several_ranks(
-    toml: Callable[..., Path], name: str
-) -> None:
-    with pytest.raises(ConfigError, match=f'train.optm_name: found "{name}" with several ranks'):
-        load_config(toml(), [f"train.optm_name={name}", "policy.parallelism.dp_shard_size=2"])
-
-
 def test_a_run_that_saves_nothing_gets_a_note(toml: Callable[..., Path]) -> None:
     [note] = notes(load_config(toml(), ["train.ckpt.enable_checkpoint=false"]))
     assert note.startswith("train.ckpt.enable_checkpoint = false: a run that is interrupted")

@@ -95,20 +95,20 @@ class RunFeed:
         return True
 
     def _read_metrics(self) -> bool:
-        """New whole lines; a resume or a rewind has cut the file back, and then it is read anew."""
+        """New whole lines; a resume or a rewind has cut the file back, and then it is read from its start."""
         self.has_more = False
         if not self.run.metrics.is_file():
             return self._forget()
         with self.run.metrics.open("rb") as file:
             file.seek(self._offset - len(self._last_line))
-            anew = file.read(len(self._last_line)) != self._last_line and self._forget()
+            changed = file.read(len(self._last_line)) != self._last_line and self._forget()
             file.seek(self._offset)
             piece = file.read(_AT_ONCE)
             self._written = os.fstat(file.fileno()).st_mtime
             self.has_more = len(piece) == _AT_ONCE
         lines = piece[: piece.rfind(b"\n") + 1].splitlines(keepends=True)
         if not lines:
-            return anew
+            return changed
         self._offset += sum(map(len, lines))
         self._last_line = lines[-1]
         for row in filter(None, map(parse_line, lines)):
@@ -116,7 +116,7 @@ class RunFeed:
         return True
 
     def _forget(self) -> bool:
-        """Begin anew; whether anything was known."""
+        """Start from nothing; whether anything was known."""
         known = self._offset > 0
         self._columns, self._offset, self._last_line = Columns(), 0, b""
         self._written = -math.inf

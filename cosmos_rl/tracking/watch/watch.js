@@ -7,7 +7,7 @@ async function ask() {
   const answer = await fetch(`/poll?known=${known}`);
   if (!answer.ok) throw new Error(answer.statusText);
   const news = await answer.json();
-  if (server !== null && news.server !== server) location.reload(); // started again: its versions begin anew
+  if (server !== null && news.server !== server) location.reload(); // started again: its versions start from 0
   server = news.server;
   for (const [name, html] of Object.entries(news.parts)) document.getElementById(name).innerHTML = html;
   known = news.version;

@@ -140,7 +140,10 @@ def test_one_that_is_never_ready_does_not_hold_up_the_next(
     assert not first.done()
     scores = first.result(WAIT)
     assert torch.isnan(scores.values["a"]).all()
-    assert scores.reasons == {"a": {0: "the score did not come in time"}}
+    # between two requests, or in one
+    in_time = {"the score did not come in time", "the service did not answer in time"}
+    assert scores.reasons["a"].keys() == {0}
+    assert scores.reasons["a"][0] in in_time
 
 
 def test_the_scores_that_came_count_when_another_reward_does_not(

@@ -48,7 +48,7 @@ from tests.support.states import assert_same_state, saved_state
 def test_a_reward_that_gives_nothing_ends_the_run(tmp_path: Path, tiny_sd3: Path, reward: str, message: str) -> None:
     config = nft_toml(tmp_path, tiny_sd3, reward=reward)
     with pytest.raises(UserError, match=message):
-        nft_train(config, "--train.train_policy.local_reward.timeout_s=0.3")
+        nft_train(config, f"--train.train_policy.local_reward.timeout_s={0.3 if reward == 'stuck' else 60.0}")
 
 
 def test_the_threads_of_the_rewards_end_with_the_run(tmp_path: Path, tiny_sd3: Path) -> None:

@@ -61,20 +61,21 @@ def test_every_forward_pass_has_one_shape_and_a_resume_continues(
 
 
 @pytest.mark.zoo
-def test_two_ranks_train_on_the_buckets_of_one_and_hand_over_to_one(
-    write_toml: Callable[..., Path], folder: str, tmp_path: Path
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_train_on_the_buckets_of_one_and_hand_over_to_one(
+    write_toml: Callable[..., Path], folder: str, tmp_path: Path, count: int
 ) -> None:
     config = write_toml()
     options = (folder, BUCKETS, "--train.global_batch_size=4", "--train.train_policy.mini_batch=1", "--train.epoch=4")
     options += ("--train.max_num_steps=8", "--train.ckpt.save_freq=5")
     one = trace(train(config, *options))
     assert len(one) == 8
-    shards = "--policy.parallelism.dp_shard_size=2"
-    two = train_on_ranks(2, config, tmp_path / "two", *options, shards)
-    np.testing.assert_allclose(trace(two), one, rtol=1e-5, atol=1e-6)
-    drop_steps_after(two, 5)
-    train(config, *options, resume=(two, 5))
-    np.testing.assert_allclose(trace(two), one, rtol=1e-5, atol=1e-6)
+    shards = f"--policy.parallelism.dp_shard_size={count}"
+    many = train_on_ranks(count, config, tmp_path / "many", *options, shards)
+    np.testing.assert_allclose(trace(many), one, rtol=1e-5, atol=1e-6)
+    drop_steps_after(many, 5)
+    train(config, *options, resume=(many, 5))
+    np.testing.assert_allclose(trace(many), one, rtol=1e-5, atol=1e-6)
 
 
 def test_caches_and_held_out_pairs_take_buckets_too(

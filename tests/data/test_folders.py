@@ -99,6 +99,55 @@ def test_a_broken_file_counts_once_however_often_it_is_repeated(tmp_path: Path) 
         read_twice()
 
 
+def sd_scripts_epoch(
+    own: list[str], repeats: int, regularisation: list[str], prior_loss_weight: float
+) -> dict[str, tuple[int, float]]:
+    """How often an epoch of kohya's sd-scripts takes each image, and the factor on its loss.
+
+    The rule of `DreamBoothDataset.__init__` and `BaseDataset.__getitem__` there: images of `is_reg` are taken one after
+    the other, again and again, until they are as many as the training images with their repeats.
+    """
+    found = dict.fromkeys(own, (repeats, 1.0))
+    counts = Counter[str]()
+    place = 0
+    while sum(counts.values()) < repeats * len(own):
+        counts[regularisation[place % len(regularisation)]] += 1
+        place += 1
+    return found | {name: (count, prior_loss_weight) for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("others", [2, 4, 5, 9, 15])
+def test_the_documented_repeats_and_weight_weigh_regularisation_as_sd_scripts_does(tmp_path: Path, others: int) -> None:
+    """The rule of docs/data.md with T = 3 images x 4 repeats."""
+    prior, total = 0.7, 12
+    folders = []
+    for name, count in (("own", 3), ("class", others)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            Image.new("RGB", (32, 32)).save(tmp_path / name / f"{number}.png")
+            (tmp_path / name / f"{number}.txt").write_text(f"{name} {number}")
+        folders.append(str(tmp_path / name))
+    repeats = max(round(total / others), 1)
+    settings = [
+        FolderConfig(local_dir=folders[0], repeats=4),
+        FolderConfig(local_dir=folders[1], repeats=repeats, weight=prior * total / (repeats * others)),
+    ]
+    data = Folders([LocalPairs(one.local_dir, 32, 32) for one in settings], settings, seed=1)
+    (batch,) = load_batches(data, MapStream(len(data), len(data), 0), 0, 1)
+    weights: dict[str, float] = {}
+    for item in batch.items:
+        weights[item.prompt] = weights.get(item.prompt, 0.0) + item.weight
+    counts = Counter(item.prompt for item in batch.items)
+    theirs = sd_scripts_epoch([f"own {k}" for k in range(3)], 4, [f"class {k}" for k in range(others)], prior)
+    for kind in ("own", "class"):  # what an epoch weighs a folder at
+        ours = sum(weight for name, weight in weights.items() if name.startswith(kind))
+        assert ours == pytest.approx(sum(n * weight for name, (n, weight) in theirs.items() if name.startswith(kind)))
+    if total % others == 0:  # then each image by itself, too
+        assert {name: (counts[name], pytest.approx(weights[name] / counts[name])) for name in counts} == theirs
+    else:
+        assert {counts[f"class {k}"] for k in range(others)} == {repeats}
+
+
 def table(own: Path, others: Path, weight: float = 1.0, flip: bool = False) -> str:
     flips = str(flip).lower()
     return (

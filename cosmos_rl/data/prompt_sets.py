@@ -7,11 +7,11 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import has_video_layout
-from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, parse_prompts, read_prompts
+from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, read_prompts
+from cosmos_rl.data.published import PUBLISHED, PublishedFile, PublishedSet, find_difference
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig
 from cosmos_rl.storage.atomic import write_bytes
@@ -19,8 +19,6 @@ from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
 
 _DEFAULT_CACHE = "~/.cache/cosmos_rl"
-_NFT = "https://raw.githubusercontent.com/NVlabs/DiffusionNFT/main/dataset"
-_VIDEO_PROMPTS = "https://raw.githubusercontent.com/XueZeyue/DanceGRPO/main/assets/video_prompts.txt"
 _WAIT_S = 300.0
 """Seconds to wait for another process that fetches the same file."""
 _FETCH_S = 120.0
@@ -31,27 +29,7 @@ _MOCK, _MOCK_PROMPTS, _MOCK_SIDE = "mock", 16, 64
 """The set of random images, how many it has, and their side in pixels."""
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A prompt set that others publish."""
-
-    file: str
-    """Its file name, with the split in braces."""
-    urls: dict[str, str]
-    """Split -> where it is published."""
-
-
-def _known_nft_set(name: str, file: str) -> _Known:
-    return _Known(file, {split: f"{_NFT}/{name}/{file.format(split=split)}" for split in ("train", "test")})
-
-
-KNOWN = {
-    "pickscore": _known_nft_set("pickscore", "{split}.txt"),
-    "ocr": _known_nft_set("ocr", "{split}.txt"),
-    "geneval": _known_nft_set("geneval", "{split}_metadata.jsonl"),
-    "dance_grpo_t2v": _Known("{split}.txt", {"train": _VIDEO_PROMPTS, "test": _VIDEO_PROMPTS}),
-    _MOCK: _Known("{split}.jsonl", {"train": "", "test": ""}),
-}
+KNOWN = {**PUBLISHED, _MOCK: PublishedSet("{split}.jsonl", {})}
 """Prompt sets by `dataset.name`."""
 
 
@@ -69,38 +47,83 @@ def load_prompts(dataset: DatasetConfig, key: str, *, split: str) -> list[Prompt
     found = prompt_file(dataset, key, split=split)
     if found is not None:
         return read_prompts(found)
-    split, known = _choose_split(dataset, split), KNOWN[dataset.name]
+    split = dataset.first_split or split
     path = _list_places(dataset.name, split)[0]
-    if split not in known.urls:
+    if split not in list_splits(dataset.name):
         raise UserError(
-            f'{key}.split: found "{split}"; allowed: one of {", ".join(known.urls)}, or put your own into {path}'
+            f'{key}.split: found "{split}"; allowed: one of {", ".join(list_splits(dataset.name))}, or put your own '
+            f"into {path}"
         )
     if dataset.name == _MOCK:
         return _make_mock(path)
-    return _fetch(known.urls[split], path)
+    return _fetch(PUBLISHED[dataset.name].splits[split], path)
+
+
+def list_splits(name: str) -> list[str]:
+    """The splits that a named set has."""
+    return list(KNOWN[name].splits) or ["train", "test"]
 
 
 def prompt_file(dataset: DatasetConfig, key: str, *, split: str) -> Path | None:
     """The file that `load_prompts` would read; None for a named set that has not been fetched yet.
 
     Raises:
-        UserError: nothing is named, an unknown set, or no such file.
+        UserError: nothing is named, an unknown set, no such file, or another one than is published.
     """
-    split = _choose_split(dataset, split)
+    split = dataset.first_split or split
     if dataset.local_dir:
         return _find_own_file(Path(dataset.local_dir).expanduser(), split, f"{key}.local_dir")
     if not dataset.name:
         raise UserError(f"{key}.name: missing; allowed: one of {', '.join(KNOWN)}, or give a file as {key}.local_dir")
-    if dataset.name not in KNOWN:
-        near = difflib.get_close_matches(dataset.name, KNOWN, n=1)
-        hint = "".join(f"; did you mean {name}?" for name in near[:1])
-        raise UserError(f'{key}.name: found "{dataset.name}"; allowed: one of {", ".join(KNOWN)}{hint}')
-    return next((path for path in _list_places(dataset.name, split) if path.is_file()), None)
+    _require_known(dataset.name, f"{key}.name")
+    found = find_kept(dataset.name, split)
+    published = KNOWN[dataset.name].splits.get(split)
+    if found is not None and published is not None:
+        _require_published(published, found)
+    return found
 
 
-def _choose_split(dataset: DatasetConfig, default: str) -> str:
-    splits = [dataset.split] if isinstance(dataset.split, str) else dataset.split
-    return next(iter(splits), "") or default
+def _require_known(name: str, key: str) -> None:
+    if name not in KNOWN:
+        near = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = "".join(f"; did you mean {one}?" for one in near)
+        raise UserError(f'{key}: found "{name}"; allowed: one of {", ".join(KNOWN)}{hint}')
+
+
+def _require_published(published: PublishedFile, path: Path) -> None:
+    if difference := find_difference(published, read_bytes(path)):
+        raise UserError(
+            f"{path}: {difference}; move it away, then the published one is fetched, or set local_dir = "
+            f'"{path}" in place of name to use this one'
+        )
+
+
+def find_kept(name: str, split: str) -> Path | None:
+    """Where a split of a named set lies, whatever is in it; None: it has not been fetched."""
+    return next((path for path in _list_places(name, split) if path.is_file()), None)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file of prompts.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path.absolute()}: cannot be read ({error.strerror or error})") from error
+
+
+def fetch_set(name: str, key: str) -> dict[str, list[PromptRecord]]:
+    """All splits of a named set, each fetched or made where it is not there.
+
+    Raises:
+        UserError: no such set, a failed download, or another file than is published.
+    """
+    _require_known(name, key)
+    tables = {split: DatasetConfig(name=name, split=split) for split in list_splits(name)}
+    return {split: load_prompts(table, key, split=split) for split, table in tables.items()}
 
 
 def _list_places(name: str, split: str) -> list[Path]:
@@ -146,25 +169,32 @@ def _make_mock(path: Path) -> list[PromptRecord]:
     return read_prompts(path)
 
 
-def _fetch(url: str, path: Path) -> list[PromptRecord]:
-    """Download a prompt file unless another process has done so meanwhile; only a whole and readable one is kept."""
+def _fetch(published: PublishedFile, path: Path) -> list[PromptRecord]:
+    """Download a prompt file unless another process has done so meanwhile; only the published one is kept."""
     import httpx  # late: a tenth of a second, and only a download needs it
+
+    url = published.url
 
     with _lock_download(path):
         if path.is_file():
+            _require_published(published, path)
             return read_prompts(path)
         logger.info("fetching %s", url)
         try:
             content = _download(url)
-            text = content.decode("utf-8-sig")
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise UserError(
                 f"{path} is not there, and {url} cannot be fetched ({type(error).__name__}: {error}); without a "
                 "network, copy the file to that place yourself"
             ) from error
-        records = parse_prompts(text, url, path.suffix)
+        if difference := find_difference(published, content):
+            raise UserError(
+                f"{url}: what was received {difference}; it was not kept: try again, and if it stays so, put the "
+                "published file into "
+                f"{path}, or set local_dir to a file of your own"
+            )
         write_bytes(path, content)
-        return records
+    return read_prompts(path)
 
 
 def _download(url: str) -> bytes:

@@ -16,6 +16,7 @@ _FORMS = {
     ".txt": "one prompt a line",
     ".jsonl": 'a line per prompt like {"prompt": "..."}',
     ".json": 'a JSON list of objects like {"prompt": "..."}',
+    ".tsv": 'columns between tabs, of which the first line names one "prompt"',
 }
 SUFFIXES = tuple(_FORMS)
 """Endings of the files that `read_prompts` reads."""
@@ -140,7 +141,7 @@ def is_prompt_file(where: str | Path) -> bool:
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:
-    """The prompts of a ``.txt`` (one a line), ``.jsonl`` or ``.json`` file in their order; blank lines are dropped.
+    """The prompts of a ``.txt`` (one a line), ``.jsonl``, ``.json`` or ``.tsv`` file in order; blank lines are dropped.
 
     Of a folder of captioned videos the captions, each with its video.
 
@@ -175,6 +176,8 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
     elif suffix == ".jsonl":  # not splitlines: JSON may hold other line separators
         lines = ((f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
         rows = [(where, _parse_line(line, f"{name}, {where}", expected)) for where, line in lines]
+    elif suffix == ".tsv":
+        rows = _parse_columns(text)
     else:
         content = _parse_line(text, name, expected)
         if not isinstance(content, list):
@@ -184,6 +187,16 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
         raise UserError(f"{name}: holds no list of prompts: it is empty; {expected}")
     _refuse_wrong(rows, name, expected)
     return [_from_mapping(row) for _, row in rows]
+
+
+def _parse_columns(text: str) -> list[tuple[str, Any]]:
+    """Rows by the names in the first line, in lower case; nothing is quoted, and what is empty is left out."""
+    lines = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    names = [name.strip().lower() for name in lines[0][1]] if lines else []
+    return [
+        (f"line {number}", {name: value.strip() for name, value in zip(names, values, strict=False) if value.strip()})
+        for number, values in lines[1:]
+    ]
 
 
 def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> None:

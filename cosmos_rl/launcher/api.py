@@ -148,7 +148,7 @@ def nft(
 
     Args:
         pipeline: folder or hub name of a diffusers pipeline.
-        prompts: texts, mappings with `prompt`, or a file of prompts (`.txt`, `.jsonl`, `.json`).
+        prompts: texts, mappings with `prompt`, or a file of prompts (`.txt`, `.jsonl`, `.json`, `.tsv`).
         reward: a function of an image uint8 `[H, W, 3]` that gives a number, several, pairs with their weights, or
             either of them by name (see the page on rewards).
         output_dir: collects the runs.

@@ -31,6 +31,10 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     ),
     "export": ("cosmos_rl.launcher.commands:export", "turn a checkpoint into what diffusers or another tool loads"),
     "import": ("cosmos_rl.launcher.commands:import_weights", "make a pipeline folder of Cosmos-Predict2.5's .pt file"),
+    "prompts": (
+        "cosmos_rl.launcher.prompt_lists:prompts",
+        "list the published prompt sets, their digests and whether they are here",
+    ),
     "report": ("cosmos_rl.launcher.commands:report", "write report.html, one page about a run"),
     "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.commands:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.prompt_lists import record_prompts
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
 from cosmos_rl.policy.config import Config, dump_toml
 from cosmos_rl.storage.atomic import write_text
@@ -64,6 +65,7 @@ def _record(config: Config, run: RunFolder, plan: ResumePlan, argv: Sequence[str
         "cwd": os.getcwd(),
         "started": find_free_timestamp(run.root.parent).isoformat(),
         "seed": config.train.seed,
+        "prompts": record_prompts(config),
         "resumed_from": str(plan.step_path) if plan.step_path else None,
         "git_commit": _git_commit(),
         "host": platform.node(),

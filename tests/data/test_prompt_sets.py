@@ -1,11 +1,16 @@
 """Prompt sets: files, names, downloads, and what a record of a prompt is."""
 
+import hashlib
 import json
+import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +20,11 @@ from cosmos_rl.data.given import choose_given, find_media_problems, load_given
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.data.prompt_sets import KNOWN, load_prompts
 from cosmos_rl.data.prompts import PromptRecord, read_prompts, to_prompt_record
+from cosmos_rl.data.published import PUBLISHED
 from cosmos_rl.data.videos import load_clip
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.prompt_lists import PromptList, list_prompts, prompt_lines, record_prompts
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.tools.dataset.diffusion_nft import training_prompts, validation_prompts
 from tests.support.videos import write_video
@@ -31,9 +39,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(prompt_sets, "_DEFAULT_CACHE", str(tmp_path / "default"))
     for known in KNOWN.values():
-        for split in known.urls:
-            monkeypatch.setitem(known.urls, split, f"http://127.0.0.1:9/{split}")  # nobody listens there
+        for split, published in known.splits.items():  # nobody listens there
+            monkeypatch.setitem(known.splits, split, replace(published, url=f"http://127.0.0.1:9/{split}"))
     return tmp_path / "cache" / "diffusion_nft"
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, name: str, split: str, content: str | bytes, **changes: str) -> None:
+    """Let this be the content of the published file."""
+    if isinstance(content, str):
+        content = content.encode()
+    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    published = replace(KNOWN[name].splits[split], **{"digest": digest, **changes})
+    monkeypatch.setitem(KNOWN[name].splits, split, published)
 
 
 def put(path: Path, text: str) -> Path:
@@ -59,6 +76,10 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
     lines = put(tmp_path / "x.jsonl", "\n".join(json.dumps(row) for row in rows[:2]) + f"\n\n{json.dumps(rows[2])}\n")
     assert read_prompts(lines) == expected
     assert read_prompts(put(tmp_path / "x.json", json.dumps(rows))) == expected
+    assert read_prompts(put(tmp_path / "x.tsv", 'Prompt\tTag\tNote\r\na "big" cup\tred\t\r\n\nb\t\tx\r\n')) == [
+        PromptRecord('a "big" cup', {"tag": "red"}),
+        PromptRecord("b", {"note": "x"}),
+    ]
     assert read_prompts(put(tmp_path / "x.txt", '\ufeffa sign "Hi"\r\n\n  b \n \n')) == [
         PromptRecord('a sign "Hi"'),
         PromptRecord("b"),
@@ -78,7 +99,13 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
         ("x.json", '{"prompt": "a"}', "holds no list of prompts"),
         ("x.json", json.dumps([{}] * 13), "in row 0, .* row 9 and 3 more; expected"),
         ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
-        ("x.csv", "a", "is not a prompt file; known endings: .txt, .jsonl, .json"),
+        (
+            "x.tsv",
+            "Text\tTag\na\tb\n",
+            r'no text under "prompt" in line 2; expected columns .* it has \'text\', \'tag\'',
+        ),
+        ("x.tsv", "prompt\n", "holds no list of prompts: it is empty"),
+        ("x.csv", "a", "is not a prompt file; known endings: .txt, .jsonl, .json, .tsv"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -134,10 +161,14 @@ def test_a_folder_of_ones_own_has_a_file_for_each_split(tmp_path: Path) -> None:
         ("dance_grpo_t2v", "{}.txt"),
     ],
 )
-def test_a_named_set_is_read_from_the_documented_place(cache: Path, name: str, file: str) -> None:
+def test_a_named_set_is_read_from_the_documented_place(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
     for split in ("train", "test", "mine"):
         row = json.dumps({**GENEVAL, "prompt": split}) if name == "geneval" else split
         put(cache / name / file.format(split), f"{row}\n")
+        if split != "mine":
+            publish(monkeypatch, name, split, f"{row}\n")
     assert texts(name=name) == ["train"]
     assert texts(name=name, split=["test", "train"]) == ["test"]
     assert texts(name=name, split="mine") == ["mine"]
@@ -145,12 +176,46 @@ def test_a_named_set_is_read_from_the_documented_place(cache: Path, name: str, f
 
 
 def test_the_default_cache_is_looked_at_too(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "default" / "diffusion_nft" / "ocr" / "train.txt", "from there")
-    assert texts(name="ocr") == ["from there"]
-    put(cache / "ocr" / "train.txt", "from here")
-    assert texts(name="ocr") == ["from here"]
+    there = {"name": "ocr", "split": "mine"}  # a split of one's own, which has no published digest
+    put(tmp_path / "default" / "diffusion_nft" / "ocr" / "mine.txt", "from there")
+    assert texts(**there) == ["from there"]
+    put(cache / "ocr" / "mine.txt", "from here")
+    assert texts(**there) == ["from here"]
     monkeypatch.delenv("COSMOS_CACHE_DIR")
-    assert texts(name="ocr") == ["from there"]
+    assert texts(**there) == ["from there"]
+
+
+def test_a_kept_file_that_is_not_the_published_one_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = put(cache / "ocr" / "train.txt", "a\nc\n")
+    publish(monkeypatch, "ocr", "train", "a\nb\n")
+    with pytest.raises(UserError) as caught:
+        texts(name="ocr")
+    wanted, found = (hashlib.sha256(content).hexdigest() for content in (b"a\nb\n", b"a\nc\n"))
+    assert f"{place}: has the digest sha256:{found}, and the published file http" in str(caught.value)
+    assert f"has sha256:{wanted}; move it away" in str(caught.value)
+    assert f'set local_dir = "{place}" in place of name' in str(caught.value)
+    assert texts(local_dir=str(place)) == ["a", "c"]
+    assert list(list_prompts(Config.from_dict(job(name="ocr")))) == []
+
+
+def test_a_digest_may_be_the_name_that_git_has_for_the_file(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = put(cache / "ocr" / "train.txt", "a cup\nä\n")
+    blob = subprocess.run(["git", "hash-object", str(place)], capture_output=True, text=True, check=True).stdout.strip()
+    publish(monkeypatch, "ocr", "train", b"", digest=f"git:{blob}")
+    assert texts(name="ocr") == ["a cup", "ä"]
+    place.write_text("a cup\n")
+    with pytest.raises(UserError, match=f"has the digest git:[0-9a-f]{{40}}, and the published file .* has git:{blob}"):
+        texts(name="ocr")
+
+
+def test_every_published_set_is_at_a_commit_and_has_a_digest() -> None:
+    for name, known in PUBLISHED.items():
+        assert known.source, name
+        for published in known.splits.values():
+            assert re.match(r"https://raw\.githubusercontent\.com/[^/]+/[^/]+/[0-9a-f]{40}/.+", published.url)
+            assert re.fullmatch(r"sha256:[0-9a-f]{64}|git:[0-9a-f]{40}", published.digest)
 
 
 def test_unknown_names_and_splits_are_named_with_what_there_is(cache: Path) -> None:
@@ -198,9 +263,7 @@ class Publisher:
 @pytest.fixture
 def publisher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
     made = Publisher()
-    url = f"http://127.0.0.1:{made.server.server_port}/x"
-    for name in ("ocr", "geneval"):
-        monkeypatch.setitem(KNOWN[name].urls, "train", url)
+    publish(monkeypatch, "ocr", "train", made.content, url=f"http://127.0.0.1:{made.server.server_port}/x")
     yield made
     made.server.shutdown()
     made.server.server_close()
@@ -213,21 +276,70 @@ def test_a_set_is_fetched_once_and_kept(cache: Path, publisher: Publisher) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("change", "message"),
     [
-        ("ocr", {"status": 404}, "cannot be fetched .*404"),
-        ("ocr", {"length": 10}, "cannot be fetched"),  # the connection ends too early
-        ("ocr", {"content": b"\xff\xfe"}, "cannot be fetched"),
-        ("geneval", {"content": b"<html>please log in</html>"}, "line 1: is not valid JSON"),
+        ({"status": 404}, "cannot be fetched .*404"),
+        ({"length": 10}, "cannot be fetched"),  # the connection ends too early
+        ({"content": b"<html>please log in</html>"}, "what was received has the digest .*; it was not kept: try again"),
     ],
 )
-def test_what_is_not_whole_or_not_readable_is_not_kept(
-    cache: Path, publisher: Publisher, name: str, change: dict[str, object], message: str
+def test_what_is_not_the_whole_published_file_is_not_kept(
+    cache: Path, publisher: Publisher, change: dict[str, object], message: str
 ) -> None:
     vars(publisher).update(change)
     with pytest.raises(UserError, match=message):
-        texts(name=name)
-    assert [path.name for path in (cache / name).iterdir() if not path.name.endswith(".lock")] == []
+        texts(name="ocr")
+    assert [path.name for path in (cache / "ocr").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_the_command_lists_the_sets_and_fetches_one(
+    cache: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(monkeypatch, "ocr", "test", b"a\nb\n", url=KNOWN["ocr"].splits["train"].url)
+    assert main(["prompts", "--fetch", "ocr"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "fetching" not in line] == [
+        f"{cache}/ocr/{split}.txt: 2 prompts" for split in ("train", "test")
+    ]
+    put(cache / "drawbench" / "test.txt", "not that")
+    assert main(["prompts"]) == 0
+    rows = {tuple(line.split()[:2]): line for line in capsys.readouterr().out.splitlines()}
+    shown = f"sha256:{hashlib.sha256(publisher.content).hexdigest()[:12]}"
+    assert re.search(rf"{shown} +yes +NVlabs/DiffusionNFT, Apache-2.0$", rows["ocr", "test"])
+    assert " differs " in rows["drawbench", "test"]
+    assert re.search(
+        r"1,632 +sha256:fab29e41bb51 +no +google-research/parti, Apache-2.0$", rows["parti_prompts", "test"]
+    )
+    assert main(["prompts", "--fetch", "ocrs"]) == 2
+    assert '--fetch: found "ocrs"; allowed: one of pickscore, ' in capsys.readouterr().err
+
+
+def job(**dataset: object) -> dict[str, dict[str, Any]]:
+    return {"train": {"train_policy": {"type": "grpo", "dataset": dataset}}}
+
+
+def test_which_prompts_a_run_takes_is_known_before_they_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = put(tmp_path / "own.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    tables = job(name="pickscore") | {"validation": {"enable": True, "dataset": {"local_dir": str(own)}}}
+    found = list_prompts(Config.from_dict(tables))
+    published = KNOWN["pickscore"].splits["train"]
+    assert found == {
+        "train.train_policy.dataset": PromptList("pickscore, train", published.digest, 25_432),
+        "validation.dataset": PromptList(str(own), f"sha256:{hashlib.sha256(own.read_bytes()).hexdigest()}", 2),
+    }
+    assert prompt_lines(Config.from_dict(tables)) == [
+        "train.train_policy.dataset: pickscore, train, 25,432 prompts, sha256:2f425adcbb9a",
+        f"validation.dataset: {own}, 2 prompts, {found['validation.dataset'].digest[:19]}",
+    ]
+    assert record_prompts(Config.from_dict(job(name="ocr", split="test"))) == {
+        "train.train_policy.dataset": {
+            "source": "ocr, test",
+            "digest": KNOWN["ocr"].splits["test"].digest,
+            "prompts": 1018,
+        }
+    }
 
 
 def test_of_several_readers_one_fetches(cache: Path, publisher: Publisher) -> None:
@@ -257,9 +369,10 @@ def test_a_stuck_process_does_not_hold_up_the_others_for_ever(
 # ---- the script ----------------------------------------------------------------------------------------------------
 
 
-def test_the_bundled_script_reads_both_tables(cache: Path) -> None:
-    put(cache / "ocr" / "train.txt", "a")
-    put(cache / "ocr" / "test.txt", "b")
+def test_the_bundled_script_reads_both_tables(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split, text in (("train", "a"), ("test", "b")):
+        put(cache / "ocr" / f"{split}.txt", text)
+        publish(monkeypatch, "ocr", split, text)
     tables = {
         "train": {"train_policy": {"type": "grpo", "dataset": {"name": "ocr"}}},
         "validation": {"dataset": {"name": "ocr"}},

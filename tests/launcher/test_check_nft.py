@@ -126,11 +126,12 @@ def test_a_named_set_is_counted_where_it_was_fetched(
     write_nft_toml: Toml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path))
-    file = tmp_path / "diffusion_nft" / "ocr" / "train.txt"
+    file = tmp_path / "diffusion_nft" / "ocr" / "mine.txt"
     file.parent.mkdir(parents=True)
     file.write_text("a sign\n" * 7)
     named = load_config(
-        write_nft_toml(), ["train.train_policy.dataset.local_dir=", "train.train_policy.dataset.name=ocr"]
+        write_nft_toml(),
+        [f"train.train_policy.dataset.{key}" for key in ("local_dir=", "name=ocr", "split=mine")],
     )
     assert run_length(named, own_data=False).samples == 7
 

@@ -21,6 +21,7 @@ from cosmos_rl.launcher.geometry import find_geometry, frames_of, text_tokens
 from cosmos_rl.launcher.machine import format_bytes, format_count
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
 from cosmos_rl.launcher.pipeline_source import in_diffusers
+from cosmos_rl.launcher.prompt_lists import prompt_lines
 from cosmos_rl.policy.config import Config, notes, world_size
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
 from cosmos_rl.policy.config.keys import list_keys
@@ -76,6 +77,7 @@ class Report:
             Section("Trained", self._describe_trained()),
             Section("Ranks", [*self._ranks()]),
             Section("Batch and steps", batch_lines(config, self.length, transformer)),
+            Section("Prompts", [] if self.data is None else prompt_lines(config)),
             *self._online_sections(),
             Section(f"Memory per rank, estimated for {device}", [*self._memory()]),
             Section("Disk", self._disk()),

@@ -293,7 +293,7 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
     rewards = [reward.name for reward in remote.reward_fns if reward.is_asked]
-    of_geneval = job.dataset.name == "geneval" or job.dataset.local_dir
+    of_geneval = job.dataset.name.startswith("geneval") or job.dataset.local_dir
     if job.use_remote_reward and "gen_eval" in rewards and not of_geneval:
         yield (
             f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '

@@ -58,8 +58,8 @@ class DatasetConfig(Table):
 
     local_dir: str = ""
     """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
-    prompts (`.txt`, `.jsonl`, `.json`), a folder with one for each split, or the folders `metas` and `videos`, whose
-    captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones, or a `.jsonl` file with
+    prompts (`.txt`, `.jsonl`, `.json`, `.tsv`), a folder with one for each split, or the folders `metas` and `videos`,
+    whose captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones, or a `.jsonl` file with
     `prompt`, `chosen` and `rejected`."""
     folders: tuple[FolderConfig, ...] = ()
     """Several folders in place of local_dir, for supervised fine-tuning."""
@@ -71,13 +71,20 @@ class DatasetConfig(Table):
     """Training samples held out for validation when validation.dataset names none: a number, or with a decimal point
     a share."""
     name: ForRl[str] = ""
-    """Named prompt set: pickscore, ocr, geneval or dance_grpo_t2v; or mock: images of noise, to try a setup."""
+    """Named prompt set: one that `cosmos-rl prompts` lists, such as pickscore, ocr, geneval or dance_grpo_t2v; or mock:
+    images of noise, to try a setup."""
     subset: Planned[str | None] = None
     """Subset of the data set on the hub."""
     revision: Planned[str | None] = None
     """Branch, tag or commit of the data set on the hub."""
     split: ForRl[str | tuple[str, ...]] = ""
     """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
+
+    @property
+    def first_split(self) -> str:
+        """The split that is read; empty: the usual one."""
+        splits = (self.split,) if isinstance(self.split, str) else self.split
+        return next(iter(splits), "")
 
     @property
     def listed(self) -> tuple[FolderConfig, ...]:
@@ -91,8 +98,8 @@ class ValidationDatasetConfig(DatasetConfig):
     """`[validation.dataset]`: where the validation data is."""
 
     local_dir: str = ""
-    """Folder of pairs as for training, or a file of prompts (`.txt`, `.jsonl`, `.json`); reinforcement learning: as for
-    training. Rows may have `negative_prompt` and `seed`."""
+    """Folder of pairs as for training, or a file of prompts (`.txt`, `.jsonl`, `.json`, `.tsv`); reinforcement
+    learning: as for training. Rows may have `negative_prompt` and `seed`."""
     test_size: NoEffect[PositiveInt | OpenFraction | None] = None
     """Counts in train.train_policy.dataset."""
     folders: NoEffect[tuple[FolderConfig, ...]] = ()

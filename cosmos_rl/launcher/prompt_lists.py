@@ -1,0 +1,116 @@
+"""`cosmos-rl prompts`, and which prompts a configuration names, with their digests. No torch."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from cosmos_rl.data.prompt_sets import KNOWN, fetch_set, find_kept, list_splits, prompt_file, read_bytes
+from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
+from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
+from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config.jobs import job_kind
+
+_SHOWN_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class PromptList:
+    """Prompts that a table of the configuration names."""
+
+    source: str
+    """A named set and its split, or a path."""
+    digest: str
+    """Of the bytes of the file; of a folder of videos: of the captions."""
+    prompts: int | None
+    """None: not known before they are fetched."""
+
+
+def prompts(argv: Sequence[str]) -> int:
+    """List the prompt sets that a configuration can name, with their digests and whether they are in the cache."""
+    parser = argparse.ArgumentParser(prog="cosmos-rl prompts", description=prompts.__doc__, allow_abbrev=False)
+    parser.add_argument("--fetch", metavar="NAME", help="fetch all splits of this set into the cache, for later")
+    given = parser.parse_args(argv)
+    if given.fetch is not None:
+        for split, records in fetch_set(given.fetch, "--fetch").items():
+            print(f"{find_kept(given.fetch, split)}: {len(records):,} prompts")
+        return 0
+    rows = [("name", "split", "prompts", "digest", "here", "source"), *_list_rows()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _list_rows() -> Iterator[tuple[str, ...]]:
+    for name, known in KNOWN.items():
+        for split in list_splits(name):
+            published, path = known.splits.get(split), find_kept(name, split)
+            if published is None:
+                yield name, split, "", "", "no" if path is None else "yes", "made at its first use"
+                continue
+            here = "no"
+            if path is not None:
+                here = "differs" if find_difference(published, read_bytes(path)) else "yes"
+            count = "" if published.prompts is None else f"{published.prompts:,}"
+            yield name, split, count, _shorten(published.digest), here, known.source
+
+
+def _shorten(digest: str) -> str:
+    form, _, digits = digest.partition(":")
+    return f"{form}:{digits[:_SHOWN_DIGITS]}"
+
+
+def list_prompts(config: Config) -> dict[str, PromptList]:
+    """The prompts that the configuration names, by the dotted name of the table; those that are amiss are left out."""
+    found = {}
+    for key, dataset, split in _list_tables(config):
+        with suppress(UserError):  # reported by `inspect_environment`; for a script's own data any word may stand there
+            found[key] = _describe(dataset, key, split)
+    return found
+
+
+def record_prompts(config: Config) -> dict[str, object]:
+    """`list_prompts` as it is written into ``run.json``."""
+    return {key: asdict(one) for key, one in list_prompts(config).items()}
+
+
+def prompt_lines(config: Config) -> list[str]:
+    """What `cosmos-rl check` says of them."""
+    lines = []
+    for key, one in list_prompts(config).items():
+        count = "not fetched yet" if one.prompts is None else f"{one.prompts:,} prompts"
+        lines.append(f"{key}: {one.source}, {count}, {_shorten(one.digest)}")
+    return lines
+
+
+def _list_tables(config: Config) -> Iterator[tuple[str, DatasetConfig, str]]:
+    """(dotted name, table, split unless it names one) of the tables that may name prompts."""
+    online, held_out = job_kind(config).data == "prompts", config.validation.dataset
+    if online:
+        yield "train.train_policy.dataset", config.train.train_policy.dataset, "train"
+    if config.validation.enable and (online or (held_out.local_dir and is_prompt_file(held_out.local_dir))):
+        yield "validation.dataset", held_out, "test"
+
+
+def _describe(dataset: DatasetConfig, key: str, split: str) -> PromptList:
+    path, published = prompt_file(dataset, key, split=split), _find_published(dataset, split)
+    source = str(path)
+    if not dataset.local_dir:
+        source = f"{dataset.name}, {dataset.first_split or split}"
+    if path is None:
+        if published is None:
+            raise UserError(f"{key}: there are no such prompts yet")
+        return PromptList(source, published.digest, published.prompts)
+    records = read_prompts(path)
+    if path.is_dir():
+        return PromptList(source, f"texts:{digest_prompts(records)}", len(records))
+    like = published.digest if published is not None else ""
+    return PromptList(source, compute_digest(read_bytes(path), like), len(records))
+
+
+def _find_published(dataset: DatasetConfig, split: str) -> PublishedFile | None:
+    if dataset.local_dir or dataset.name not in KNOWN:
+        return None
+    return KNOWN[dataset.name].splits.get(dataset.first_split or split)

@@ -6,14 +6,15 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cosmos_rl.data.pair_files import has_video_layout
 from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, read_prompts
 from cosmos_rl.data.published import PUBLISHED, PublishedFile, PublishedSet, find_difference
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import DatasetConfig
+from cosmos_rl.policy.config import DatasetConfig, PromptSetConfig
 from cosmos_rl.storage.atomic import write_bytes
 from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
@@ -28,13 +29,16 @@ _LARGEST = 64 * 2**20
 _MOCK, _MOCK_PROMPTS, _MOCK_SIDE = "mock", 16, 64
 """The set of random images, how many it has, and their side in pixels."""
 
+PromptSource = DatasetConfig | PromptSetConfig
+"""A table that names one set of prompts."""
 
 KNOWN = {**PUBLISHED, _MOCK: PublishedSet("{split}.jsonl", {})}
 """Prompt sets by `dataset.name`."""
 
 
 def load_prompts(dataset: DatasetConfig, key: str, *, split: str) -> list[PromptRecord]:
-    """The prompts that the table ``key`` asks for: those of ``local_dir``, else the set ``name``.
+    """The prompts that the table ``key`` asks for: those of ``local_dir``, else of the set ``name``, or one after the
+    other those of several ``sets``, each record with the number of its set.
 
     Args:
         dataset: the table.
@@ -44,6 +48,33 @@ def load_prompts(dataset: DatasetConfig, key: str, *, split: str) -> list[Prompt
     Raises:
         UserError: nothing is named, an unknown set, a file that is missing or wrong, or a failed download.
     """
+    if not dataset.sets:
+        return _load_one(dataset, key, split)
+    numbered = enumerate(list_sources(dataset, key))
+    return [one for number, (source, place) in numbered for one in _load_numbered(source, place, split, number)]
+
+
+def list_sources(dataset: DatasetConfig, key: str) -> Sequence[tuple[PromptSource, str]]:
+    """Each table that names prompts, and its dotted name: those of ``sets``, or ``dataset`` itself."""
+    if dataset.sets:
+        return [(one, f"{key}.sets.{number}") for number, one in enumerate(dataset.sets)]
+    return [(dataset, key)]
+
+
+def _load_numbered(source: PromptSource, key: str, split: str, number: int) -> list[PromptRecord]:
+    try:
+        return [replace(record, prompt_set=number) for record in _load_one(source, key, split)]
+    except UserError as error:
+        raise UserError(name_set(error, key)) from error
+
+
+def name_set(error: UserError, key: str) -> str:
+    """The message about the prompts that the table ``key`` names, with the name of the table."""
+    message = str(error)
+    return message if message.startswith(key) else f"{key}: {message}"
+
+
+def _load_one(dataset: PromptSource, key: str, split: str) -> list[PromptRecord]:
     found = prompt_file(dataset, key, split=split)
     if found is not None:
         return read_prompts(found)
@@ -64,7 +95,7 @@ def list_splits(name: str) -> list[str]:
     return list(KNOWN[name].splits) or ["train", "test"]
 
 
-def prompt_file(dataset: DatasetConfig, key: str, *, split: str) -> Path | None:
+def prompt_file(dataset: PromptSource, key: str, *, split: str) -> Path | None:
     """The file that `load_prompts` would read; None for a named set that has not been fetched yet.
 
     Raises:

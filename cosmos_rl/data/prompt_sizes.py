@@ -7,6 +7,10 @@ from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.buckets import Sides, choose_size
 
+SIZED_SETS = (
+    "rows name sizes of their samples (policy.diffusers.buckets), which several sets cannot do yet; leave the sizes "
+    "out of the rows, then each step draws one"
+)
 _ALLOWED = '"size": [height, width], or "height" and "width", whole numbers > 0'
 
 

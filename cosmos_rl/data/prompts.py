@@ -38,6 +38,8 @@ class PromptRecord:
     """What the rewards get in addition to the text, such as the objects that an image of `geneval` has to show."""
     folder: Path | None = field(default=None, compare=False)
     """Where files that the metadata name are, if their paths are relative."""
+    prompt_set: int = 0
+    """Index in ``train.train_policy.dataset.sets``; 0 where there is one set."""
 
     @property
     def negative_prompt(self) -> str:

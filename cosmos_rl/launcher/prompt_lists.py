@@ -5,11 +5,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from cosmos_rl.data.prompt_sets import KNOWN, fetch_set, find_kept, list_splits, prompt_file, read_bytes
+from cosmos_rl.data.prompt_sets import (
+    KNOWN,
+    PromptSource,
+    fetch_set,
+    find_kept,
+    list_sources,
+    list_splits,
+    prompt_file,
+    read_bytes,
+)
 from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
 from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import job_kind
 
 _SHOWN_DIGITS = 12
@@ -85,16 +94,17 @@ def prompt_lines(config: Config) -> list[str]:
     return lines
 
 
-def _list_tables(config: Config) -> Iterator[tuple[str, DatasetConfig, str]]:
+def _list_tables(config: Config) -> Iterator[tuple[str, PromptSource, str]]:
     """(dotted name, table, split unless it names one) of the tables that may name prompts."""
     online, held_out = job_kind(config).data == "prompts", config.validation.dataset
     if online:
-        yield "train.train_policy.dataset", config.train.train_policy.dataset, "train"
+        for source, key in list_sources(config.train.train_policy.dataset, "train.train_policy.dataset"):
+            yield key, source, "train"
     if config.validation.enable and (online or (held_out.local_dir and is_prompt_file(held_out.local_dir))):
         yield "validation.dataset", held_out, "test"
 
 
-def _describe(dataset: DatasetConfig, key: str, split: str) -> PromptList:
+def _describe(dataset: PromptSource, key: str, split: str) -> PromptList:
     path, published = prompt_file(dataset, key, split=split), _find_published(dataset, split)
     source = str(path)
     if not dataset.local_dir:
@@ -110,7 +120,7 @@ def _describe(dataset: DatasetConfig, key: str, split: str) -> PromptList:
     return PromptList(source, compute_digest(read_bytes(path), like), len(records))
 
 
-def _find_published(dataset: DatasetConfig, split: str) -> PublishedFile | None:
+def _find_published(dataset: PromptSource, split: str) -> PublishedFile | None:
     if dataset.local_dir or dataset.name not in KNOWN:
         return None
     return KNOWN[dataset.name].splits.get(dataset.first_split or split)

@@ -40,6 +40,8 @@ class Sample:
     """What it is conditioned on besides the prompt; None where the model takes prompts only."""
     size: Sides | None = None
     """Height and width; those of a rollout have the same. None: those of its `RolloutSpec`."""
+    prompt_set: int = 0
+    """That of its `PromptRecord`."""
 
     @property
     def key(self) -> PromptKey:
@@ -258,9 +260,9 @@ def group_samples(
     made = []
     for position, record in records:
         given = give(position, record)
+        about = {"given": given, "size": size, "prompt_set": record.prompt_set}
         for k in range(count):
-            sample = Sample(position * count + k, position, record.prompt, record.metadata, given=given, size=size)
-            made.append(sample)
+            made.append(Sample(position * count + k, position, record.prompt, record.metadata, **about))
     return made
 
 

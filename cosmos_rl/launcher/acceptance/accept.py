@@ -126,7 +126,7 @@ def _switch_problems(config: Config, pipeline_class: str) -> list[str]:
 
 def _data_problems(config: Config, data: DataForm) -> Iterator[str]:
     dataset, key = config.train.train_policy.dataset, "train.train_policy.dataset.local_dir"
-    if dataset.local_dir or dataset.folders:
+    if dataset.local_dir or dataset.folders or dataset.sets:
         return
     if data == "pairs":
         yield f"{key}: missing; give the folder of training images"

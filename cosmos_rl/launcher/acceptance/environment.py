@@ -9,12 +9,12 @@ from pathlib import Path
 
 from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.preference_files import is_preference_table, load_preferences
-from cosmos_rl.data.prompt_sets import prompt_file
-from cosmos_rl.data.prompt_sizes import list_sizes
+from cosmos_rl.data.prompt_sets import PromptSource, list_sources, name_set, prompt_file
+from cosmos_rl.data.prompt_sizes import SIZED_SETS, list_sizes
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
-from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.model.single_file import find_single_file_problem
@@ -124,7 +124,8 @@ def _names(module: ast.Module) -> Iterator[str]:
 def _prompt_data(config: Config, notes: list[str]) -> list[str]:
     """Prompts for training and validation; of those nothing is left out."""
     sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
-    problems = _prompts(config.train.train_policy.dataset, "train.train_policy.dataset", "train", sizes=sizes)
+    sources = list_sources(config.train.train_policy.dataset, "train.train_policy.dataset")
+    problems = [line for source, key in sources for line in _prompts(source, key, "train", sizes=sizes)]
     if config.validation.enable:
         guidance = config.policy.diffusers.sample.guidance_scale
         problems += _prompts(config.validation.dataset, "validation.dataset", "test", guidance)
@@ -132,7 +133,7 @@ def _prompt_data(config: Config, notes: list[str]) -> list[str]:
 
 
 def _prompts(
-    dataset: DatasetConfig, table: str, split: str, guidance: float | None = None, sizes: Sequence[Sides] = ()
+    dataset: PromptSource, table: str, split: str, guidance: float | None = None, sizes: Sequence[Sides] = ()
 ) -> list[str]:
     """A set that has not been fetched yet is no problem: the run fetches it.
 
@@ -144,10 +145,10 @@ def _prompts(
             records = read_prompts(file)
             if guidance is not None:
                 check_sampling(records, guidance)
-            if sizes:
-                list_sizes(records, sizes)
+            if sizes and any(list_sizes(records, sizes)) and isinstance(dataset, PromptSetConfig):
+                return [f"{table}: {SIZED_SETS}"]
     except UserError as error:
-        return [str(error)]
+        return [name_set(error, table) if isinstance(dataset, PromptSetConfig) else str(error)]
     return []
 
 

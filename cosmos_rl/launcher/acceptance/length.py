@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cosmos_rl.data.pair_files import count_pairs
 from cosmos_rl.data.preference_files import count_preferences
-from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompt_sets import PromptSource, list_sources, prompt_file
 from cosmos_rl.data.prompt_sizes import list_sizes
 from cosmos_rl.data.prompts import read_prompts
 from cosmos_rl.errors import UserError
@@ -25,7 +25,8 @@ class RunLength:
     held_out: int
     """Of these for validation."""
     steps_per_epoch: int | None
-    """Also None where samples have several sizes: it depends on how many have each."""
+    """Also None where samples have several sizes: it depends on how many have each; and with several prompt sets, whose
+    run is one epoch."""
     steps: int | None
     saves: int | None
     why: str
@@ -38,7 +39,7 @@ def run_length(config: Config, *, own_data: bool) -> RunLength:
     held_out, per_epoch, limits = 0, None, []
     if samples is not None:
         held_out = _held_out(config, samples)
-        if not _in_buckets(config):
+        if not config.train.train_policy.dataset.sets and not _in_buckets(config):
             per_epoch = _steps_per_epoch(config, samples - held_out)
             limits.append(per_epoch * config.train.epoch)
     if config.train.max_num_steps is not None:
@@ -78,7 +79,7 @@ def _samples(config: Config, *, own_data: bool) -> tuple[int | None, str]:
         return None, "the script brings its own data"
     kind, video = job_kind(config).data, config.policy.diffusers.is_video
     if kind == "prompts":
-        return _count_prompts(dataset)
+        return _count_all_prompts(dataset)
     if kind == "preferences":
         return _count_preferences(dataset, video=video)
     return _count_pairs(dataset, video=video)
@@ -109,10 +110,20 @@ def _count_preferences(dataset: DatasetConfig, *, video: bool) -> tuple[int | No
         return None, str(error)
 
 
-def _count_prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
+def _count_all_prompts(dataset: DatasetConfig) -> tuple[int | None, str]:
+    total = 0
+    for source, key in list_sources(dataset, "train.train_policy.dataset"):
+        count, why = _count_prompts(source, key)
+        if count is None:
+            return None, why
+        total += count
+    return total, ""
+
+
+def _count_prompts(dataset: PromptSource, key: str) -> tuple[int | None, str]:
     """How many prompts the file holds; a named set is not fetched for that."""
     try:
-        file = prompt_file(dataset, "train.train_policy.dataset", split="train")
+        file = prompt_file(dataset, key, split="train")
         if file is None:
             return None, f"the prompts {dataset.name} have not been fetched yet"
         return len(read_prompts(file)), ""

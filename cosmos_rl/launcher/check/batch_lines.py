@@ -5,6 +5,7 @@ from typing import Any
 
 from cosmos_rl.launcher.acceptance.length import RunLength
 from cosmos_rl.launcher.check.rl_lines import rl_lines
+from cosmos_rl.launcher.check.set_lines import set_lines
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind
@@ -13,7 +14,7 @@ from cosmos_rl.policy.config.jobs import job_kind
 def batch_lines(config: Config, length: RunLength, transformer: Mapping[str, Any] | None) -> list[str]:
     """The arithmetic in words. `transformer`: its `config.json`; None: not known."""
     if job_kind(config).online:
-        return [*rl_lines(config, transformer), *_step_lines(config, length)]
+        return [*rl_lines(config, transformer), *_step_lines(config, length), *set_lines(config)]
     return [*_sft_lines(config), *_step_lines(config, length)]
 
 
@@ -39,6 +40,9 @@ def _step_lines(config: Config, length: RunLength) -> list[str]:
         if most is not None:
             end = f"; at most {most} by train.max_num_steps"
         return [f"number of samples and steps: unknown ({length.why}){end}"]
+    if train.train_policy.dataset.sets:
+        sets = format_count(len(train.train_policy.dataset.sets), "set")
+        return [f"{length.samples} prompts in {sets}", f"{most} steps (train.max_num_steps; the run is one epoch)"]
     held = ""
     if length.held_out:
         held = f", {length.held_out} of them held out for validation"

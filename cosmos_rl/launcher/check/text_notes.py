@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cosmos_rl.data.pair_files import scan_pairs
 from cosmos_rl.data.preference_files import is_preference_table, load_preferences
-from cosmos_rl.data.prompt_sets import prompt_file
+from cosmos_rl.data.prompt_sets import list_sources, prompt_file
 from cosmos_rl.data.prompts import is_prompt_file, read_prompts
 from cosmos_rl.data.text_lengths import Named, describe_truncation, load_encoders
 from cosmos_rl.errors import UserError
@@ -39,7 +39,8 @@ def _texts(dataset: DatasetConfig, data: DataForm, split: str, *, video: bool) -
     """Empty where `inspect_environment` has found something wrong, or there is nothing to read."""
     try:
         if data == "prompts":
-            return _prompts(prompt_file(dataset, "", split=split))
+            files = [prompt_file(source, key, split=split) for source, key in list_sources(dataset, "")]
+            return [one for file in files for one in _prompts(file)]
         of_preferences = data == "preferences" and is_preference_table(dataset.local_dir)
         if split == "test" and is_prompt_file(dataset.local_dir) and not of_preferences:
             return _prompts(Path(dataset.local_dir))

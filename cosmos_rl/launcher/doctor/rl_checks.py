@@ -14,6 +14,7 @@ from cosmos_rl.algorithms.advantage import all_equal
 from cosmos_rl.data.given import PromptKey, find_file, find_media_problems, make_grey, text_of
 from cosmos_rl.data.prompt_sets import load_prompts
 from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.diffusion.churn import build_transitions
 from cosmos_rl.diffusion.kernels import Kernel, predict_clean
 from cosmos_rl.errors import UserError
@@ -56,10 +57,11 @@ def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
     """Prompts, rollout, rewards and one gradient; gradients are left in the model for the export."""
     job = online_table(config)
     try:
-        prompts = load_prompts(job.dataset, "train.train_policy.dataset", split="train")[:_PROMPTS]
+        found = load_prompts(job.dataset, "train.train_policy.dataset", split="train")
     except UserError as error:
         yield Finding(FAIL, "prompts", str(error))
         return
+    prompts = interleave_sets(found)[: max(_PROMPTS, len(job.dataset.sets))]
     yield Finding(OK, "prompts", f"the first is {prompts[0].prompt[:60]!r}")
     samples = group_samples(enumerate(prompts), _GROUP, Giving(model.conditional_frames))
     if model.conditional_frames[1] > 0:

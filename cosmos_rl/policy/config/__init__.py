@@ -11,6 +11,7 @@ from cosmos_rl.policy.config.policy import (
     SampleConfig,
 )
 from cosmos_rl.policy.config.problems import ConfigError, Problem
+from cosmos_rl.policy.config.prompt_sets import PromptSetConfig
 from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
 from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, RolloutConfig, ValidationConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
@@ -47,6 +48,7 @@ __all__ = [
     "PolicyConfig",
     "Problem",
     "ProfilerConfig",
+    "PromptSetConfig",
     "RemoteRewardConfig",
     "RewardFnConfig",
     "RewardHackingGuardConfig",

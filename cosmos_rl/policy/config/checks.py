@@ -263,6 +263,8 @@ def _folder_rules(config: Config) -> list[str]:
                 found = "true" if name == "flip" else f"{len(dataset.folders)} of them"
                 lines.append(f"{key}.{name}: found {found}; allowed only in supervised fine-tuning")
         return lines
+    if dataset.sets:
+        lines.append(f"{key}.sets: found {len(dataset.sets)} of them; allowed only in reinforcement learning")
     if dataset.folders and dataset.local_dir:
         lines.append(f"{key}.folders: given together with local_dir; allowed: one of them")
     if dataset.folders and dataset.flip:

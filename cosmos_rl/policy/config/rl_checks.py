@@ -13,6 +13,7 @@ from cosmos_rl.policy.config.plan import (
     trained_steps,
 )
 from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
+from cosmos_rl.policy.config.prompt_sets import set_rules
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.schema import Config
@@ -33,6 +34,7 @@ def rl_rules(config: Config) -> list[str]:
         *_levels(config.policy.diffusers),
         *_advantages(config, job),
         *_batches(config, job),
+        *_prompt_sets(config, job),
         *_real_samples(config, job),
         *_reference(job),
         *_teacher(config, job),
@@ -195,6 +197,23 @@ def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         yield f"rollout.n_generation_mini_batch: found {at_once}; allowed: at most rollout.n_generation = {group}"
 
 
+def _prompt_sets(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    key, dataset, tested = "train.train_policy.dataset", job.dataset, config.validation.dataset.sets
+    if tested:
+        yield f"validation.dataset.sets: found {len(tested)} of them; allowed only in {key}"
+    if not dataset.sets:
+        return
+    for name in ("local_dir", "name"):
+        if getattr(dataset, name):
+            yield f"{key}.sets: given together with {name}; allowed: one of them"
+    yield from set_rules(dataset.sets, config.train.max_num_steps)
+    if config.train.ckpt.save_freq_in_epoch:
+        yield (
+            f"train.ckpt.save_freq_in_epoch: found {config.train.ckpt.save_freq_in_epoch}; allowed: unset with "
+            f"{key}.sets, whose run is one epoch; save_freq counts steps"
+        )
+
+
 def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     term, ranks, key = job.data_term, data_ranks(config.policy.parallelism), "train.train_policy.data_term"
     if job.trainer_type == "ddrl" and (term.beta == 0 or job.kl_beta > 0):
@@ -293,7 +312,7 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
     rewards = [reward.name for reward in remote.reward_fns if reward.is_asked]
-    of_geneval = job.dataset.name.startswith("geneval") or job.dataset.local_dir
+    of_geneval = job.dataset.name.startswith("geneval") or job.dataset.local_dir or job.dataset.sets
     if job.use_remote_reward and "gen_eval" in rewards and not of_geneval:
         yield (
             f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '

@@ -22,6 +22,7 @@ from cosmos_rl.policy.config.base import (
     RewardFunction,
     Table,
 )
+from cosmos_rl.policy.config.prompt_sets import PromptSetConfig
 from cosmos_rl.policy.config.reward import FunctionName, LocalRewardConfig, RemoteRewardConfig
 
 Preset = Literal[
@@ -79,6 +80,10 @@ class DatasetConfig(Table):
     """Branch, tag or commit of the data set on the hub."""
     split: ForRl[str | tuple[str, ...]] = ""
     """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
+    sets: ForRl[tuple[PromptSetConfig, ...]] = ()
+    """Several prompt sets in place of name and local_dir, for reinforcement learning."""
+    mix: ForRl[Literal["prompts", "steps"]] = "prompts"
+    """What sets share by their weights: the prompts of each step, or whole steps, each with prompts of one set."""
 
     @property
     def first_split(self) -> str:
@@ -105,6 +110,10 @@ class ValidationDatasetConfig(DatasetConfig):
     folders: NoEffect[tuple[FolderConfig, ...]] = ()
     """Counts in train.train_policy.dataset."""
     flip: NoEffect[StrictBool] = False
+    """Counts in train.train_policy.dataset."""
+    sets: NoEffect[tuple[PromptSetConfig, ...]] = ()
+    """Counts in train.train_policy.dataset."""
+    mix: NoEffect[Literal["prompts", "steps"]] = "prompts"
     """Counts in train.train_policy.dataset."""
 
 

@@ -93,7 +93,8 @@ def describe_training(record: Record) -> Training:
     if rank:
         part = f"a LoRA adapter (rank {rank}) for"
     data = record.setting("train.train_policy.dataset") or {}
-    name = _last_name(data.get("local_dir") or data.get("name"))
+    places = [one.get("label") or one.get("local_dir") or one.get("name") for one in data.get("sets") or [data]]
+    name = " and ".join(_last_name(place) for place in places)
     kind = record.setting("train.train_policy.type")
     if kind == "sft":
         return Training("Fine-tuning", part, model, " on the captioned images of ", name)

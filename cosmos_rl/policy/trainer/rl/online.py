@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompts import PromptRecord, digest_prompts
+from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.memory import memory_phase
@@ -118,7 +119,7 @@ class OnlineTask(TaskBase):
             context,
             sampler=self._sampler,
             evaluator=evaluator,
-            prompts=parts.prompts,
+            prompts=interleave_sets(parts.prompts),
             seed=self._seed,
             micro_batch=job.mini_batch,
             rollout_chunk=self.plan.chunk,
@@ -367,12 +368,11 @@ class OnlineTask(TaskBase):
             "seed": self._seed,
             "samples_per_step": self.plan.total,
             "n_generation": self.plan.group,
+            **self._sized.fingerprint(),
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,
             "dataloader_drop_last": self._job.dataloader_drop_last,
-            "sizes of the samples (policy.diffusers.buckets)": self._sized.identity,
-            "sizes of the prompts (policy.diffusers.buckets)": self._sized.digest,
             "trained denoisers (policy.diffusers.trained_denoiser)": sorted(self.model.denoisers),
         }
 

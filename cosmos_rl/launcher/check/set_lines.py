@@ -1,0 +1,32 @@
+"""Several prompt sets in words: their steps and shares. No torch."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from cosmos_rl.data.set_schedule import SetSchedule, Stage
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.plan import plan_online
+
+
+def set_lines(config: Config) -> Iterator[str]:
+    """A line for each stage; none where there is one set."""
+    if not job_kind(config).online or not online_table(config).dataset.sets:
+        return
+    dataset, steps = online_table(config).dataset, config.train.max_num_steps
+    schedule = SetSchedule(dataset.sets, plan_online(config).items, dataset.mix == "steps")
+    for stage in schedule.stages:
+        if steps is None or stage.first < steps:
+            yield _describe_stage(stage, schedule, steps)
+
+
+def _describe_stage(stage: Stage, schedule: SetSchedule, steps: int | None) -> str:
+    ends = [end for end in (stage.last, steps) if end is not None]
+    last = min(ends) - 1 if ends else "the end"
+    parts = []
+    for number, share in stage.shares:
+        fraction = Fraction(share, stage.period)
+        of = "the steps" if schedule.whole_steps else "the prompts"
+        mean = "" if schedule.whole_steps else f" ({float(fraction * schedule.per_step):.3g} a step)"
+        parts.append(f"{schedule.sets[number].shown_name} {fraction} of {of}{mean}")
+    return f"steps {stage.first} to {last}: {', '.join(parts)}"

@@ -360,6 +360,28 @@ def test_another_host_and_every_other_path_are_refused(run_with_image: Path) -> 
             assert ask(server, image, method)[0] == 501
 
 
+def test_an_image_that_vanishes_before_it_is_read_is_named_in_one_line(
+    run_with_image: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (image,) = run_with_image.rglob("*.png")
+    read = Path.read_bytes
+
+    def read_too_late(path: Path) -> bytes:
+        image.unlink()
+        return read(path)
+
+    with serve(run_with_image) as server:
+        monkeypatch.setattr(Path, "read_bytes", read_too_late)
+        assert ask(server, f"/runs/0/{image.relative_to(run_with_image)}")[0] == 404
+        monkeypatch.undo()
+        assert ask(server, "/")[0] == 200
+    assert caplog.messages == [f"{image}: cannot be sent (No such file or directory)"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_browser_that_leaves_gives_no_traceback_and_an_error_of_ours_does(
     run_with_image: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

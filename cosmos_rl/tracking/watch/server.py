@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.watch.page import Watch, find_image
+from cosmos_rl.utils.logging import logger
 
 HOST = "127.0.0.1"
 _HERE = Path(__file__).parent
@@ -108,7 +109,14 @@ class _Handler(BaseHTTPRequestHandler):
         if file is None:
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n")
             return
-        self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix])
+        try:
+            image = file.read_bytes()  # whole, so that what follows the headers is never cut short
+        except OSError as error:  # the run may delete it at any moment
+            logger.warning(f"{file}: cannot be sent ({error.strerror})")
+            self.close_connection = True
+            self._send(HTTPStatus.NOT_FOUND, b"no such page\n")
+            return
+        self._send(HTTPStatus.OK, image, _TYPES[file.suffix])
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

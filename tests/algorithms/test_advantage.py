@@ -1,6 +1,6 @@
 """Advantages and what DiffusionNFT makes of them, against hand-computed values, NumPy and properties."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -204,7 +204,7 @@ def test_modes(mode: Any, expected: list[float]) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r'advantage mode: found "none"; allowed: all, positive_only'):
-        apply_mode(rewards(1.0), "none")
+        apply_mode(rewards(1.0), cast(Any, "none"))
 
 
 def test_optimality_table() -> None:
@@ -261,7 +261,8 @@ def test_small_differences_between_large_rewards_still_count() -> None:
 
 def test_what_cancels_but_for_rounding_is_nothing() -> None:
     """A reward less the same reward: what is left has the size of the terms' rounding, not of the sum."""
-    first, second = np.float32([0.3, 0.7, 0.9]).tolist(), [0.3, 0.7, 0.9]
+    second = [0.3, 0.7, 0.9]
+    first = np.array(second, dtype=np.float32).tolist()
     left = rewards(*(a - b for a, b in zip(first, second, strict=True)))
     assert left.unique().numel() == 3
     group, size = groups(0, 0, 0), 2 * rewards(*second)

@@ -189,7 +189,7 @@ SIZES = [(32, 32), (64, 32)]
 
 
 def sizes_of_texts(
-    path: Path, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    path: Path, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *options: str
 ) -> list[tuple[tuple[int, int], str]]:
     """(size, text) of every text that is encoded before the first step, where pictures have one of two sizes."""
     found: list[tuple[tuple[int, int], str]] = []
@@ -200,7 +200,7 @@ def sizes_of_texts(
         return stock(self, prompts, negatives, guidance)
 
     monkeypatch.setattr(Driver, "_run_encoder", run)
-    config = load_config(path, [CACHE, "--policy.diffusers.buckets={sizes = [[32, 32], [64, 32]]}"])
+    config = load_config(path, [CACHE, "--policy.diffusers.buckets={sizes = [[32, 32], [64, 32]]}", *options])
     build(config, Context(torch.device("cpu")), **bundled_data(config))
     return sorted(found)
 
@@ -212,9 +212,9 @@ def test_captions_are_encoded_at_the_sizes_of_their_pictures(tmp_path: Path, mon
     assert sizes_of_texts(path, build_sft, monkeypatch) == expected
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("named", "guard"), [(True, False), (True, True), (False, True)])
 def test_prompts_are_encoded_at_the_sizes_that_they_name_or_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, guard: bool
 ) -> None:
     path = family_toml(tmp_path, ORDINARY[0], job="nft")
     rows = [{"prompt": f"text {number}", **({"size": SIZES[number % 2]} if named else {})} for number in range(4)]
@@ -224,7 +224,10 @@ def test_prompts_are_encoded_at_the_sizes_that_they_name_or_at_all(
     wanted = [(size, f"text {number}") for number in range(4) for size in SIZES]
     if named:
         wanted = [(SIZES[number % 2], f"text {number}") for number in range(4)]
-    assert sizes_of_texts(path, build_online, monkeypatch) == sorted(wanted)
+    if named and guard:  # its samples have the configured size
+        wanted += [(SIZES[0], f"text {number}") for number in (1, 3)]
+    option = f"--train.train_policy.reward_hacking_guard.enable={str(guard).lower()}"
+    assert sizes_of_texts(path, build_online, monkeypatch, option) == sorted(wanted)
 
 
 def test_texts_that_do_not_fit_into_the_cache_are_left_out_with_a_warning(

@@ -34,7 +34,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPair
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
-from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts
+from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts, pick_diversity_samples
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.reward import RewardFns
@@ -88,9 +88,9 @@ def build_online(
         model.warn_about_truncation(_name_prompts(prompts), "prompts")
         model.warn_about_truncation(_name_prompts(val_prompts), "validation prompts")
     require_counted_media((*prompts, *val_prompts), model, context, clean_frames)
-    encoding = Encoding(model, config)
+    encoding, held_out = Encoding(model, config), _open_held_out(config, job)
     if encoding.text_cache is not None:
-        encoding.keep_texts(_list_texts(config, prompts, val_prompts), context)
+        encoding.keep_texts(_list_texts(config, prompts, val_prompts, held_out), context)
     guided = config.policy.diffusers.sample.guidance_scale > 1.0
     parts = Parts(
         model=model,
@@ -99,7 +99,7 @@ def build_online(
         encode=lambda texts, negatives: encoding.conditions(texts, negatives if guided else None),
         val_prompts=val_prompts,
         val_rewards=val_rewards,
-        held_out=_encode_held_out(config, job, model, encoding),
+        held_out=None if held_out is None else _encode_held_out(held_out, model, encoding),
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
@@ -124,10 +124,13 @@ def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
 
 
 def _list_texts(
-    config: Config, prompts: Sequence[PromptRecord], val_prompts: Sequence[PromptRecord]
+    config: Config,
+    prompts: Sequence[PromptRecord],
+    val_prompts: Sequence[PromptRecord],
+    held_out: Sequence[Item] | None,
 ) -> dict[Sides | None, list[TextPair]]:
-    """What the run will encode, by the size of its samples: the prompts that it takes, those of validation, and their
-    negative prompts."""
+    """What the run will encode, by the size of its samples: the prompts that it takes, those of validation and of the
+    guard, and their negative prompts."""
     stream = SizedPrompts(config, prompts, plan_online(config).items).stream
     taken = find_items(stream, count_steps(stream, config))
     indices: dict[Sides | None, Sequence[int]] = {None: taken}
@@ -141,21 +144,40 @@ def _list_texts(
         size: [(prompts[index].prompt, "" if guided else None) for index in own] for size, own in indices.items()
     }
     tested = [(record.prompt, record.negative_prompt if guided else None) for record in val_prompts]
+    tested += [(text, "" if guided else None) for text in _list_guard_texts(online_table(config), prompts, held_out)]
     size = None if None in texts else config.policy.diffusers.inference_size
     texts.setdefault(size, []).extend(tested)
     return texts
+
+
+def _list_guard_texts(
+    job: GrpoPolicyConfig, prompts: Sequence[PromptRecord], held_out: Sequence[Item] | None
+) -> list[str]:
+    """The prompts that the guard measures with, see `GuardProbe`."""
+    guard = job.reward_hacking_guard
+    if not guard.enable:
+        return []
+    texts = [sample.prompt for sample in pick_diversity_samples(prompts, guard.samples)]
+    if held_out is None:
+        return texts + [record.prompt for record in prompts[: guard.samples]]
+    return texts + [item.prompt for item in held_out]
 
 
 def _name_prompts(records: Sequence[PromptRecord]) -> list[tuple[str, str]]:
     return [(repr(record.prompt[:40]), record.prompt) for record in records]
 
 
-def _encode_held_out(config: Config, job: GrpoPolicyConfig, model: PipelineModel, encoding: Encoding) -> HeldOut | None:
-    """The pairs of ``reward_hacking_guard.local_dir``, encoded once."""
-    if not job.reward_hacking_guard.enable or not job.reward_hacking_guard.local_dir:
+def _open_held_out(config: Config, job: GrpoPolicyConfig) -> list[Item] | None:
+    """The pairs of ``reward_hacking_guard.local_dir``; None: none are named."""
+    guard = job.reward_hacking_guard
+    if not guard.enable or not guard.local_dir:
         return None
-    pairs = LocalPairs.of_config(job.reward_hacking_guard.local_dir, config)
-    items = [to_item(pairs[i], i) for i in range(min(job.reward_hacking_guard.samples, len(pairs)))]
+    pairs = LocalPairs.of_config(guard.local_dir, config)
+    return [to_item(pairs[i], i) for i in range(min(guard.samples, len(pairs)))]
+
+
+def _encode_held_out(items: Sequence[Item], model: PipelineModel, encoding: Encoding) -> HeldOut:
+    """Their latents, encoded once."""
     source = digest_texts(*(hashlib.sha256(item.visual.numpy().tobytes()).hexdigest() for item in items))
     prompts = tuple(_give_own(model, item, number) for number, item in enumerate(items))
     return HeldOut(encoding.latents(items).cpu(), prompts, source)

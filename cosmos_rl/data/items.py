@@ -18,6 +18,9 @@ from cosmos_rl.policy.config.buckets import Sides
 class BadSample(UserError):
     """A sample that cannot be read. Training may leave it out; other errors of a data set end the run."""
 
+    file: str = ""
+    """What is broken, where it is a file: it counts once, however many samples name it."""
+
 
 @dataclass(frozen=True)
 class Item:

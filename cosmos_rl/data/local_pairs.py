@@ -1,8 +1,9 @@
 """Data set of a folder of captioned images or videos."""
 
+import contextlib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ class LocalPairs(Sequence[Item]):
         whole = self._decoded.get(index)
         if whole is not None:
             return whole
+        with self._name_file(index):
+            return self._read(index, sample_id)
+
+    def _read(self, index: int, sample_id: int | None) -> Item:
         pair = self.pairs[index]
         size = self.bucket_of(index)
         source = self._describe(pair.file, 0, size)  # before it is read: if it is written meanwhile it is another one
@@ -135,7 +140,8 @@ class LocalPairs(Sequence[Item]):
         if self._frames is not None:
             from cosmos_rl.data.videos import find_window
 
-            window = find_window(self.folder / pair.file, self._frames, self._window_of(sample_id))
+            with self._name_file(index):
+                window = find_window(self.folder / pair.file, self._frames, self._window_of(sample_id))
             start, fps = window.start, window.fps
         source = self._describe(pair.file, start, self.bucket_of(index))
         if source is None:
@@ -164,10 +170,20 @@ class LocalPairs(Sequence[Item]):
             return self._like.bucket_of(index)
         if not self._sizes:
             return self._size
+        with self._name_file(index):
+            try:
+                return choose_size(self.measure(index).sides, self._sizes)
+            except UserError as error:
+                raise BadSample(str(error)) from error
+
+    @contextlib.contextmanager
+    def _name_file(self, index: int) -> Iterator[None]:
+        """Let a `BadSample` say which file it is about."""
         try:
-            return choose_size(self.measure(index).sides, self._sizes)
-        except UserError as error:
-            raise BadSample(str(error)) from error
+            yield
+        except BadSample as error:
+            error.file = error.file or str(self.folder / self.pairs[index].file)
+            raise
 
     def _window_of(self, sample_id: int | None) -> Callable[[int], int]:
         from cosmos_rl.data.videos import start_of_middle

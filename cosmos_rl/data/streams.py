@@ -148,7 +148,8 @@ class Batch:
 class Skipped:
     """Samples that could not be read: each is named once, and too many of them end the run.
 
-    A sample that a data set has several times counts once, so that repeats do not change how many are too many.
+    A sample that a data set has several times counts once, so that repeats do not change how many are too many, and so
+    does a file that several samples name.
     """
 
     length: int
@@ -160,6 +161,8 @@ class Skipped:
     consequence: str = _REPLACED
     first_index_of: Callable[[int], int] | None = None
     """Gives one number to all indices of a sample; None: each has one index."""
+    files: set[str] = field(default_factory=set)
+    """Those among the reasons."""
 
     @classmethod
     def of(cls, dataset: Sequence[Any], max_frac: float, consequence: str = _REPLACED) -> "Skipped":
@@ -169,7 +172,7 @@ class Skipped:
             length = len(set(map(first_index_of, range(length))))
         return cls(length, max_frac, consequence=consequence, first_index_of=first_index_of)
 
-    def note(self, index: int, reason: str) -> None:
+    def note(self, index: int, error: BadSample) -> None:
         """Count one.
 
         Raises:
@@ -177,9 +180,11 @@ class Skipped:
         """
         if self.first_index_of is not None:
             index = self.first_index_of(index)
-        if index in self.reasons:
+        if index in self.reasons or error.file in self.files:
             return
-        self.reasons[index] = reason
+        self.reasons[index] = reason = str(error)
+        if error.file:
+            self.files.add(error.file)
         limit = 0
         if self.max_frac > 0:
             limit = max(1, int(self.max_frac * self.length))
@@ -203,7 +208,7 @@ def read_held_out(dataset: Sequence[Any], ids: Sequence[int], skipped: Skipped) 
         try:
             found[index] = to_item(dataset[index], index)
         except BadSample as error:
-            skipped.note(index, str(error))
+            skipped.note(index, error)
     return list(found), list(found.values())
 
 
@@ -213,7 +218,7 @@ class _Fetched:
 
     position: Position
     item: Item | None
-    skipped: tuple[tuple[int, str], ...] = ()
+    skipped: tuple[tuple[int, BadSample], ...] = ()
     error: UserError | None = None
 
 
@@ -224,20 +229,20 @@ class _ByPosition(Dataset[Any]):
         self._dataset, self._stream = dataset, stream
 
     def __getitem__(self, position: Position) -> _Fetched:  # pyright: ignore[reportIncompatibleMethodOverride]
-        skipped: list[tuple[int, str]] = []
+        skipped: list[tuple[int, BadSample]] = []
         # a pure function of the position: a resume finds the same one
         for index in itertools.islice(self._stream.following(position), _TRIES):
             try:
                 item = to_item(take(self._dataset, index, position.sample_id), index)
                 return _Fetched(position, item, tuple(skipped))
             except BadSample as error:
-                skipped.append((index, str(error)))
+                skipped.append((index, error))
             except UserError as error:
                 return _Fetched(position, None, tuple(skipped), error)
             except Exception as error:
                 error.add_note(f"in element {index} of the data set")
                 raise
-        reasons = "\n  ".join(reason for _, reason in skipped)
+        reasons = "\n  ".join(str(error) for _, error in skipped)
         return _Fetched(position, None, (), UserError(f"{len(skipped)} samples in a row cannot be read:\n  {reasons}"))
 
 
@@ -257,8 +262,8 @@ class _ShareOfSteps:
 def _to_batch(fetched: list[_Fetched], skipped: Skipped) -> Batch:
     items: list[Item] = []
     for one in fetched:
-        for index, reason in one.skipped:
-            skipped.note(index, reason)
+        for index, error in one.skipped:
+            skipped.note(index, error)
         if one.item is None:
             assert one.error is not None
             raise one.error

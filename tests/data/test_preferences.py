@@ -15,6 +15,7 @@ from cosmos_rl.data.items import Part, to_item
 from cosmos_rl.data.preference_files import count_preferences, is_preference_table, load_preferences
 from cosmos_rl.data.preferences import PreferencePairs, load_held_out_preferences
 from cosmos_rl.data.prompts import PromptFile
+from cosmos_rl.data.streams import MapStream, Skipped, load_batches
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig
 from cosmos_rl.policy.config.train_policy import ValidationDatasetConfig
@@ -171,6 +172,28 @@ def test_cached_latents_take_the_place_of_both_members_or_of_none(folders: tuple
     whole = CachedLatents(pairs, cache)[0]
     assert (whole.latent.tolist(), whole.rejected.latent.tolist()) == ([1.0, 1.0], [0.0, 0.0])
     assert whole.visual.numel() == whole.rejected.visual.numel() == 0
+
+
+@pytest.mark.parametrize("broken", ["chosen", "rejected"])
+def test_a_broken_file_counts_once_in_however_many_rows_it_is(tmp_path: Path, broken: str) -> None:
+    for number in range(6):
+        write_image(tmp_path / f"{number}.png", 100 + number)
+    (tmp_path / "0.png").write_bytes(b"no image")
+    other = {"chosen": "rejected", "rejected": "chosen"}[broken]
+    rows = [{"prompt": f"text {k}", broken: "0.png" if k < 3 else "1.png", other: f"{2 + k % 4}.png"} for k in range(8)]
+    table = tmp_path / "table.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    pairs = read(table)
+    skipped = Skipped.of(pairs, 0.2)  # one of eight
+    taken = [batch.positions[0] for batch in load_batches(pairs, MapStream(8, 1, 0), 0, 8, skipped=skipped)]
+    assert len(taken) == 8
+    (reason,) = skipped.reasons.values()
+    assert reason.startswith(f"{tmp_path}/0.png: cannot be read as an image")
+    write_image(tmp_path / "0.png", 100)
+    (tmp_path / "2.png").write_bytes(b"no image")
+    (tmp_path / "3.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match="2 of 8 samples cannot be read"):
+        list(load_batches(read(table), MapStream(8, 1, 0), 0, 8, skipped=Skipped.of(pairs, 0.2)))
 
 
 def test_a_data_set_of_ones_own_gives_both_visuals() -> None:

@@ -25,7 +25,7 @@ class Buckets:
 
     sizes: Sequence[Sides | None]
     """Height and width of each; None: it cannot be read."""
-    unreadable: dict[int, str]
+    unreadable: dict[int, BadSample]
     """Index -> what is wrong."""
 
     @property
@@ -55,35 +55,36 @@ def find_buckets(dataset: Any, config: Config, context: Context) -> Buckets | No
             f"{_KEY}: the data set does not say which size an element has; give it a method bucket_of(index) that "
             "returns (height, width), or leave the table out"
         )
-    found, text = [], ""
+    found, unreadable, text = list[Sides | None](), dict[int, BadSample](), ""
     if context.is_main:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             text = json.dumps(list(pool.map(lambda index: _look_up(bucket_of, index), range(len(dataset)))))
     for index, entry in enumerate(json.loads(context.broadcast_from_main(text))):
-        if isinstance(entry, dict):
+        if "found" in entry:
             raise UserError(
                 f"{_KEY}: bucket_of({index}) of the data set gave {entry['found']}; allowed: (height, width), "
                 "two whole numbers"
             )
-        found.append(entry if isinstance(entry, str) else (entry[0], entry[1]))
-    listed = config.policy.diffusers.training_sizes
-    for index, size in enumerate(found):
-        if not isinstance(size, str) and size not in listed:
+        size = entry.get("size") and tuple(entry["size"])
+        if size is None:
+            unreadable[index] = BadSample(entry["why"])
+            unreadable[index].file = entry["file"]
+        elif size not in config.policy.diffusers.training_sizes:
             raise UserError(
                 f"{_KEY}: element {index} of the data set has the size {list(size)}, which is not among them"
             )
-    unreadable = {index: reason for index, reason in enumerate(found) if isinstance(reason, str)}
-    return Buckets([None if isinstance(size, str) else size for size in found], unreadable)
+        found.append(size)
+    return Buckets(found, unreadable)
 
 
-def _look_up(bucket_of: Any, index: int) -> tuple[int, int] | str | dict[str, str]:
+def _look_up(bucket_of: Any, index: int) -> dict[str, Any]:
     """The size of an element, why it cannot be read, or what was found in place of a size; all ranks refuse that."""
     try:
         found = bucket_of(index)
     except BadSample as error:
-        return str(error)
+        return {"why": str(error), "file": error.file}
     try:
         height, width = map(operator.index, found)
     except (TypeError, ValueError):
         return {"found": repr(found)[:100]}
-    return height, width
+    return {"size": (height, width)}

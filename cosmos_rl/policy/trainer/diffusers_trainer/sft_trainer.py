@@ -100,8 +100,8 @@ class SFTTrainer(TaskBase):
         self._first_frames: dict[str, Given] = {}
         self._val_skipped = Skipped.of(parts.held_out or (), bound, consequence="validation continues without")
         for skipped, buckets in ((self._skipped, parts.buckets), (self._val_skipped, parts.held_out_buckets)):
-            for index, reason in ({} if buckets is None else buckets.unreadable).items():
-                skipped.note(index, reason)
+            for index, error in ({} if buckets is None else buckets.unreadable).items():
+                skipped.note(index, error)
         self._describe()
 
     def start(self, step: int) -> None:

@@ -7,6 +7,10 @@ policy has come to fit the chosen one better. ``-m / 2`` takes the place of the 
 in DPO (Rafailov et al. 2023, arXiv 2305.18290), whose optimum is the reference times ``exp(reward / beta)``.
 """
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -39,9 +43,9 @@ def dpo_loss(
 
     Returns:
         The sum over the pairs of weight times loss, the only one with a gradient. And what is reported, each ``[P]``:
-        ``policy_loss``, ``margin``, ``gradient_factor`` (``sigmoid(beta / 2 m)``: 1/2 at the reference, 0 where a pair
-        is learnt), ``chosen_error_change`` (``err_w - err_w_ref``: more than 0 where the policy fits the chosen
-        members worse than the reference does) and ``accuracy`` (1 where the margin is negative).
+        ``policy_loss``, ``margin``, ``margin_size`` (``|m|``), ``gradient_factor`` (``sigmoid(beta / 2 m)``: 1/2 at
+        the reference, 0 where a pair is learnt), ``chosen_error_change`` (``err_w - err_w_ref``: more than 0 where the
+        policy fits the chosen members worse than the reference does) and ``accuracy`` (1 where the margin is negative).
 
     Raises:
         ValueError: shapes that do not fit; nothing is broadcast over the pairs.
@@ -66,6 +70,7 @@ def dpo_loss(
     terms = {
         "policy_loss": loss_P.detach(),
         "margin": margin_P.detach(),
+        "margin_size": margin_P.detach().abs(),
         "gradient_factor": torch.sigmoid(-logit_P.detach()),
         "chosen_error_change": chosen_P.detach(),
         "accuracy": (margin_P.detach() < 0).to(loss_P),
@@ -75,6 +80,48 @@ def dpo_loss(
 
 def _error(velocity: Tensor, clean: Tensor, noise: Tensor, element_mask: Tensor | None) -> Tensor:
     return element_mean((widen(velocity) - (widen(noise) - widen(clean))) ** 2, element_mask)
+
+
+@dataclass
+class FollowingBeta:
+    """A ``beta`` that follows the size of the margins, so that the sigmoid does not saturate while they grow
+    (SimpleTuner's auto-beta): ``-2 logit(target) / mean |m|``. A learnt pair whose margin has the mean size then keeps
+    the gradient factor ``target``."""
+
+    start: float
+    """Until the first margin that is not 0."""
+    target: float | None = None
+    """Below 1/2; None: ``beta`` stays what it is at the start."""
+    decay: float = 0.99
+    least: float = 0.0
+    most: float = math.inf
+    mean: float = 0.0
+    """Moving average of ``|m|``, of the steps alone that it has seen."""
+    count: int = 0
+    """Of these steps."""
+
+    @property
+    def value(self) -> float:
+        """``beta`` of the next step."""
+        if self.target is None or self.count == 0:
+            return self.start
+        logit = math.log(self.target / (1.0 - self.target))
+        return min(max(-2.0 * logit / self.mean, self.least), self.most)
+
+    def follow(self, size: float) -> None:
+        """Take in a step of that mean ``|m|``. At the reference all margins are 0, which says nothing of their size."""
+        if self.target is None or not math.isfinite(size) or size <= 0.0:
+            return
+        self.count += 1
+        self.mean += (1.0 - self.decay) / (1.0 - self.decay**self.count) * (size - self.mean)
+
+    def state_dict(self) -> dict[str, float]:
+        """What the next value depends on."""
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint; of a run that did not follow its margins they are not known yet."""
+        self.mean, self.count = float(state.get("mean", 0.0)), int(state.get("count", 0))
 
 
 def pair_best_with_worst(reward_N: Tensor, group_N: Tensor) -> dict[int, int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.dpo import dpo_loss, pair_best_with_worst
+from cosmos_rl.algorithms.dpo import FollowingBeta, dpo_loss, pair_best_with_worst
 from tests.algorithms.fixture import CLEAN, NEW, NOISE, REFERENCE, TARGET, doubles
 
 NOISES = NOISE[:1]
@@ -31,6 +31,8 @@ def test_golden_losses(beta: float, loss: float, factor: float | None) -> None:
     assert terms["margin"].item() == pytest.approx(0.004475, abs=1e-12)
     assert found.item() == pytest.approx(loss, abs=1e-9)
     assert terms["policy_loss"].item() == found.item()
+    assert terms["margin_size"].item() == terms["margin"].item()
+    assert 4 * terms["margin"].item() == pytest.approx(0.0179, abs=1e-12)  # of errors summed over the four elements
     if factor is not None:
         assert terms["gradient_factor"].item() == pytest.approx(factor, abs=1e-9)
     assert terms["chosen_error_change"].item() == pytest.approx(0.021975 - 0.035, abs=1e-12)
@@ -45,6 +47,46 @@ def test_at_the_reference_the_loss_is_the_logarithm_of_two_and_pulls_the_members
     assert terms["gradient_factor"].item() == 0.5
     expected = [[1.25, -2.5, 3.75, 0.0], [-2.5, -1.25, 1.25, -5.0]]
     np.testing.assert_allclose(gradient[:, 0], expected, atol=1e-9)
+
+
+def test_a_beta_of_sums_is_one_of_means_over_the_number_of_elements() -> None:
+    """SimpleTuner's 1 of errors summed over 65,536 elements, and 2000 of means."""
+    chosen, rejected = (NEW - TARGET)[0], (NEW - TARGET)[1]
+    ref_chosen, ref_rejected = (REFERENCE - TARGET)[0], (REFERENCE - TARGET)[1]
+    sums = (chosen**2).sum() - (ref_chosen**2).sum() - (rejected**2).sum() + (ref_rejected**2).sum()
+    assert sums == pytest.approx(0.0179, abs=1e-12)
+    loss, _ = loss_of(at(NEW), 2000.0)
+    assert loss.item() == pytest.approx(np.log1p(np.exp(0.5 * (2000.0 / 4) * sums)), rel=1e-12)
+
+
+def test_a_learnt_pair_of_mean_margin_keeps_the_target_of_the_gradient() -> None:
+    """By hand: weights ``0.99^k`` on the sizes so far, from the first one on that is not 0."""
+    beta, sizes = FollowingBeta(100.0, target=0.2), [0.03, 0.01, 0.08, 0.02]
+    beta.follow(0.0)
+    assert beta.value == 100.0  # at the reference nothing is known
+    for number in range(1, 5):
+        beta.follow(sizes[number - 1])
+        weights = 0.99 ** np.arange(number)[::-1]
+        mean = float((weights * sizes[:number]).sum() / weights.sum())
+        assert beta.value == pytest.approx(2 * math.log(4) / mean, rel=1e-12)  # 2.77 over the mean
+        assert 1 / (1 + math.exp(0.5 * beta.value * mean)) == pytest.approx(0.2)
+    beta.follow(math.nan)
+    assert (beta.mean, beta.count) == (pytest.approx(mean), 4)
+
+
+def test_a_beta_that_follows_has_bounds_and_continues_from_its_state() -> None:
+    beta = FollowingBeta(100.0, target=0.2, least=65.0, most=65536.0)
+    found = []
+    for size in (1e-9, 10.0):
+        beta.follow(size)
+        found.append(beta.value)
+    assert found == [65536.0, 65.0]
+    other = FollowingBeta(100.0, target=0.2)
+    other.load_state_dict(beta.state_dict())
+    assert (other.mean, other.count) == (beta.mean, 2)
+    constant = FollowingBeta(100.0)
+    constant.follow(0.5)
+    assert constant.value == 100.0
 
 
 def test_many_pairs_equal_an_independent_computation() -> None:

@@ -86,6 +86,30 @@ def test_a_moving_reference_becomes_the_policy() -> None:
     assert margins[2] == pytest.approx(0.0, abs=1e-7)
 
 
+def test_a_beta_that_follows_the_margins_is_that_of_their_mean() -> None:
+    table = {"target_factor": 0.2, "least": 0.01, "most": 1e6}
+    free = plane_task(**{JOB + "dpo_auto_beta": table, JOB + "mini_batch": 2})
+    seen = [free.train_step(step).metrics for step in range(4)]
+    sizes, betas = ([line[f"train/{name}_mean"] for line in seen] for name in ("margin_size", "dpo_beta"))
+    assert betas[:2] == [100.0, 100.0]  # at the reference all margins are 0
+    for number in (1, 2):
+        weights = 0.99 ** np.arange(number)[::-1]
+        mean = (weights * sizes[1 : number + 1]).sum() / weights.sum()
+        assert betas[number + 1] == pytest.approx(2 * math.log(4) / mean, rel=1e-5)
+    assert "train/dpo_beta_mean" not in plane_task().train_step(0).metrics
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({JOB + "dpo_auto_beta": {"target_factor": 0.2}, JOB + "trainer_type": "epg"}, "dpo_auto_beta.target_factor"),
+        ({JOB + "dpo_auto_beta": {"target_factor": 0.2, "least": 9.0, "most": 3.0}}, "dpo_auto_beta.least"),
+    ],
+)
+def test_a_beta_that_could_not_follow_is_refused(changes: dict[str, Any], key: str) -> None:
+    assert [line.partition(":")[0] for line in cross_check(toy_config({**TABLES, **changes}))] == [JOB + key]
+
+
 def test_a_distance_to_the_reference_can_be_added() -> None:
     task = plane_task(**{JOB + "kl_beta": 0.5, JOB + "norm_penalty": 0.5})
     first, second = (task.train_step(step).metrics for step in range(2))

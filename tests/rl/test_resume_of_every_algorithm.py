@@ -40,6 +40,13 @@ WINDOW = {JOB + "steps": {"choose": "window", "size": 2, "order": "progressive",
 MOVING = {JOB + "kl_beta": 0.1, JOB + "reference_reset_interval": 4, JOB + "reset_optimizer_with_reference": True}
 JOBS: dict[str, dict[str, Any]] = {
     "flow_grpo, moving reference": {**FLOW, **MOVING, JOB + "trainer_type": "flow_grpo"},
+    "flow_grpo, reference by distance": {
+        **FLOW,
+        JOB + "kl_beta": 0.1,
+        JOB + "reference_reset_kl": 2e-4,
+        JOB + "reference_reset_interval": 4,
+        JOB + "trainer_type": "flow_grpo",
+    },
     "flow_grpo, moving window": {
         **FLOW,
         **WINDOW,
@@ -72,7 +79,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "pepg": {JOB + "trainer_type": "pepg", JOB + "kl_beta": 0.3, "policy.diffusers.weight_copy_decay_type": 2},
     "par": {JOB + "trainer_type": "par", "policy.diffusers.weight_copy_decay_type": 1},
     "awm": {JOB + "trainer_type": "awm", JOB + "kl_beta": 0.1, "policy.diffusers.weight_copy_decay_type": 1},
-    "online_dpo": {**MOVING, JOB + "trainer_type": "online_dpo", "policy.diffusers.weight_copy_decay_type": 0},
+    "online_dpo": {
+        **MOVING,
+        JOB + "trainer_type": "online_dpo",
+        JOB + "dpo_auto_beta": {"target_factor": 0.2, "least": 0.01},
+        "policy.diffusers.weight_copy_decay_type": 0,
+    },
 }
 TOTAL, ENDED = 6, 3
 

@@ -51,9 +51,10 @@ def items_of(chosen: np.ndarray, rejected: np.ndarray) -> Readable:
     return Readable(found, ())
 
 
-def plane_dpo(mini_batch: int = COUNT, **more: Any) -> DpoTrainer:
+def plane_dpo(mini_batch: int = COUNT, auto: dict[str, Any] | None = None, **more: Any) -> DpoTrainer:
     """Full batches of all preferences."""
     tables = {
+        "train.train_policy.dpo_auto_beta": auto or {},
         "train.train_policy.type": "dpo",
         "train.train_policy.dpo_beta": BETA,
         "train.train_policy.mini_batch": mini_batch,
@@ -111,6 +112,31 @@ def test_the_optimum_is_that_of_the_logistic_regression_and_near_the_reward() ->
     assert after.objective < before.objective
     assert after.metrics["val/accuracy_mean"] > 0.7
     assert [image.prompt for image in after.images] == [POINT.prompt]
+
+
+def test_a_beta_that_follows_keeps_the_wanted_gradient_and_is_continued() -> None:
+    """On the plane the mean size of the margins is that of ``w . gap``."""
+    auto = {"target_factor": 0.2, "least": 0.01, "most": 1e6}
+    trainer = plane_dpo(64, auto=auto, held_out=items_of(*preferences(1)))
+    seen = [trainer.train_step(step).metrics for step in range(3)]
+    assert [line["train/dpo_beta_mean"] for line in seen[:2]] == [BETA, BETA]
+    first = seen[1]["train/margin_size_mean"]
+    assert first > 0.0
+    assert seen[2]["train/dpo_beta_mean"] == pytest.approx(2 * np.log(4) / first)
+    chosen, rejected = preferences(0)
+    sizes = np.abs((chosen - rejected) @ trainer.params["w"].detach().numpy())
+    assert trainer.train_step(3).metrics["train/margin_size_mean"] == pytest.approx(sizes.mean(), rel=1e-4)
+    state = trainer.state_dict()
+    again = plane_dpo(64, auto=auto, held_out=items_of(*preferences(1)))
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.params["w"].data.copy_(trainer.params["w"].data)
+    one, other = (task.train_step(4).metrics["train/dpo_beta_mean"] for task in (trainer, again))
+    assert one == other
+    w = again.params["w"].detach().numpy()
+    better, worse = preferences(1)
+    fixed = np.log1p(np.exp(BETA / 2 * (better - worse) @ w)).mean()  # validations are compared with each other
+    assert again.validate(5, ignore).metrics["val/loss_mean"] == pytest.approx(fixed, rel=1e-5)
 
 
 def test_neither_micro_batches_nor_the_reference_change_the_gradient() -> None:

@@ -84,8 +84,9 @@ def _try_samples(config: Config, model: PipelineModel, items: Sequence[Item]) ->
     yield _reconstruction(items[0], model.decode_conditioned(latents[:1], cond.rows(slice(0, 1)))[0])
     yield from _fresh_adapter(model, latents, cond)
     noised = _noise(model, latents, cond, config.train.seed)
-    if job_kind(config).data == "preferences":
-        noised = _pair_up(model, noised, items, Encoding(model, config))
+    job = config.train.train_policy
+    if isinstance(job, DpoPolicyConfig):
+        noised = _pair_up(model, noised, items, Encoding(model, config), job.dpo_beta)
     step = list(_one_step(config, model, noised))
     yield from step
     if all(finding.mark != FAIL for finding in step):
@@ -214,18 +215,18 @@ def _noise(model: PipelineModel, latents: Tensor, cond: Cond, seed: int) -> Nois
 
 
 def _pair_up(
-    model: PipelineModel, chosen: NoisedSamples, items: Sequence[Item], encoding: Encoding
+    model: PipelineModel, chosen: NoisedSamples, items: Sequence[Item], encoding: Encoding, beta: float
 ) -> NoisedPreferences:
     policies = model.policies(keep_old=False, keep_reference=True)
-    return NoisedPreferences.of_samples(chosen, items, encoding).with_reference(model, policies, len(items))
+    return NoisedPreferences.of_samples(chosen, items, encoding, beta).with_reference(model, policies, len(items))
 
 
 def _one_step(config: Config, model: PipelineModel, noised: NoisedSamples) -> Iterator[Finding]:
     """Loss and gradients of one micro-batch."""
     model.transformer.train()
-    job, count = config.train.train_policy, len(noised.clean)
-    if isinstance(noised, NoisedPreferences) and isinstance(job, DpoPolicyConfig):
-        total, weight, _ = noised.dpo_loss(model, job.dpo_beta)
+    count = len(noised.clean)
+    if isinstance(noised, NoisedPreferences):
+        total, weight, _ = noised.dpo_loss(model)
         about = f"{count} preferences; at the reference it is ln 2 = {math.log(2):.4g}"
     else:
         total, weight = noised.loss(model)

@@ -12,7 +12,7 @@ from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
-from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+from cosmos_rl.policy.config.train_policy import DpoPolicyConfig, GrpoPolicyConfig
 
 _PLACES = (
     "output_dir",
@@ -293,6 +293,8 @@ def _data_rules(config: Config) -> list[str]:
                 "validation.dataset.name, any word where the script passes its own val_dataset"
             )
         return lines
+    if isinstance(train_policy, DpoPolicyConfig) and (problem := train_policy.dpo_auto_beta.problem()):
+        lines.append(problem)
     if validation.enable and not (validation.dataset.local_dir or train_policy.dataset.test_size):
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "

@@ -170,7 +170,7 @@ def keeps_reference(job: GrpoPolicyConfig) -> bool:
 
 def moves_reference(job: GrpoPolicyConfig) -> bool:
     """Whether the reference becomes another one in the course of the run."""
-    return keeps_reference(job) and job.reference_reset_interval is not None
+    return keeps_reference(job) and (job.reference_reset_interval is not None or job.reference_reset_kl is not None)
 
 
 def copies_reference(job: GrpoPolicyConfig) -> bool:

@@ -39,6 +39,7 @@ def rl_rules(config: Config) -> list[str]:
         *_reference(job),
         *_teacher(config, job),
         *_gardo(job),
+        *_pairs(job),
         *_guard(config, job),
         *_rewards(config, job),
     ]
@@ -236,7 +237,12 @@ def _reference(job: GrpoPolicyConfig) -> Iterator[str]:
     if job.reset_optimizer_with_reference and not moves_reference(job):
         yield (
             "train.train_policy.reset_optimizer_with_reference: found true; allowed: false without a reference that "
-            "moves (train.train_policy.reference_reset_interval, and a kl_beta or norm_penalty)"
+            "moves (train.train_policy.reference_reset_interval or reference_reset_kl, and a kl_beta or norm_penalty)"
+        )
+    if job.reference_reset_kl is not None and job.kl_beta == 0:
+        yield (
+            f"train.train_policy.kl_beta: found 0.0; allowed: more than 0 with train.train_policy.reference_reset_kl = "
+            f"{job.reference_reset_kl}, as the distance is not measured without"
         )
 
 
@@ -247,11 +253,9 @@ def _teacher(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         return
     if job.kl_beta == 0:
         yield f"{key}.kl_beta: found 0.0; allowed: more than 0 with {key}.teacher, whose distance it weighs"
-    if job.reference_reset_interval is not None:
-        yield (
-            f"{key}.reference_reset_interval: found {job.reference_reset_interval}; allowed: unset with {key}.teacher, "
-            "which is the reference"
-        )
+    for name in ("reference_reset_interval", "reference_reset_kl"):
+        if (found := getattr(job, name)) is not None:
+            yield f"{key}.{name}: found {found}; allowed: unset with {key}.teacher, which is the reference"
     if job.trainer_type in PAIR_TRAINERS:
         yield f'{key}.teacher: found "{job.teacher}"; allowed: unset with "{job.trainer_type}", which needs a reference'
     if policy.freeze_pattern or policy.trainable_pattern or policy.trainable_map:
@@ -274,6 +278,14 @@ def _gardo(job: GrpoPolicyConfig) -> Iterator[str]:
             f'{key}.normalise_rewards: found "{job.normalise_rewards}"; allowed: "sum" with {key}.diversity_features, '
             "which is a factor of the advantages of one reward"
         )
+
+
+def _pairs(job: GrpoPolicyConfig) -> Iterator[str]:
+    auto, key = job.dpo_auto_beta, "train.train_policy.dpo_auto_beta"
+    if auto.target_factor is not None and job.trainer_type not in PAIR_TRAINERS:
+        yield f'{key}.target_factor: found {auto.target_factor}; allowed: unset with "{job.trainer_type}"'
+    if problem := auto.problem():
+        yield problem
 
 
 def _guard(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from cosmos_rl.policy.config.base import (
     RewardFunction,
     Table,
 )
+from cosmos_rl.policy.config.dpo import AutoBetaConfig
 from cosmos_rl.policy.config.prompt_sets import PromptSetConfig
 from cosmos_rl.policy.config.reward import FunctionName, LocalRewardConfig, RemoteRewardConfig
 
@@ -213,6 +214,8 @@ class DpoPolicyConfig(TrainPolicyConfig):
     dpo_beta: PositiveFloat = 2000.0
     """How much a difference between the errors of the two members counts, which are means over the latents' elements:
     higher values stay nearer to the model at the start. diffusers' script has half this number for the same."""
+    dpo_auto_beta: AutoBetaConfig = AutoBetaConfig()
+    """A beta that follows the margins."""
 
 
 class DataTermConfig(Table):
@@ -384,7 +387,10 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """Advantages are rewards minus the mean of their group over this, in place of a standard deviation (EPG, PEPG, PAR:
     10)."""
     dpo_beta: PositiveFloat = 100.0
-    """online_dpo: how much a difference between the errors of a prompt's best and worst sample counts."""
+    """online_dpo: how much a difference between the errors of a prompt's best and worst sample counts, which are means
+    over the latents' elements."""
+    dpo_auto_beta: AutoBetaConfig = AutoBetaConfig()
+    """online_dpo: a beta that follows the margins."""
     norm_penalty: NonNegativeFloat = 0.0
     """Weight of the square by which the velocities' root mean square exceeds that of the reference."""
     on_policy: StrictBool = False
@@ -392,6 +398,9 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     policy.diffusers.weight_copy_decay_type (0: it is the trained one too)."""
     reference_reset_interval: PositiveInt | None = None
     """Steps after which the reference becomes the present model; unset: never."""
+    reference_reset_kl: PositiveFloat | None = None
+    """The reference also becomes the present model after a step in which the mean distance to it was larger (GARDO:
+    3e-4 for FlowGRPO, 0.1 to 0.15 for DiffusionNFT); reference_reset_interval then counts from there. Unset: never."""
     reset_optimizer_with_reference: StrictBool = False
     """Forget the optimiser's moments then."""
     allowed_outdated_steps: NoEffect[NonNegativeInt] = 4

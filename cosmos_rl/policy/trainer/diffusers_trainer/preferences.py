@@ -23,11 +23,15 @@ class NoisedPreferences(NoisedSamples):
 
     rejected: Tensor
     """Latents like ``clean``."""
+    beta: float
+    """Of their loss."""
     reference: Tensor | None = None
     """Velocities of the frozen reference, ``[B, 2, C, ...]``, the chosen ones first."""
 
     @classmethod
-    def of_samples(cls, chosen: NoisedSamples, items: Sequence[Item], encoding: Encoding) -> "NoisedPreferences":
+    def of_samples(
+        cls, chosen: NoisedSamples, items: Sequence[Item], encoding: Encoding, beta: float
+    ) -> "NoisedPreferences":
         """``items``: those of which ``chosen`` was made.
 
         Raises:
@@ -40,13 +44,13 @@ class NoisedPreferences(NoisedSamples):
                 f'sample {alone}: has no rejected image; with train.train_policy.type = "dpo" a data set gives '
                 "'visual', 'rejected' and 'prompt'"
             )
-        return cls(chosen.clean, chosen.cond, chosen.noise, chosen.index, encoding.latents(rejected))
+        return cls(chosen.clean, chosen.cond, chosen.noise, chosen.index, encoding.latents(rejected), beta)
 
     def rows(self, which: slice) -> "NoisedPreferences":
         """Some of the preferences, as a view."""
+        chosen, both = super().rows(which), self.rejected[which]
         reference = None if self.reference is None else self.reference[which]
-        chosen = super().rows(which)
-        return NoisedPreferences(chosen.clean, chosen.cond, chosen.noise, chosen.index, self.rejected[which], reference)
+        return NoisedPreferences(chosen.clean, chosen.cond, chosen.noise, chosen.index, both, self.beta, reference)
 
     def velocities(self, model: PipelineModel) -> Tensor:
         """Of both members in one forward pass, ``[2, B, C, ...]``."""
@@ -64,7 +68,7 @@ class NoisedPreferences(NoisedSamples):
             reference = torch.cat(parts, dim=1)
         return replace(self, reference=reference.transpose(0, 1))
 
-    def dpo_loss(self, model: PipelineModel, beta: float) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    def dpo_loss(self, model: PipelineModel) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """``(sum, weight)`` of the preferences' losses, and their terms ``[B]``."""
         assert self.reference is not None
         loss, terms = dpo_loss(
@@ -72,7 +76,7 @@ class NoisedPreferences(NoisedSamples):
             self.reference.transpose(0, 1),
             torch.stack([self.clean, self.rejected]),
             self.noise,
-            beta=beta,
+            beta=self.beta,
             element_mask=self.cond.element_mask,
             level_weight_P=loss_weight(self._sigma(model), model.config.weighting_scheme),
         )

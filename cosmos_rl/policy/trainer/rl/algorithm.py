@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Share:
 
 
 class Algorithm(Protocol):
-    """One object per run; holds settings, no tensors."""
+    """One object per run; holds settings, and no tensors."""
 
     name: ClassVar[str]
     purpose: ClassVar[str]
@@ -154,6 +154,17 @@ class Algorithm(Protocol):
         """The sum of the rows' losses, each with its weight, and their terms."""
         ...
 
-    def after_step(self, policies: Policies, optimizer_steps: int) -> None:
-        """Move the old policy after a training step; so many optimiser steps were applied since the start."""
+    def after_step(self, policies: Policies, optimizer_steps: int, means: Mapping[str, float]) -> None:
+        """Move the old policy after a training step; so many optimiser steps were applied since the start.
+
+        ``means``: of the step's terms over the rows of all ranks, by the keys of the metrics.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers of the steps so far (JSON-ready)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what a checkpoint did."""
         ...

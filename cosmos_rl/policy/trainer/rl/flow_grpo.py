@@ -3,7 +3,7 @@ some of the steps, and make those more likely that led to good samples. See ``al
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -167,21 +167,31 @@ class FlowGrpo:
         terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
         if kl_beta > 0.0:
             kl_B = step_divergence(velocity, reference, steps, element_mask)
-            kl_B = micro.gate(kl_B * step_scales(self.region.scale, steps).kl_B.to(kl_B))
+            distance_B = kl_B * step_scales(self.region.scale, steps).kl_B.to(kl_B)
+            kl_B = micro.gate(distance_B)
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
             terms["kl_loss"] = kl_B.detach()
+            if micro.kl_weight is not None:
+                terms["reference_kl"] = distance_B.detach()
         if self.norm_weight > 0.0:
             norm_B = norm_penalty(velocity, reference, element_mask)
             loss = loss + self.norm_weight * (norm_B * micro.weight.to(norm_B)).sum()
             terms["norm_loss"] = norm_B.detach()
         return loss, terms
 
-    def after_step(self, policies: Policies, optimizer_steps: int) -> None:
+    def after_step(self, policies: Policies, optimizer_steps: int, means: Mapping[str, float]) -> None:
         """The old policy follows by the decay of its type; without one it is the trained policy."""
         decay = 0.0
         if self.lagged:
             decay = old_policy_decay(self.decay_type, optimizer_steps)
         policies.update_old(decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is remembered."""
 
 
 @dataclass(frozen=True)

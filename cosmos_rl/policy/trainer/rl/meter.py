@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.flow_grpo import STOPPED
+from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.trainer.rl.algorithm import Rows, Terms
 from cosmos_rl.policy.trainer.rl.guard_rules import compute_norm_metrics
+from cosmos_rl.utils.logging import logger
 
 _NORM_RATIO = "velocity_norm_ratio"
 
@@ -21,6 +23,18 @@ def count_moving(terms: Terms, rows: Rows, neutral: float) -> float:
         if name in terms:
             moving_R = moving_R & (terms[name].cpu() == 0)
     return float(moving_R.sum())
+
+
+def warn_if_broken(step: int, terms: Terms, rows: Rows) -> None:
+    """Name up to three rows of this rank whose loss counts and is not finite."""
+    if not terms:
+        return
+    broken_R = ~terms["policy_loss"].cpu().isfinite() & (rows.weight > 0)
+    found = torch.nonzero(broken_R).flatten().tolist()[:3]
+    if found:
+        sigma_R = rows.level.sigma
+        first = [f"{text_of(rows.prompts[i])[:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in found]
+        logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(first)}")
 
 
 class Meter:

@@ -2,8 +2,9 @@
 r in [0, 1], and regress the trained velocity towards what good samples say and away from what bad ones say.
 See docs/algorithms/nft.md."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -118,9 +119,12 @@ class DiffusionNft:
         loss, terms = self.policy_loss(velocity, old, micro, element_mask)
         reference = micro.frozen.get("reference")
         if reference is not None:
-            kl_B = micro.gate(velocity_kl(velocity, reference, element_mask))
+            distance_B = velocity_kl(velocity, reference, element_mask)
+            kl_B = micro.gate(distance_B)
             loss = loss + kl_beta * (kl_B * micro.weight.to(kl_B)).sum()
             terms["kl_loss"] = kl_B.detach()
+            if micro.kl_weight is not None:
+                terms["reference_kl"] = distance_B.detach()
             terms["old_kl"] = velocity_kl(old, reference, element_mask)
             terms["velocity_norm_ratio"] = norm_ratio(velocity.detach(), reference, element_mask)
         if reference is not None and self.norm_weight > 0.0:
@@ -147,6 +151,13 @@ class DiffusionNft:
             weight_B=micro.weight,
         )
 
-    def after_step(self, policies: Policies, optimizer_steps: int) -> None:
+    def after_step(self, policies: Policies, optimizer_steps: int, means: Mapping[str, float]) -> None:
         """The old policy follows by the decay of its type."""
         policies.update_old(old_policy_decay(self.decay_type, optimizer_steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is remembered."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.given import PromptKey, text_of
 from cosmos_rl.data.prompts import PromptRecord, digest_prompts
 from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.distributed import randomness
@@ -23,7 +22,7 @@ from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, moves_reference, plan_online
+from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
@@ -37,7 +36,8 @@ from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.gardo import KlGate, NearestSample
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
 from cosmos_rl.policy.trainer.rl.guard_probe import GuardProbe, HeldOut
-from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving
+from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving, warn_if_broken
+from cosmos_rl.policy.trainer.rl.moving_reference import MovingReference
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
@@ -101,6 +101,7 @@ class OnlineTask(TaskBase):
         super().__init__(config, context, parts.model.trainable_parameters(), self._sized.stream, parts.export)
         kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
         self.policies = parts.model.policies(**kept, moving_reference=copies_reference(job))
+        self._reference = MovingReference(job, self.policies, self.optimizer)
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
@@ -170,11 +171,7 @@ class OnlineTask(TaskBase):
             "time/reward_wait": scored - rolled_out,
             "time/update": learnt - scored,
         }
-        done = step + 1
-        if moves_reference(self._job) and done % (self._job.reference_reset_interval or 1) == 0:
-            self.policies.reset_reference()
-            if self._job.reset_optimizer_with_reference:
-                self.optimizer.forget_moments()
+        metrics |= self._reference.after_step(step + 1, metrics)
         return StepReport(metrics, refusal, gallery=gallery)
 
     @memory_phase("sampling")
@@ -249,11 +246,12 @@ class OnlineTask(TaskBase):
         for number, indices in enumerate(updates):
             count_parts(number, len(updates))
             results.append(self._optimizer_step(draws, number, indices, batch, learnable, conditions, meter))
+        means = meter.metrics(self._context, self._loss_weights)
         if any(result.applied for result in results):
-            self.algorithm.after_step(self.policies, self._optimizer_steps)
+            self.algorithm.after_step(self.policies, self._optimizer_steps, means)
         norms = [result.grad_norm for result in results]
         metrics = {
-            **meter.metrics(self._context, self._loss_weights),
+            **means,
             "optim/grad_norm": sum(norms) / max(len(norms), 1),
             "optim/zero_gradients": float(sum(result.refusal is Refusal.ZERO for result in results)),
             **self.optimizer.metrics(),
@@ -292,7 +290,7 @@ class OnlineTask(TaskBase):
             loss_factor=self.optimizer.loss_factor,
         )
         sums = meter.add(terms, rows)
-        self._warn_if_broken(step, terms, rows.prompts, rows.level.sigma, rows.weight)
+        warn_if_broken(step, terms, rows)
         if data_share is not None:
             sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
             meter.add_sum("data_loss", sums["data_loss"])
@@ -385,6 +383,8 @@ class OnlineTask(TaskBase):
             "guard": self.guard.state_dict(),
             "rewards": self._scoring.settings(),
             "kl_gate": self._gate.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "reference": self._reference.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -394,6 +394,8 @@ class OnlineTask(TaskBase):
         self.policies.old_equals_current = bool(state["old_equals_current"])
         self.guard.load_state_dict(state["guard"])
         self._gate.load_state_dict(state["kl_gate"])
+        self.algorithm.load_state_dict(state.get("algorithm", {}))
+        self._reference.load_state_dict(state.get("reference", {}))
         self.optimizer.lr_factor = self.guard.lr_factor
         self._scoring.warn_if_changed(state["rewards"])
 
@@ -445,18 +447,6 @@ class OnlineTask(TaskBase):
     def _seed_dropout(self, draws: Draws, number: int) -> None:
         seed, purpose, step = draws.key("dropout")
         torch.manual_seed(randomness.torch_seed(seed, purpose, step, number, self._context.dp_rank))
-
-    def _warn_if_broken(
-        self, step: int, terms: Mapping[str, Tensor], prompts: Sequence[PromptKey], sigma_R: Tensor, weight_R: Tensor
-    ) -> None:
-        """Name up to three rows of this rank whose loss counts and is not finite."""
-        if not terms:
-            return
-        broken_R = ~terms["policy_loss"].cpu().isfinite() & (weight_R > 0)
-        rows = torch.nonzero(broken_R).flatten().tolist()[:3]
-        if rows:
-            first = [f"{text_of(prompts[i])[:60]!r} at noise level {float(sigma_R[i]):.3g}" for i in rows]
-            logger.warning(f"step {step + 1}: the loss is not finite, first for {'; '.join(first)}")
 
     def _build_gallery(self, step: int, batch: ScoredBatch) -> Sequence[Shown]:
         done, interval = step + 1, self._config.logging.multi_modal_log_interval

@@ -1,13 +1,14 @@
 """Online DPO: the best and the worst sample of each prompt, by reward, as a pair (Diffusion-DPO, arXiv 2311.12908). See
 docs/algorithms/dpo.md."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from cosmos_rl.algorithms.dpo import dpo_loss
+from cosmos_rl.algorithms.dpo import FollowingBeta, dpo_loss
 from cosmos_rl.algorithms.forward_process import norm_penalty
 from cosmos_rl.algorithms.nft import norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
@@ -15,7 +16,7 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.model.driver.contract import Level
-from cosmos_rl.policy.model.policies import PolicyName
+from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import MicroBatch, Rows, Terms
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
 
@@ -25,7 +26,7 @@ class OnlineDpo(DiffusionNft):
     """DPO on the forward process of DiffusionNFT. A row is a pair at a noise level, and ``B`` of them are ``2 B`` rows
     of a forward pass, the best samples first."""
 
-    dpo_beta: float = 100.0
+    beta_now: FollowingBeta = field(default_factory=lambda: FollowingBeta(100.0))
 
     name: ClassVar[str] = "Online DPO"
     purpose: ClassVar[str] = "online_dpo"
@@ -36,7 +37,8 @@ class OnlineDpo(DiffusionNft):
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """The keys of ``[policy.diffusers]`` and ``[train.train_policy]`` that it reads."""
-        return replace(super().from_config(config), dpo_beta=online_table(config).dpo_beta)
+        job = online_table(config)
+        return replace(super().from_config(config), beta_now=FollowingBeta(job.dpo_beta, **job.dpo_auto_beta.settings))
 
     @property
     def rollout_policy(self) -> PolicyName:
@@ -72,10 +74,12 @@ class OnlineDpo(DiffusionNft):
             reference.unflatten(0, members),
             micro.data["clean"],
             micro.data["noise"],
-            beta=self.dpo_beta,
+            beta=self.beta_now.value,
             element_mask=None if element_mask is None else element_mask[: members[1]],
             weight_P=micro.weight,
         )
+        if self.beta_now.target is not None:
+            terms["dpo_beta"] = torch.full_like(terms["margin"], self.beta_now.value)
         ratio_B = norm_ratio(velocity.detach(), reference, element_mask).unflatten(0, members)
         terms["velocity_norm_ratio"] = ratio_B.mean(0)
         for name, factor, measure in (("kl_loss", kl_beta, velocity_kl), ("norm_loss", self.norm_weight, norm_penalty)):
@@ -84,3 +88,16 @@ class OnlineDpo(DiffusionNft):
                 loss = loss + factor * (value_P * micro.weight.to(value_P)).sum()
                 terms[name] = value_P.detach()
         return loss, terms
+
+    def after_step(self, policies: Policies, optimizer_steps: int, means: Mapping[str, float]) -> None:
+        """The old policy is the trained one; ``beta`` follows the margins of the step."""
+        super().after_step(policies, optimizer_steps, means)
+        self.beta_now.follow(means.get("train/margin_size_mean", 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size of the margins so far."""
+        return self.beta_now.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the margins of a checkpoint."""
+        self.beta_now.load_state_dict(state)

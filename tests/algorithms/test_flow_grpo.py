@@ -85,6 +85,11 @@ def test_golden_distance_to_a_teacher() -> None:
     steps = steps_of([transition_of("flow")])
     found = step_divergence(doubles(NEW[:1]), doubles(REFERENCE[:1]), steps)
     assert float(found) == pytest.approx(3.664174745e-4, abs=1e-13)
+    std = 0.7 * math.sqrt(STEP[0] / (1 - STEP[0]))  # of the noise in the time 1
+    factor = (std * (1 - STEP[0]) / (2 * STEP[0]) + 1 / std) ** 2 / 2
+    by_hand = (STEP[0] - STEP[1]) * factor * ((NEW - REFERENCE)[0] ** 2).mean()
+    assert float(found) == pytest.approx(by_hand, rel=1e-12)
+    assert float(found) * (STEP[0] - STEP[1]) == pytest.approx(3.664174745e-5, abs=1e-14)  # codes without the length
     student = doubles(OLD[:1]).requires_grad_()
     (gradient,) = torch.autograd.grad(step_divergence(student, doubles(REFERENCE[:1]), steps).sum(), student)
     expected = [-0.0026360969, 0.0052721939, -0.0052721939, 0.0052721939]

@@ -22,7 +22,7 @@ from cosmos_rl.algorithms.forward_process import (
     forward_process_loss,
     norm_penalty,
 )
-from cosmos_rl.algorithms.nft import nft_loss, velocity_kl
+from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
 from tests.algorithms.fixture import ADVANTAGE, CLEAN, NEW, NOISED, OLD, REFERENCE, SIGMA, doubles
 
 
@@ -198,6 +198,61 @@ def test_a_distant_policy_stays_finite() -> None:
         assert bool(gradient.isfinite().all())
 
 
+# ---- a known optimum ------------------------------------------------------------------------------------------------
+
+GRID = torch.linspace(-4.0, 4.0, 161, dtype=torch.float64)
+LOG_BASE = torch.log_softmax(-(GRID**2) / 2, 0)
+REWARD = torch.sin(2 * GRID) + 0.3 * GRID
+
+
+def on_the_grid(objective: ForwardProcess, log_new: Tensor, log_old: Tensor, advantage: Tensor) -> Tensor:
+    """The expected loss of all points under the old policy. Where clean and noised are 0 at sigma 1, the velocity
+    ``sqrt(c - f)`` has the uniform estimate ``f - c``, so that log-densities take the place of velocities."""
+    zeros = torch.zeros(len(GRID), 1, dtype=torch.float64)
+    new, old = ((100.0 - f).sqrt()[:, None] for f in (log_new, log_old))
+    rows = (old, zeros, zeros, torch.ones(len(GRID)).double(), advantage)
+    uniform = with_estimator(objective, "uniform")
+    return forward_process_loss(new, *rows, uniform, weight_B=torch.softmax(log_old, 0))[0]
+
+
+def total_variation(log_density: Tensor, target: Tensor) -> float:
+    return 0.5 * float((torch.softmax(log_density, 0) - target).abs().sum())
+
+
+def test_epg_with_a_kl_penalty_has_the_tilt_as_its_optimum() -> None:
+    """Natural gradients, each from the policy itself, where the ratio is 1; the penalty is a part of the reward."""
+    target, found = torch.softmax(LOG_BASE + REWARD, 0), LOG_BASE.clone()
+    assert total_variation(found, target) > 0.3
+    for _ in range(60):
+        logits = found.clone().requires_grad_()
+        log_new = torch.log_softmax(logits, 0)
+        value = REWARD - (log_new.detach() - LOG_BASE)
+        advantage = value - (log_new.detach().exp() * value).sum()
+        (gradient,) = torch.autograd.grad(on_the_grid(EPG, log_new, log_new.detach(), advantage), logits)
+        found = found - 0.5 * gradient / log_new.detach().exp()
+    assert total_variation(found, target) <= 2e-6
+
+
+@pytest.mark.parametrize(("eta", "distances"), [(1.0, {1: 0.157, 5: 0.0087, 20: 2.6e-7}), (0.1, {1: 0.306, 5: 0.200})])
+@pytest.mark.parametrize("objective", [PAR, PEPG], ids=["par", "pepg"])
+def test_proximal_steps_are_the_closed_form_and_lead_to_the_tilt(
+    objective: ForwardProcess, eta: float, distances: dict[int, float]
+) -> None:
+    """``pi' ~ (base e^R)^(eta / (1 + eta)) pi^(1 / (1 + eta))``, golden distances from the limit ``base e^R``."""
+    target, old, share = torch.softmax(LOG_BASE + REWARD, 0), LOG_BASE.clone(), eta / (1 + eta)
+    for number in range(1, max(distances) + 1):
+        advantage, new = share * (LOG_BASE + REWARD - old), old.clone()
+        for _ in range(12):  # the gradient is -mass (A - l) times the ratio
+            logits = new.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(on_the_grid(objective, logits, old, advantage), logits)
+            new = new - gradient / torch.softmax(old, 0) / (new - old).exp()
+        closed = torch.softmax(share * (LOG_BASE + REWARD) + (1 - share) * old, 0)
+        assert total_variation(new, closed) <= 9e-5
+        old = torch.log_softmax(new, 0)
+        if number in distances:
+            assert total_variation(old, target) == pytest.approx(distances[number], rel=0.02, abs=2e-7)
+
+
 # ---- the penalty on the norm ----------------------------------------------------------------------------------------
 
 
@@ -207,6 +262,15 @@ def test_a_distant_policy_stays_finite() -> None:
 def test_golden_norm_penalty(velocity: np.ndarray, expected: list[float]) -> None:
     found = norm_penalty(doubles(velocity), doubles(REFERENCE))
     assert found.tolist() == pytest.approx(expected, abs=1e-11)
+
+
+def test_golden_norm_ratio_and_its_relative_excess() -> None:
+    ratio = norm_ratio(doubles(NEW), doubles(REFERENCE))
+    assert ratio.tolist() == pytest.approx([1.0167851331, 0.8628804682], abs=1e-10)
+    assert float(ratio[0] - 1) ** 2 == pytest.approx(2.817406924e-4, abs=1e-12)
+    velocity = (1.1 * doubles(REFERENCE)).requires_grad_()
+    excess = (norm_ratio(velocity, doubles(REFERENCE)) - 1.0) ** 2
+    assert excess.tolist() == pytest.approx([0.01, 0.01], abs=1e-12)
 
 
 def test_the_norm_penalty_pulls_along_the_velocity_and_only_above_the_reference() -> None:

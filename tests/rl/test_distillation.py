@@ -12,8 +12,8 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
-from tests.support.toy_models import PlaneModel
-from tests.support.toy_tasks import POINT, toy_config, toy_trainer
+from tests.support.toy_models import FOUR_MODES, PlaneModel, TiltedModel
+from tests.support.toy_tasks import POINT, mmd2, plane_samples, toy_config, toy_trainer
 
 JOB = "train.train_policy."
 TABLES = {
@@ -52,6 +52,34 @@ def test_the_policy_becomes_the_teacher(more: dict[str, object]) -> None:
     assert distances[-1] < 0.05 * distances[0]
     kept = task.extra_tensors()["reference"]
     assert all(torch.equal(kept[name], teacher[name]) for name in task.params)
+
+
+@pytest.mark.zoo
+def test_a_student_of_the_exact_tilt_samples_the_tilt() -> None:
+    """The teacher is the velocity of the four modes times ``exp(x / 2)``: of a linear reward at temperature 2."""
+    tables = {
+        **TABLES,
+        "train.train_batch_per_replica": 512,
+        "rollout.n_generation": 256,
+        "train.max_num_steps": 80,
+        "train.optm_lr": 3e-3,
+        JOB + "mini_batch": 128,
+        JOB + "batch_size_per_optimize": 128,
+    }
+    model = TiltedModel([POINT.prompt])
+    task = toy_trainer(toy_config(tables), model, [POINT] * 2)
+    slope, tilt = torch.tensor([0.5, 0.0]), model.transformer.tilt
+    task.policies.load_reference(lambda: tilt.data.copy_(slope))
+    assert not tilt.any()
+    exact = FOUR_MODES.tilted(slope).draw(2000, torch.Generator().manual_seed(3))
+    assert float(exact[:, 0].mean()) == pytest.approx(0.986, abs=0.08)  # the closed form; 2000 draws
+    assert mmd2(plane_samples(model, 2000), exact) > 0.1
+    distances = [task.train_step(step).metrics["train/kl_loss_mean"] for step in range(task.total_steps)]
+    assert distances[-1] < 0.06 * distances[0]  # the floor is 0
+    samples = plane_samples(model, 2000)
+    assert mmd2(samples, exact) <= 0.01
+    assert float((samples[:, 0] > 0).float().mean()) == pytest.approx(0.804, abs=0.05)
+    assert not tilt.any()
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,15 @@ class ToyModel(FlowModel):
 class Mixture:
     """``K`` Gaussians of one deviation; everything about them is a closed form."""
 
-    def __init__(self, means: Tensor, std: float) -> None:
-        """``means``: ``[K, 2]``, all of weight ``1 / K``."""
+    def __init__(self, means: Tensor, std: float, log_weights: Tensor | None = None) -> None:
+        """``means``: ``[K, 2]``; ``log_weights``: ``[K]``, but for a constant; None: all of weight ``1 / K``."""
         self.means, self.std = means, std
+        self.log_weights = torch.zeros(len(means)) if log_weights is None else log_weights
+
+    def tilted(self, slope: Tensor) -> "Mixture":
+        """The mixture times ``exp(slope . x)``."""
+        means = self.means.to(slope)
+        return Mixture(means + self.std**2 * slope, self.std, self.log_weights.to(slope) + means @ slope)
 
     def posterior(self, noised: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the clean sample given ``noised`` ``[B, 2]`` at ``sigma`` ``[B]``: weights ``[B, K]``, means ``[B, K, 2]``
@@ -89,7 +95,7 @@ class Mixture:
         t = sigma.to(noised)[:, None]
         variance = (1 - t) ** 2 * self.std**2 + t**2
         gap = noised[:, None] - (1 - t)[..., None] * self.means.to(noised)
-        weights = torch.softmax(-(gap**2).sum(-1) / (2 * variance), dim=1)
+        weights = torch.softmax(self.log_weights.to(noised) - (gap**2).sum(-1) / (2 * variance), dim=1)
         means = self.means.to(noised) + ((1 - t) * self.std**2 / variance)[..., None] * gap
         return weights, means, (self.std**2 * t**2 / variance)[:, 0]
 
@@ -104,7 +110,10 @@ class Mixture:
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """``[count, 2]``."""
-        which = torch.randint(len(self.means), (count,), generator=generator)
+        if self.log_weights.any():
+            which = torch.multinomial(self.log_weights.softmax(0), count, replacement=True, generator=generator)
+        else:
+            which = torch.randint(len(self.means), (count,), generator=generator)
         return self.means[which] + self.std * torch.randn(count, 2, generator=generator)
 
 
@@ -143,3 +152,33 @@ class PlaneModel(ToyModel):
 
     def to_media(self, visuals: Tensor) -> Tensor:
         return visuals.to("cpu", torch.float32)
+
+
+class TiltedNetwork(nn.Module, PeftAdapterMixin):
+    """The exact velocity of the mixture times ``exp(tilt . x)``, plus a residual that knows the prompt and is 0 at the
+    start. The tilt has no gradient: a teacher has one, and a student must learn what it does."""
+
+    def __init__(self, mixture: Mixture, labels: int, hidden: int = 64) -> None:
+        super().__init__()
+        self._mixture, self._labels = mixture, labels
+        self.tilt = nn.Parameter(torch.zeros(2))
+        last = nn.Linear(hidden, 2)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        layers = [nn.Linear(2 + 5 + labels, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), last]
+        self.residual = nn.Sequential(*layers)
+
+    def forward(self, latents: Tensor, sigma: Tensor, labels: Tensor) -> Tensor:
+        t = sigma.to(latents)[:, None]
+        turns = [f(k * math.pi * t) for k in (1, 2) for f in (torch.sin, torch.cos)]
+        label = nn.functional.one_hot(labels.clamp(max=self._labels - 1), self._labels).to(latents)
+        exact = self._mixture.tilted(self.tilt.detach()).velocity(latents, sigma)
+        return exact + self.residual(torch.cat([latents, t, *turns, label], dim=1))
+
+
+class TiltedModel(PlaneModel):
+    """Points of the plane, for several prompts."""
+
+    def __init__(self, labels: Sequence[str], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        ToyModel.__init__(self, TiltedNetwork(FOUR_MODES, len(labels)), labels, (2,))

@@ -72,7 +72,8 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     table.write_text("\n".join(json.dumps({"prompt": "one", "chosen": c, "rejected": rejected}) for c in chosen))
     places = [f"--{key}.dataset.local_dir={table}" for key in ("train.train_policy", "validation")]
     rates = ('--train.optm_name="Prodigy"', "--train.optm_lr=1.0")  # for optim/effective_learning_rate
-    dpo = train(write_toml(), *validation, *short, "--train.train_policy.type=dpo", *places, *rates)
+    follows = "--train.train_policy.dpo_auto_beta.target_factor=0.2"
+    dpo = train(write_toml(), *validation, *short, "--train.train_policy.type=dpo", follows, *places, *rates)
     untrained = '--validation.local_reward.reward_fns=[{function = "cosmos_rl.reward.examples:brightness"}]'
     job = "--train.train_policy."
     nft = nft_train(
@@ -105,8 +106,9 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
         f"{job}diversity_features=cosmos_rl.reward.features:thumbnails",
         f"{job}local_reward.reward_fns=[{rewards}]",
     )
+    moving = (f"{job}kl_beta=0.1", f"{job}reference_reset_kl=0.1")
     plain = (*short, "--train.ckpt.enable_checkpoint=false")
-    forward = nft_train(write_nft_toml(), *plain, f"{job}trainer_type=epg", f"{job}kl_beta=0.1", *gated)
+    forward = nft_train(write_nft_toml(), *plain, f"{job}trainer_type=epg", *moving, *gated)
     runs = (sft, dpo, nft, clipped, masked, forward)
     logged = {name for run in runs for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []

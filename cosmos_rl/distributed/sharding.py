@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,23 @@ class Sharding:
     reshard: str = "default"
     """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (not in the root)."""
 
-    def apply(self, module: nn.Module, param_dtype: torch.dtype, *, keep_root: bool = True) -> None:
-        """Shard ``module`` in place; its gathered weights have ``param_dtype``.
+    def apply(
+        self,
+        module: nn.Module,
+        param_dtype: torch.dtype,
+        *,
+        keep_root: bool = True,
+        whole: Collection[Any] = (),
+    ) -> None:
+        """Shard ``module`` in place but for the weights ``whole``; its gathered weights have ``param_dtype``.
 
         ``keep_root``: what is not in a block stays gathered after a forward pass, where ``reshard`` leaves it open.
         """
         reshard = self.reshard
         if reshard == "default" and not keep_root:
             reshard = "always"
-        shard_module(module, self.mesh, param_dtype=param_dtype, reduce_dtype=self.reduce_dtype, reshard=reshard)
+        dtypes = {"param_dtype": param_dtype, "reduce_dtype": self.reduce_dtype}
+        shard_module(module, self.mesh, **dtypes, reshard=reshard, whole=whole)
 
     def any_over_ranks(self, flags: Sequence[bool]) -> list[bool]:
         """Each flag: whether any rank has it set. All ranks must call it."""
@@ -56,6 +64,7 @@ def shard_module(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard: str = "default",
+    whole: Collection[Any] = (),
 ) -> None:
     """FSDP2 in place: every block of a class in ``_no_split_modules``, then the rest. See ``Sharding``.
 
@@ -65,7 +74,7 @@ def shard_module(
     assert mesh.mesh_dim_names is not None
     if mesh.size(0) == 1:
         mesh = mesh[mesh.mesh_dim_names[1]]
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(whole)}
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [child for child in module.modules() if child is not module and type(child).__name__ in names]
     for part in list_float32_units(module):
@@ -76,8 +85,8 @@ def shard_module(
     fully_shard(module, **options, reshard_after_forward=reshard == "always")
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give a sharded module whose parameters were built on the meta device their (still empty) memory.
+def materialise(module: nn.Module, device: torch.device, *, but: Collection[Tensor] = ()) -> None:
+    """Give a sharded module whose parameters were built on the meta device their (still empty) memory, ``but`` some.
 
     Buffers that the module computes when it is built, and no weight file has, keep their values.
     """
@@ -88,7 +97,8 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             f"{type(module).__name__} computes buffers when it is built ({', '.join(lost[:3])}), which sharded loading "
             "cannot restore; train this model with one rank"
         )
-    module.to_empty(device=device)
+    left = {id(weight) for weight in but}
+    module._apply(lambda value: value if id(value) in left else torch.empty_like(value, device=device))
     for name, buffer in module.named_buffers():
         if name in computed:
             buffer.copy_(computed[name])
@@ -130,14 +140,17 @@ def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
         )
 
 
-def load_shards(folder: Path, state: Mapping[str, Tensor]) -> None:
+def load_shards(folder: Path, state: Mapping[str, Tensor], *, but: Collection[str] = ()) -> None:
     """Fill the tensors of ``state`` (sharded or not) from a diffusers model folder; each rank reads its own part only.
+
+    ``but``: names that are left as they are.
 
     Raises:
         UserError: names differ.
     """
     files = find_weight_files(folder)
     check_names(folder, set(files), set(state))
+    state = {name: value for name, value in state.items() if name not in but}
     with tempfile.TemporaryDirectory() as links:  # the reader takes all safetensors files of a folder, variants too
         for file in set(files.values()):
             os.symlink(file.resolve(), Path(links) / file.name)

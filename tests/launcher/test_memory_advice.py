@@ -111,3 +111,24 @@ def test_a_base_in_4_bits_brings_flux_below_16_gb_on_one_gpu() -> None:
     remedy = [*advice.peak_lines(full, packed, packed.peak - 1)][1]
     assert "more GPUs" not in remedy or 'quantize_base = "none"' in remedy
     assert packed.parts["frozen transformer weights"] < 0.27 * plain.parts["frozen transformer weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("form", ["none", "int8", "nf4"])
+def test_a_form_of_the_base_is_named_where_it_is_smaller_on_a_rank(shards: int, form: str) -> None:
+    from cosmos_rl.launcher.check import estimate
+    from tests.support.published import files_of
+
+    path = ROOT / "configs" / "flux" / "flux-1-dev-sft-lora.toml"
+
+    def frozen(form: str) -> int:
+        options = [f"--policy.lora.quantize_base={form}", f"--policy.parallelism.dp_shard_size={shards}"]
+        config = load_config(path, options)
+        return estimate.memory(config, files_of(config), on_cpu=False, saves=None).parts[estimate.FROZEN]
+
+    named = advice.smaller_base(
+        load_config(path, [f"--policy.lora.quantize_base={form}", f"--policy.parallelism.dp_shard_size={shards}"])
+    )
+    smaller = [other for other in ("int8", "nf4") if frozen(other) < frozen(form)]
+    assert named in smaller if smaller else named is None

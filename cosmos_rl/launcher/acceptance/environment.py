@@ -52,7 +52,7 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
 
 
 def _missing_quantiser(config: Config) -> list[str]:
-    """The package that stores the base in 4 bits, where it is not installed; it is only looked for."""
+    """The package that stores the base in 8 or 4 bits, where it is not installed; it is only looked for."""
     lora = config.policy.lora
     if lora is None or lora.quantize_base == "none" or importlib.util.find_spec("torchao") is not None:
         return []

@@ -7,6 +7,7 @@ from cosmos_rl.launcher.machine import format_bytes
 from cosmos_rl.policy.config import Config, rollout_chunk
 
 _CARDS_GB = (24, 16)
+_SHARDS_ABOVE_4_BITS = 3  # a rank's share of 16 bits is larger than 4.1 bits
 
 
 def peak_lines(config: Config, memory: estimate.Memory, card: int | None) -> Iterator[str]:
@@ -39,8 +40,9 @@ def _remedy(config: Config, part: str) -> str:
         return "policy.diffusers.offload = true"
     if part == estimate.FROZEN and train.param_dtype == "float32":
         return 'train.param_dtype = "bfloat16"'
-    if part == estimate.FROZEN and policy.lora is not None and policy.lora.quantize_base == "none":
-        return 'policy.lora.quantize_base = "nf4", with one rank, or more GPUs'
+    form = smaller_base(config)
+    if part == estimate.FROZEN and form is not None:
+        return f'policy.lora.quantize_base = "{form}", or more GPUs'
     if part not in (estimate.FROZEN, estimate.VAE) and policy.lora is None:
         return "[policy.lora] in place of all weights"
     if part == estimate.MOMENTS and train.optm_name in ("Adam", "AdamW"):
@@ -51,8 +53,21 @@ def _remedy(config: Config, part: str) -> str:
         return _for_size(config)
     more = f"more GPUs, policy.parallelism.dp_shard_size, now {policy.parallelism.dp_shard_size}"
     if policy.lora is not None and policy.lora.quantize_base != "none":
-        return f'{more}, with policy.lora.quantize_base = "none", as a base in 4 bits is not sharded'
+        return f'{more}, with policy.lora.quantize_base = "none", as a quantised base is whole on every rank'
     return more
+
+
+def smaller_base(config: Config) -> str | None:
+    """The form of `policy.lora.quantize_base` that takes less of a rank's memory than the base does now: a quantised
+    one is not sharded."""
+    lora, shards = config.policy.lora, max(config.policy.parallelism.dp_shard_size, 1)
+    if lora is None or lora.quantize_base == "nf4":
+        return None
+    if lora.quantize_base == "none" and shards == 1:
+        return "int8"
+    if lora.quantize_base == "int8" or shards <= _SHARDS_ABOVE_4_BITS:
+        return "nf4"
+    return None
 
 
 def _for_encoders(config: Config) -> str:

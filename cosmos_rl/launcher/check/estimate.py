@@ -13,12 +13,12 @@ from functools import cached_property
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
 from cosmos_rl.launcher.check.optimizer_state import optimizer_state
+from cosmos_rl.launcher.check.packed import find_packed, frozen_bytes, unpacking
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once, world_size
 from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.model_rules import is_quantised, nf4_bytes
 from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -154,7 +154,7 @@ class _Rank:
         encoders, vae = _frozen_parts(config, self.pipeline)
         return {
             TRAINED: self.trained,
-            FROZEN: _frozen_base(config, self.pipeline, chosen) // self.shards,
+            FROZEN: _frozen_base(config, self.pipeline, chosen, self.shards),
             self._spare: 4 * chosen.spare_adapters // self.shards,
             GRADIENTS: self.trained,
             MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
@@ -200,11 +200,15 @@ class _Rank:
     @property
     def gathered(self) -> int:
         """Weights in the compute dtype that a forward pass makes."""
-        compute, train = BYTES[self.config.train.param_dtype], self.config.train
+        compute, train, lora = BYTES[self.config.train.param_dtype], self.config.train, self.config.policy.lora
+        shapes, form = self.pipeline.transformer, "none" if lora is None else lora.quantize_base
+        unpacked = unpacking(form, shapes, compute)
         if self.shards > 1:
-            return _gathered(self.pipeline.transformer, compute, train.fsdp_reshard_after_forward)
-        if self.config.policy.lora is not None or compute == 4:
-            return 0
+            packed = find_packed(form, shapes)
+            spread = {name: shape for name, shape in shapes.items() if name not in packed}
+            return unpacked + _gathered(spread, compute, train.fsdp_reshard_after_forward)
+        if lora is not None or compute == 4:
+            return unpacked
         return compute * self.chosen.trained
 
     @property
@@ -283,17 +287,12 @@ class _Rank:
 # ---- what comes and goes -----------------------------------------------------------------------------------------
 
 
-def _frozen_base(config: Config, pipeline: PipelineFiles, chosen: Selection) -> int:
-    """Bytes of the denoisers' weights that are not trained."""
+def _frozen_base(config: Config, pipeline: PipelineFiles, chosen: Selection, shards: int) -> int:
+    """Bytes on a rank of the denoisers' weights that are not trained."""
     lora = config.policy.lora
     if lora is None:
-        return 4 * chosen.frozen
-    size = BYTES[config.train.param_dtype]
-    if lora.quantize_base == "none":
-        return size * chosen.frozen
-    shapes = pipeline.denoisers().items()
-    packed = [math.prod(shape) for name, shape in shapes if is_quantised(name, shape)]
-    return size * (chosen.frozen - sum(packed)) + sum(nf4_bytes(count, size) for count in packed)
+        return 4 * chosen.frozen // shards
+    return frozen_bytes(lora.quantize_base, pipeline.denoisers(), chosen, BYTES[config.train.param_dtype], shards)
 
 
 def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:

@@ -6,9 +6,10 @@ from contextlib import suppress
 from cosmos_rl.launcher.acceptance.accept import read_model
 from cosmos_rl.launcher.acceptance.length import run_length
 from cosmos_rl.launcher.check import estimate
+from cosmos_rl.launcher.check.advice import smaller_base
 from cosmos_rl.launcher.check.sizes import memory_lines
 from cosmos_rl.launcher.pipeline_files import Unknown
-from cosmos_rl.policy.config import Config, rollout_chunk, world_size
+from cosmos_rl.policy.config import Config, rollout_chunk
 
 
 def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
@@ -26,7 +27,7 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
         shards, lora = config.policy.parallelism.dp_shard_size, config.policy.lora
         condition = ""
         if lora is not None and lora.quantize_base != "none":
-            condition = ', with policy.lora.quantize_base = "none"'  # a base in 4 bits is not sharded
+            condition = ', with policy.lora.quantize_base = "none"'  # a quantised base is not sharded
         remedies.append(f"more GPUs: policy.parallelism.dp_shard_size, now {shards}{condition}")
     return "\n".join(
         [
@@ -76,8 +77,9 @@ def _suggest_for_model(config: Config) -> Iterator[str]:
         yield 'train.param_dtype = "bfloat16" for what is computed'
     if policy.lora is None:
         yield "[policy.lora] in place of all weights"
-    elif policy.lora.quantize_base == "none" and world_size(policy.parallelism) == 1:
-        yield 'policy.lora.quantize_base = "nf4": the frozen base in 4 bits'
+    elif (form := smaller_base(config)) is not None:
+        bits = {"int8": 8, "nf4": 4}[form]
+        yield f'policy.lora.quantize_base = "{form}": the frozen base in {bits} bits'
     key = "inference_size"
     if policy.diffusers.buckets is not None:
         key = "buckets, of which the largest is"

@@ -187,12 +187,6 @@ def _lora_rules(config: Config) -> list[str]:
         )
     if len(set(lora.lora_names)) != len(lora.lora_names):
         lines.append(f"policy.lora.lora_names: found {list(lora.lora_names)}; allowed: different names")
-    ranks = world_size(config.policy.parallelism)
-    if lora.quantize_base != "none" and ranks > 1:
-        lines.append(
-            f'policy.lora.quantize_base: found "{lora.quantize_base}" with {ranks} ranks; allowed: one rank '
-            "(--nproc-per-node 1), as quantised weights are not sharded"
-        )
     if not lora.target_modules:
         lines.append('policy.lora.target_modules: found []; allowed: name endings of layers, or "all-linear"')
     return lines

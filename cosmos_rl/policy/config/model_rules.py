@@ -16,17 +16,34 @@ _SERVICE_VAES = {"AutoencoderKLWan": (16, 48)}
 NF4_BLOCK = 64
 """Weights that share a scale of 8 bits."""
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\..*\.weight$")
+_BYTES_OF_A_ROW = 5
+"""Of a weight in 8 bits: a scale in float32, and the code of zero."""
 
 
-def is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """Whether `policy.lora.quantize_base` stores a tensor of a transformer in 4 bits: the weight of a linear layer in
-    one of its blocks."""
-    return len(shape) == 2 and math.prod(shape) % NF4_BLOCK == 0 and _IN_A_BLOCK.search(name) is not None
+def is_quantised(form: str, name: str, shape: Sequence[int]) -> bool:
+    """Whether `policy.lora.quantize_base` packs a tensor of a transformer: the weight of a linear layer in a block."""
+    if form == "nf4" and math.prod(shape) % NF4_BLOCK:
+        return False
+    return len(shape) == 2 and _IN_A_BLOCK.search(name) is not None
+
+
+def packed_bytes(form: str, shape: Sequence[int], size: int) -> int:
+    """Bytes of a packed weight whose numbers took ``size`` bytes each."""
+    if form == "nf4":
+        return nf4_bytes(math.prod(shape), size)
+    return math.prod(shape) + _BYTES_OF_A_ROW * shape[0]
 
 
 def scales_at_once(count: int) -> int:
     """Scales of so many weights that share one of their own: up to 256 that come out even."""
     return math.gcd(count // NF4_BLOCK, 256)
+
+
+def unpacking_bytes(form: str, count: int, size: int) -> int:
+    """Bytes that come and go while so many packed weights become numbers of ``size`` bytes each; measured."""
+    if form == "nf4":
+        return count * (8 + 3 * size)
+    return count * (8 + size % 4)
 
 
 def nf4_bytes(count: int, size: int) -> int:

@@ -29,6 +29,7 @@ LoraInit = Annotated[
     StrictBool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_[0-9]+)$")],
     Description('true, false, "gaussian", "eva", "olora", "pissa" or "pissa_niter_<number>"'),
 ]
+Quantisation = Literal["none", "int8", "nf4"]
 Solver = Literal["flow", "flow_linear", "euler", "dance", "ddim", "cps", "dpm1", "dpm2", "1euler", "2ab"]
 
 
@@ -54,9 +55,9 @@ class LoraConfig(Table):
     "pissa_niter_<number>"."""
     lora_path: str | None = None
     """Folder or file of an exported adapter to start from."""
-    quantize_base: Literal["none", "nf4"] = "none"
-    """How the frozen base is held: "none" in train.param_dtype, "nf4" the linear layers of its blocks in 4 bits (NF4,
-    needs torchao; one rank)."""
+    quantize_base: Quantisation = "none"
+    """How the frozen base is held: "none" in train.param_dtype, "int8" the linear layers of its blocks in 8 bits, "nf4"
+    in 4 bits (NF4). Both need torchao, and are whole on every rank."""
     use_rslora: StrictBool = False
     """Scale by lora_alpha / sqrt(r)."""
     alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)

@@ -28,7 +28,7 @@ from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
 from cosmos_rl.policy.model.placement import Placement
-from cosmos_rl.policy.model.quantised import quantise_base
+from cosmos_rl.policy.model.quantised import find_packed, quantise_base, read_packed
 from cosmos_rl.policy.model.quiet import build_text_encoders, quiet_libraries
 from cosmos_rl.utils.logging import logger
 
@@ -247,8 +247,11 @@ class PipelineModel(FlowModel):
         return torch.float32
 
     @property
-    def _quantises(self) -> bool:
-        return self.lora_config is not None and self.lora_config.quantize_base != "none"
+    def _packed_form(self) -> str | None:
+        """How the weights of the frozen base are packed; None: not."""
+        if self.lora_config is None or self.lora_config.quantize_base == "none":
+            return None
+        return self.lora_config.quantize_base
 
     def _checkpoint_gradients(self) -> None:
         for module in self.denoisers.values():
@@ -292,8 +295,6 @@ class PipelineModel(FlowModel):
 
     def _prepare_denoisers(self, sharding: Sharding | None, seed: int, policy: PolicyConfig) -> None:
         """Adapters, sharding and weights, in the order that never holds a whole denoiser in a sharded run."""
-        if self._quantises and sharding is not None:
-            raise UserError("policy.lora.quantize_base: quantised weights are not sharded; train with one rank")
         if self.lora_config is None:
             apply_patterns(self.transformer, policy)
         for name in list_denoisers(self.base_folder):  # frozen experts among them
@@ -301,20 +302,28 @@ class PipelineModel(FlowModel):
             compute_in_float32(module, self.device.type)
             if self.lora_config is not None and name in self._trained:
                 lora.add_adapters(module, self.lora_config)
-            if self._quantises:
-                quantise_base(module, self.device)
-                self._placement.bring(module)
             if sharding is not None:
-                keep_root = name in self._trained  # its backward pass needs it again
-                sharding.apply(module, self.param_dtype, keep_root=keep_root)
-                materialise(module, self.device)
-                load_shards(self.base_folder / name, lora.base_state(module))
+                self._load_sharded(name, module, sharding)
+            elif self._packed_form is not None:
+                quantise_base(module, self._packed_form, self.device)
+                self._placement.bring(module)
         if self.lora_config is not None:
             lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:
                 for name, module in self.denoisers.items():
                     folder = lora.adapter_place(self.lora_config.lora_path, name)
                     lora.warm_start(module, self.primary_adapter, folder, convert=self._convert_adapter)
+
+    def _load_sharded(self, name: str, module: Any, sharding: Sharding) -> None:
+        """A denoiser without memory, spread over the ranks and filled; packed weights are whole on each."""
+        layers = {} if self._packed_form is None else find_packed(module, self._packed_form)
+        whole = [layer.weight for layer in layers.values()]
+        keep_root = name in self._trained  # its backward pass needs it again
+        sharding.apply(module, self.param_dtype, keep_root=keep_root, whole=whole)
+        materialise(module, self.device, but=whole)
+        load_shards(self.base_folder / name, lora.base_state(module), but=layers)
+        if self._packed_form is not None:
+            read_packed(layers, self.base_folder / name, self._packed_form, self.device)
 
     def _convert_adapter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The names of PEFT for the tensors of an adapter's file, by the pipeline's own loader."""
@@ -374,7 +383,7 @@ class PipelineModel(FlowModel):
                 part.requires_grad_(False)
                 if not name.startswith("transformer"):
                     self._placement.send(part)
-                elif next(part.parameters()).device.type != "meta" and not self._quantises:
+                elif next(part.parameters()).device.type != "meta" and self._packed_form is None:
                     self._placement.bring(part)
 
     def _encoders(self) -> list[torch.nn.Module]:

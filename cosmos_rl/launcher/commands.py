@@ -104,7 +104,8 @@ def export(argv: Sequence[str]) -> int:
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
     with report_full_disk(given.out, remedy=""):
-        print(export_checkpoint(policy, given.out, given.format))
+        for written in export_checkpoint(policy, given.out, given.format):
+            print(written)
     return 0
 
 

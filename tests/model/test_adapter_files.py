@@ -3,11 +3,10 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, Flux2Pipeline, FluxPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -134,7 +133,9 @@ def test_parts_of_a_joined_layer_that_were_not_adapted_are_left_out(
     tiny_sd3: Path, tmp_path: Path, pairs: Pairs
 ) -> None:
     few = {layer: pair for layer, pair in pairs.items() if layer.endswith(("to_q", "to_v"))}
-    joined = adapters_to_original(find_names("SD3Transformer2DModel", "", ""), few, 1)
+    joined = adapters_to_original(
+        find_names("SD3Transformer2DModel", "", ""), few, {layer: len(up) for layer, (_, up) in pairs.items()}
+    )
     state = named(joined, lambda layer: f"lora_unet_{layer.replace('.', '_')}", KOHYA)
     state |= {f"lora_unet_{layer.replace('.', '_')}.alpha": torch.tensor(8.0) for layer in joined}  # the joined rank
     save_file(state, tmp_path / "x.safetensors")
@@ -215,25 +216,56 @@ def tiny_flux() -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4))
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "name", "endings", "alpha"),
-    [
-        (FluxPipeline, "lora_unet_double_blocks_0_img_attn_qkv", KOHYA, 1.0),
-        (Flux2Pipeline, "diffusion_model.double_blocks.0.img_attn.qkv", PEFT, None),
-    ],
-)
-def test_names_that_only_diffusers_knows_are_converted_by_it(
-    pipeline: Any, name: str, endings: tuple[str, str], alpha: float | None
-) -> None:
-    generator = torch.Generator().manual_seed(6)
-    down, up = torch.randn(2, 16, generator=generator), torch.randn(48, 2, generator=generator)
-    state = named({name: (down, up)}, str, endings, alpha)
-    layers = lora.list_layer_names(tiny_flux())
-    found = read_tensors(state, "FluxTransformer2DModel", layers, pipeline.lora_state_dict)
+XLABS = {
+    "double_blocks.0.processor.qkv_lora1": ["transformer_blocks.0.attn.to_q", "….to_k", "….to_v"],
+    "double_blocks.0.processor.qkv_lora2": ["transformer_blocks.0.attn.add_q_proj", "….add_k_proj", "….add_v_proj"],
+    "double_blocks.0.processor.proj_lora1": ["transformer_blocks.0.attn.to_out.0"],
+    "double_blocks.0.processor.proj_lora2": ["transformer_blocks.0.attn.to_add_out"],
+    "single_blocks.0.processor.qkv_lora": ["single_transformer_blocks.0.attn.to_q", "….to_k", "….to_v"],
+}
+"""Names of x-flux -> the layers, by their ends where the beginning is the same."""
+
+
+def test_an_adapter_of_x_flux_is_converted_by_diffusers() -> None:
+    generator, state, expected = torch.Generator().manual_seed(6), dict[str, Tensor](), dict[str, Tensor]()
+    for name, layers in XLABS.items():
+        down, up = torch.randn(2, 16, generator=generator), torch.randn(16 * len(layers), 2, generator=generator)
+        state |= {f"{name}.down.weight": down, f"{name}.up.weight": up}
+        for layer, rows in zip(layers, up.split(16), strict=True):
+            expected[layer.replace("…", layers[0].rpartition(".")[0])] = rows @ down
+    rows = lora.layer_rows(tiny_flux())
+    found = read_tensors(state, "FluxTransformer2DModel", rows, FluxPipeline.lora_state_dict)
     assert (found.form, found.unknown) == ("diffusers' converters", [])
-    for place, last in enumerate("qkv"):
-        first, second = found.pairs[f"transformer_blocks.0.attn.to_{last}"]
-        expected = (1.0 if alpha is None else 0.5) * up[16 * place : 16 * (place + 1)] @ down
-        torch.testing.assert_close(second @ first, expected)
-    # without any alpha a header or an adapter_config.json may have one
-    assert found.factors == ({} if alpha is None else dict.fromkeys(found.pairs, 1.0))
+    assert found.pairs.keys() == expected.keys()
+    assert found.factors == dict.fromkeys(expected, 1.0)
+    for layer, (down, up) in found.pairs.items():
+        torch.testing.assert_close(up @ down, expected[layer])
+
+
+FLUX_FORMS = {
+    "kohya": (lambda name: f"lora_unet_{name.replace('.', '_')}", KOHYA, ALPHA),
+    "ComfyUI": (lambda name: f"diffusion_model.{name}", KOHYA, ALPHA),
+    "PEFT over the original": (lambda name: f"base_model.model.{name}", PEFT, None),
+}
+
+
+@pytest.mark.parametrize("form", FLUX_FORMS)
+def test_joined_layers_of_flux_are_divided(form: str) -> None:
+    name, endings, alpha = FLUX_FORMS[form]
+    generator = torch.Generator().manual_seed(7)
+    joined = {"double_blocks.0.txt_attn.qkv": 48, "single_blocks.0.linear1": 3 * 16 + 64, "single_blocks.0.linear2": 16}
+    pairs = {
+        layer: (torch.randn(RANK, 16, generator=generator), torch.randn(rows, RANK, generator=generator))
+        for layer, rows in joined.items()
+    }
+    rows = lora.layer_rows(tiny_flux())
+    found = read_tensors(named(pairs, name, endings, alpha), "FluxTransformer2DModel", rows, None)
+    assert not found.unknown
+    block = "single_transformer_blocks.0"
+    single = [*(f"{block}.attn.to_{last}" for last in "qkv"), f"{block}.proj_mlp"]
+    text = [f"transformer_blocks.0.attn.add_{last}_proj" for last in "qkv"]
+    for layers, (down, up) in zip((text, single, [f"{block}.proj_out"]), pairs.values(), strict=True):
+        ours = torch.cat([found.pairs[layer][1] @ found.pairs[layer][0] for layer in layers])
+        torch.testing.assert_close(ours, up @ down)
+        # without any alpha a header or an adapter_config.json may have one
+        assert [found.factors.get(layer) for layer in layers] == [alpha and alpha / RANK] * len(layers)

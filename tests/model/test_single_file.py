@@ -76,11 +76,11 @@ def test_a_file_whose_other_parts_are_not_here_is_refused_with_what_fetches_them
 @pytest.mark.parametrize(
     ("change", "original", "message"),
     [
-        ({"proj_out.weight": None}, True, r"'final_layer\.linear\.weight' is missing"),
+        ({"proj_out.weight": None}, True, r"\n  missing: final_layer\.linear\.weight"),
         ({"proj_out.weight": None}, False, r"\n  missing: proj_out\.weight"),
         ({"new.weight": torch.zeros(1)}, True, r"\n  unexpected: new\.weight"),
         ({"new.weight": torch.zeros(1)}, False, r"\n  unexpected: new\.weight"),
-        ({"proj_out.bias": torch.zeros(3)}, True, r"\n  proj_out\.bias: \(3,\) in the file"),
+        ({"proj_out.bias": torch.zeros(3)}, True, r"\n  final_layer\.linear\.bias: \(3,\) in the file"),
         ({"proj_out.bias": torch.zeros(3)}, False, r"\n  proj_out\.bias: \(3,\) in the file"),
     ],
 )

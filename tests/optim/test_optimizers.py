@@ -241,7 +241,7 @@ def test_a_schedule_free_run_exports_the_average_and_resumes_exactly(
             far = max(far, float((average - trained).abs().max()))
     assert far > 1e-4
     (run / "config.toml").write_text(dump_toml(load_config(config, list(options))))
-    again = export_checkpoint(policy_dir(run / "checkpoints", 4), tmp_path / "again")
+    [again] = export_checkpoint(policy_dir(run / "checkpoints", 4), tmp_path / "again")
     from safetensors.torch import load_file
 
     offline = load_file(again / "transformer/diffusion_pytorch_model.safetensors")

@@ -4,21 +4,21 @@ Recognised by the names of their tensors: PEFT, diffusers (also its older names)
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cosmos_rl.policy.model.original_names import Names, Pair, adapters_from_original, original_names
+from cosmos_rl.policy.model.original_names import Names, Pair, Rows, adapters_from_original, original_names
 
 _ENDINGS = (
     (r"\.lora_A(\.\w+)?\.weight", "down", "PEFT"),
     (r"\.lora_B(\.\w+)?\.weight", "up", "PEFT"),
     (r"\.lora_down\.weight", "down", "kohya"),
     (r"\.lora_up\.weight", "up", "kohya"),
-    (r"\.lora_linear_layer\.down\.weight|(_lora|\.lora)\.down\.weight", "down", "older diffusers"),
-    (r"\.lora_linear_layer\.up\.weight|(_lora|\.lora)\.up\.weight", "up", "older diffusers"),
+    (r"\.lora_linear_layer\.down\.weight|(_lora[12]?|\.lora)\.down\.weight", "down", "older diffusers"),
+    (r"\.lora_linear_layer\.up\.weight|(_lora[12]?|\.lora)\.up\.weight", "up", "older diffusers"),
     (r"\.alpha", "alpha", ""),
 )
 _PREFIXES = re.compile(
@@ -48,18 +48,16 @@ class FileAdapter:
     """Names of tensors that are for the text encoders."""
 
 
-def read_tensors(
-    tensors: Mapping[str, Tensor], class_name: str, layers: Sequence[str], convert: Convert | None
-) -> FileAdapter:
+def read_tensors(tensors: Mapping[str, Tensor], class_name: str, rows: Rows, convert: Convert | None) -> FileAdapter:
     """The adapter in the tensors of a file.
 
     Args:
         tensors: of the whole file.
         class_name: of the transformer.
-        layers: names of all its layers.
+        rows: of all its layers.
         convert: tried where some names are not known here; None: nothing is.
     """
-    found = _read(tensors, original_names(class_name), layers)
+    found = _read(tensors, original_names(class_name), rows)
     other_kinds = any(_parse(key)[1] is None for key in found.unknown)  # converters leave some of them out in silence
     if not found.unknown or other_kinds or convert is None:
         return found
@@ -67,7 +65,7 @@ def read_tensors(
         converted = convert({name: value for name, value in tensors.items() if name not in found.of_text})
     except (ValueError, KeyError, IndexError, RuntimeError, AttributeError, TypeError):  # not a form that it knows
         return found
-    again = _read(converted, None, layers)
+    again = _read(converted, None, rows)
     if again.unknown or not again.pairs:
         return found
     factors = again.factors
@@ -81,7 +79,7 @@ def _has_factors(tensors: Mapping[str, Tensor], form: str) -> bool:
     return form != "PEFT" or any(_parse(key)[1] == "alpha" for key in tensors)
 
 
-def _read(tensors: Mapping[str, Tensor], names: Names | None, layers: Sequence[str]) -> FileAdapter:
+def _read(tensors: Mapping[str, Tensor], names: Names | None, rows: Rows) -> FileAdapter:
     parts: dict[str, dict[str, Tensor]] = {}
     keys: dict[str, list[str]] = {}
     forms, unknown, of_text = set[str](), list[str](), list[str]()
@@ -97,7 +95,7 @@ def _read(tensors: Mapping[str, Tensor], names: Names | None, layers: Sequence[s
             keys.setdefault(module, []).append(key)
     whole = {module: roles for module, roles in parts.items() if {"down", "up"} <= set(roles)}
     unknown += [key for module in parts.keys() - whole.keys() for key in keys[module]]
-    placed, strangers = _place(whole, names, layers)
+    placed, strangers = _place(whole, names, rows)
     unknown += [key for module in strangers for key in keys[module]]
     factors: dict[str, float] = {}
     if forms - {"", "PEFT"} or any("alpha" in roles for roles in whole.values()):
@@ -128,11 +126,11 @@ def _factor(roles: Mapping[str, Tensor]) -> float:
 
 
 def _place(
-    whole: Mapping[str, Mapping[str, Tensor]], names: Names | None, layers: Sequence[str]
+    whole: Mapping[str, Mapping[str, Tensor]], names: Names | None, rows: Rows
 ) -> tuple[dict[str, tuple[str, Pair]], list[str]]:
     """Layer -> (module in the file, its matrices), and the modules that are no layer here."""
-    own = {name.replace(".", "_"): name for name in layers}
-    own |= {name.removesuffix(".0").replace(".", "_"): name for name in layers if name.endswith(".to_out.0")}
+    own = {name.replace(".", "_"): name for name in rows}
+    own |= {name.removesuffix(".0").replace(".", "_"): name for name in rows if name.endswith(".to_out.0")}
     placed: dict[str, tuple[str, Pair]] = {}
     others: dict[str, Pair] = {}
     for module, roles in whole.items():
@@ -143,15 +141,8 @@ def _place(
             others[module] = pair
     if names is None:
         return placed, sorted(others)
-    found, strangers = adapters_from_original(names, others, layers)
-    origin = dict(_origins(names, layers))
-    placed |= {layer: (origin[layer], pair) for layer, pair in found.items()}
-    return placed, strangers
-
-
-def _origins(names: Names, layers: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for layer in layers:
-        yield layer, names.find(layer, -1).name.replace(".", "_")
+    found, strangers = adapters_from_original(names, others, rows)
+    return placed | found, strangers
 
 
 def with_rank(pair: Pair, rank: int) -> Pair:

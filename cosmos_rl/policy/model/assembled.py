@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.digest import pipeline_digest, read_ends
+from cosmos_rl.policy.model.original_names import from_original, original_names, to_original
 from cosmos_rl.policy.model.single_file import SingleFile
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
 
-_PREFIX = "model.diffusion_model."
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.")
+"""Of the transformer's tensors in files that may have other parts."""
 _WAIT_S = 1800.0
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
@@ -72,7 +75,6 @@ def read_transformer(single: SingleFile) -> dict[str, Tensor]:
         UserError: names the tensors that are missing, unexpected, or of another shape.
     """
     import torch
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     from cosmos_rl.policy.model.driver.loading import build_empty
 
@@ -80,33 +82,50 @@ def read_transformer(single: SingleFile) -> dict[str, Tensor]:
     wanted = build_empty(single.base / "transformer", torch.float32).state_dict()
     found = _read(single.file)
     own = found.keys() <= wanted.keys() or wanted.keys() <= found.keys()  # names of diffusers, some may be missing
-    if not own:
-        converter: Any = SINGLE_FILE_LOADABLE_CLASSES.get(config["_class_name"], {}).get("checkpoint_mapping_fn")
-        if converter is None:
-            known = ", ".join(name for name in SINGLE_FILE_LOADABLE_CLASSES if "Transformer" in name)
-            raise UserError(f"{single.file}: diffusers reads no {config['_class_name']} from one file, only {known}")
-        left = dict(found)
-        try:
-            found = converter(checkpoint=left, config=config)
-        except KeyError as error:
-            raise UserError(f"{single.file}: is not the transformer of {single.base}: {error} is missing") from error
-        except (IndexError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"{single.file}: is not the transformer of {single.base}: diffusers cannot read its names ({error})"
-            ) from error
-        if left is not found:
-            found = {**left, **found}  # what the converter has not taken
-    _require_equal_shapes(single, found, wanted)
+    names = original_names(config["_class_name"])
+    if own:
+        _require_equal_shapes(single, found, wanted)
+    elif names is not None:
+        found = {name: value for name, value in found.items() if re.fullmatch(names.unused, name) is None}
+        original = {name.removeprefix(names.prefix): value for name, value in to_original(names, wanted).items()}
+        _require_equal_shapes(single, found, original)
+        found = from_original(names, found, wanted)
+    else:
+        found = _convert(single, found, config)
+        _require_equal_shapes(single, found, wanted)
     return {name: value.contiguous() for name, value in found.items()}
+
+
+def _convert(single: SingleFile, found: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """By diffusers' own converter of a class whose original names are not known here."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    converter: Any = SINGLE_FILE_LOADABLE_CLASSES.get(config["_class_name"], {}).get("checkpoint_mapping_fn")
+    if converter is None:
+        known = ", ".join(name for name in SINGLE_FILE_LOADABLE_CLASSES if "Transformer" in name)
+        raise UserError(f"{single.file}: diffusers reads no {config['_class_name']} from one file, only {known}")
+    left = dict(found)
+    try:
+        found = converter(checkpoint=left, config=config)
+    except KeyError as error:
+        raise UserError(f"{single.file}: is not the transformer of {single.base}: {error} is missing") from error
+    except (IndexError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{single.file}: is not the transformer of {single.base}: diffusers cannot read its names ({error})"
+        ) from error
+    if left is not found:
+        found = {**left, **found}  # what the converter has not taken
+    return found
 
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The transformer's tensors without a prefix; what else the file holds is named and left out."""
     with safe_open(file, framework="pt") as opened:
         keys = list(opened.keys())
-        own = [key for key in keys if key.startswith(_PREFIX)] or keys
+        prefix = next((prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in keys)), "")
+        own = [key for key in keys if key.startswith(prefix)]
         others = sorted({key.split(".")[0] for key in set(keys) - set(own)})
-        found = {key.removeprefix(_PREFIX): opened.get_tensor(key) for key in own}
+        found = {key.removeprefix(prefix): opened.get_tensor(key) for key in own}
     if others:
         logger.warning(
             f"{file}: {len(keys) - len(own)} tensors are of other parts ({', '.join(others)}) and are not used; VAE "

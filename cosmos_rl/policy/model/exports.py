@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers import PipelineModel
-from cosmos_rl.policy.model.lora import base_state, fold_config, fold_weights, list_layer_names
-from cosmos_rl.policy.model.original_names import Pair, adapters_to_original, find_names, last_block, to_original
+from cosmos_rl.policy.model.lora import base_state, fold_config, fold_weights, layer_rows
+from cosmos_rl.policy.model.original_names import Pair, adapters_to_original, find_names, to_original
+from cosmos_rl.policy.model.original_tables import Names
 from cosmos_rl.storage import atomic
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_EXPERTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
+"""What the files of the experts of Wan 2.2 are called."""
 
 
 def merge_adapters(model: PipelineModel) -> dict[str, dict[str, Tensor]]:
@@ -31,7 +35,7 @@ def merge_adapters(model: PipelineModel) -> dict[str, dict[str, Tensor]]:
     return merged
 
 
-def write_peft(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+def write_peft(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
     """A folder that ``peft.PeftModel.from_pretrained(transformer, folder)`` loads.
 
     Raises:
@@ -46,51 +50,78 @@ def write_peft(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
         save_file(weights, stage / "adapter_model.safetensors", metadata={"format": "pt"})
         atomic.share(stage / "adapter_model.safetensors")
         (stage / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
+    return [out]
 
 
-def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
-    """One file with ``lora_unet_<original name>.lora_down.weight``, ``.lora_up.weight`` and ``.alpha``.
+def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
+    """One file for each trained expert, with an adapter under the original names of its layers.
 
-    Alpha is the rank, as every layer's factor is in its up matrix: readers that look for an alpha and readers that take
-    the factor 1 do the same.
+    Most are ``lora_unet_<name>.lora_down.weight``, ``.lora_up.weight`` and ``.alpha``. Alpha is the rank, as the factor
+    of every layer is in its up matrix: readers that look for an alpha and readers that take the factor 1 do the same.
+    Where diffusers' pipeline reads only ``diffusion_model.<name>.lora_A.weight`` and ``.lora_B.weight``, it is these.
 
     Raises:
-        UserError: the original names are not known, or there are several trained experts.
+        UserError: the original names are not known, or ComfyUI has no such model.
     """
-    module = _only_denoiser(model, "comfyui")
-    names = find_names(
-        type(module).__name__,
-        "--format comfyui",
-        "--format diffusers writes an adapter that diffusers loads",
-    )
-    folded = _folded(model, module, dtype)
-    pairs: dict[str, Pair] = {
-        key.removesuffix(_DOWN): (value, folded[key.removesuffix(_DOWN) + _UP])
-        for key, value in folded.items()
-        if key.endswith(_DOWN)
-    }
-    weights: dict[str, Tensor] = {}
-    for name, (down, up) in adapters_to_original(names, pairs, last_block(list_layer_names(module))).items():
-        key = f"lora_unet_{name.replace('.', '_')}"
-        weights[f"{key}.lora_down.weight"], weights[f"{key}.lora_up.weight"] = down, up
-        weights[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
+    instead = "--format diffusers writes an adapter that diffusers loads"
+    files = {}
+    for name, module in model.denoisers.items():
+        class_name = type(module).__name__
+        names = find_names(class_name, "--format comfyui", instead)
+        if not names.adapters:
+            raise UserError(f"--format comfyui: ComfyUI has no {class_name} of its own; {instead}")
+        folded = _folded(model, module, dtype)
+        pairs: dict[str, Pair] = {
+            key.removesuffix(_DOWN): (value, folded[key.removesuffix(_DOWN) + _UP])
+            for key, value in folded.items()
+            if key.endswith(_DOWN)
+        }
+        files[name] = name_tensors(names, adapters_to_original(names, pairs, layer_rows(module)))
     base = str(model.model_str) if not Path(model.model_str).expanduser().exists() else Path(model.model_str).name
-    _write_file(weights, out, {"format": "pt", "base_model": base})
+    return _write_files(files, out, {"format": "pt", "base_model": base})
 
 
-def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
-    """The transformer alone under its original names, an adapter merged.
+def name_tensors(names: Names, adapters: Mapping[str, Pair]) -> dict[str, Tensor]:
+    """The tensors of a file of adapters that ComfyUI reads.
+
+    Args:
+        adapters: under the original names of their layers, all factors in the up matrices.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, (down, up) in adapters.items():
+        if names.adapters == "PEFT":
+            key = f"diffusion_model.{name}"
+            tensors |= {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
+        else:
+            key = f"lora_unet_{name.replace('.', '_')}"
+            tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
+    return tensors
+
+
+def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
+    """Each trained expert alone, in a file under its original names, an adapter merged.
 
     Raises:
-        UserError: the original names are not known.
+        UserError: the original names are not known, or not all tensors of such a file are.
     """
-    module = _only_denoiser(model, "single-file")
     instead = "--format merged writes a pipeline folder"
     if model.lora_config is None:
         instead = "--format diffusers writes a pipeline folder"
-    names = find_names(type(module).__name__, "--format single-file", instead)
-    [merged] = merge_adapters(model).values()
-    _write_file(to_original(names, {name: value.to(dtype) for name, value in merged.items()}), out, {"format": "pt"})
+    found = {}
+    for name, module in model.denoisers.items():
+        class_name = type(module).__name__
+        found[name] = find_names(class_name, "--format single-file", instead)
+        if found[name].lacking:
+            raise UserError(
+                f"--format single-file: such a file of a {class_name} has {found[name].lacking} too, which pipelines "
+                f"of diffusers do not have; {instead}"
+            )
+    files = {
+        name: to_original(found[name], {key: value.to(dtype) for key, value in merged.items()})
+        for name, merged in merge_adapters(model).items()
+    }
+    return _write_files(files, out, {"format": "pt"})
 
 
 def _folded(model: PipelineModel, module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -107,7 +138,17 @@ def _only_denoiser(model: PipelineModel, file_format: str) -> Any:
     return next(iter(model.denoisers.values()))
 
 
-def _write_file(weights: Mapping[str, Tensor], out: Path, metadata: dict[str, str]) -> None:
-    with atomic.staging_file(out) as aside:
-        save_file({name: value.contiguous() for name, value in weights.items()}, aside, metadata=metadata)
-        atomic.share(aside)
+def _write_files(files: Mapping[str, Mapping[str, Tensor]], out: Path, metadata: dict[str, str]) -> list[Path]:
+    """Write the tensors of each expert, all of them or none: one as ``out``, of several by their names."""
+    places = dict.fromkeys(files, out)
+    if len(files) > 1:
+        places = {name: out.with_stem(f"{out.stem}_{_EXPERTS.get(name, name)}") for name in files}
+    for place in places.values():
+        if place.exists():
+            raise UserError(f"{place} exists already: name a new file")
+    with ExitStack() as stack:
+        for name, weights in files.items():
+            aside = stack.enter_context(atomic.staging_file(places[name]))
+            save_file({key: value.contiguous() for key, value in weights.items()}, aside, metadata=metadata)
+            atomic.share(aside)
+    return list(places.values())

@@ -204,7 +204,7 @@ def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, 
     with safe_open(file, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
-    found = read_tensors(tensors, type(transformer).__name__, _base_layers(transformer), convert)
+    found = read_tensors(tensors, type(transformer).__name__, layer_rows(transformer), convert)
     if found.of_text:
         logger.warning(
             f"{key}: {file}: {len(found.of_text)} tensors are for the text encoders ({found.of_text[0]}, …), which are "
@@ -229,10 +229,10 @@ def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, 
     logger.info(f"{key}: {file}: an adapter by the names of {found.form} for {len(pairs)} layers, all of them loaded")
 
 
-def _base_layers(transformer: Any) -> list[str]:
-    """Names of all layers that can have an adapter, whether or not they have one."""
-    names = (name.removesuffix(".base_layer") for name in list_layer_names(transformer) if ".lora_" not in name)
-    return list(dict.fromkeys(names))
+def layer_rows(transformer: Any) -> dict[str, int]:
+    """Outputs of all layers that can have an adapter, whether or not they have one."""
+    layers = ((name, module) for name, module in transformer.named_modules() if isinstance(module, _ADAPTABLE))
+    return {name.removesuffix(".base_layer"): module.weight.shape[0] for name, module in layers if ".lora_" not in name}
 
 
 def _require_fit(

@@ -1,7 +1,7 @@
-"""The names that a transformer's layers have in the file of its authors, which other tools read.
+"""The names that a transformer's layers have in the file of its authors, which other tools read: both ways.
 
-diffusers has the way from these files to its own names (`loaders/single_file_utils.py`); here is the way back, for a
-whole transformer and for adapters. The tests go both ways by diffusers' own converter.
+The names themselves are rows of `original_tables.py`. Layers that are parts of one layer there, such as ``qkv``, are
+joined along their outputs, in the order query, key, value, feed-forward.
 """
 
 import re
@@ -12,122 +12,40 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.model.original_tables import NAMES, Names
 
 Pair = tuple[Tensor, Tensor]
 """Down matrix ``[r, in]`` and up matrix ``[out, r]`` of an adapter, of convolutions with their kernel."""
+Rows = Mapping[str, int]
+"""Outputs of all layers of a transformer, by diffusers' names."""
+
+_PARTS = {"to_q": 0, "to_k": 1, "to_v": 2, "add_q_proj": 0, "add_k_proj": 1, "add_v_proj": 2, "proj_mlp": 3}
+"""Last name of a layer that may be a part of a larger one -> its place there."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer is in the original: a layer, and which of its equal parts along the outputs."""
+    """Where a layer, or a tensor that belongs to none, is in the original."""
 
     name: str
     part: int = 0
-    parts: int = 1
+    """Its place among the layers of this name."""
     halves_swapped: bool = False
-    """Scale and shift are in the other order."""
+    """Scale and shift, or value and gate, are in the other order."""
 
 
-@dataclass(frozen=True)
-class Names:
-    """The original names of one class of transformers."""
-
-    prefix: str
-    """Of all names in a file."""
-    rules: Sequence[tuple[str, str]]
-    """Regular expression over diffusers' name -> the original one; all that match apply, in this order."""
-    joined: Mapping[str, int]
-    """Last name of a layer that is a part of a larger one -> which; its rule makes the name of the larger one."""
-    swapped: str = r"(?!)"
-    """Layers whose halves are in the other order, by diffusers' names; ``{last}`` is the last block's number."""
-
-    def find(self, layer: str, last_block: int) -> Place:
-        """Where a layer (or a tensor that belongs to none) is."""
-        name = layer
-        for pattern, original in self.rules:
-            name = re.sub(pattern, original, name)
-        part = self.joined.get(layer.rpartition(".")[2])
-        swapped = re.fullmatch(self.swapped.replace("{last}", str(last_block)), layer) is not None
-        if part is None:
-            return Place(name, halves_swapped=swapped)
-        return Place(name, part, 3)
-
-
-_SD3 = Names(
-    prefix="model.diffusion_model.",
-    rules=(
-        (r"^pos_embed\.pos_embed$", "pos_embed"),
-        (r"^pos_embed\.proj$", "x_embedder.proj"),
-        (r"^time_text_embed\.timestep_embedder\.linear_1$", "t_embedder.mlp.0"),
-        (r"^time_text_embed\.timestep_embedder\.linear_2$", "t_embedder.mlp.2"),
-        (r"^time_text_embed\.text_embedder\.linear_1$", "y_embedder.mlp.0"),
-        (r"^time_text_embed\.text_embedder\.linear_2$", "y_embedder.mlp.2"),
-        (r"^norm_out\.linear$", "final_layer.adaLN_modulation.1"),
-        (r"^proj_out$", "final_layer.linear"),
-        (r"^transformer_blocks\.(\d+)\.", r"joint_blocks.\1."),
-        (r"\.attn(2?)\.to_[qkv]$", r".x_block.attn\1.qkv"),
-        (r"\.attn\.add_[qkv]_proj$", ".context_block.attn.qkv"),
-        (r"\.attn(2?)\.norm_([qk])$", r".x_block.attn\1.ln_\2"),
-        (r"\.attn\.norm_added_([qk])$", r".context_block.attn.ln_\1"),
-        (r"\.attn(2?)\.to_out\.0$", r".x_block.attn\1.proj"),
-        (r"\.attn\.to_add_out$", ".context_block.attn.proj"),
-        (r"\.norm1\.linear$", ".x_block.adaLN_modulation.1"),
-        (r"\.norm1_context\.linear$", ".context_block.adaLN_modulation.1"),
-        (r"\.ff\.net\.0\.proj$", ".x_block.mlp.fc1"),
-        (r"\.ff\.net\.2$", ".x_block.mlp.fc2"),
-        (r"\.ff_context\.net\.0\.proj$", ".context_block.mlp.fc1"),
-        (r"\.ff_context\.net\.2$", ".context_block.mlp.fc2"),
-    ),
-    joined={"to_q": 0, "to_k": 1, "to_v": 2, "add_q_proj": 0, "add_k_proj": 1, "add_v_proj": 2},
-    swapped=r"norm_out\.linear|transformer_blocks\.{last}\.norm1_context\.linear",
-)
-_LTX = Names(
-    prefix="model.diffusion_model.",
-    rules=(
-        (r"^proj_in$", "patchify_proj"),
-        (r"^time_embed\.", "adaln_single."),
-        (r"\.norm_([qk])$", r".\1_norm"),
-    ),
-    joined={},
-)
-_WAN = Names(
-    prefix="",
-    rules=(
-        (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
-        (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
-        (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
-        (r"^condition_embedder\.text_embedder\.linear_2$", "text_embedding.2"),
-        (r"^condition_embedder\.time_proj$", "time_projection.1"),
-        (r"^condition_embedder\.image_embedder\.norm1$", "img_emb.proj.0"),
-        (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
-        (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
-        (r"^condition_embedder\.image_embedder\.norm2$", "img_emb.proj.4"),
-        (r"^scale_shift_table$", "head.modulation"),
-        (r"^proj_out$", "head.head"),
-        (r"\.scale_shift_table$", ".modulation"),
-        (r"\.attn1\.", ".self_attn."),
-        (r"\.attn2\.", ".cross_attn."),
-        (r"\.to_([qkv])$", r".\1"),
-        (r"\.to_out\.0$", ".o"),
-        (r"\.add_([kv])_proj$", r".\1_img"),
-        (r"\.norm_added_k$", ".norm_k_img"),
-        (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
-        (r"\.ffn\.net\.2$", ".ffn.2"),
-        (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),
-    ),
-    joined={},
-)
-_NAMES = {
-    "SD3Transformer2DModel": _SD3,
-    "LTXVideoTransformer3DModel": _LTX,
-    "WanTransformer3DModel": _WAN,
-    "QwenImageTransformer2DModel": Names(prefix="", rules=(), joined={}),
-}
+def find_place(names: Names, layer: str, last_block: int) -> Place:
+    """Where a layer, or a tensor that belongs to none, is in the original."""
+    name = layer
+    for pattern, original in names.rules:
+        name = re.sub(pattern, original, name)
+    swapped = re.fullmatch(names.swapped.replace("{last}", str(last_block)), layer) is not None
+    return Place(name, _PARTS.get(layer.rpartition(".")[2], 0), swapped)
 
 
 def original_names(class_name: str) -> Names | None:
     """The original names of a class of transformers, where they are known."""
-    return _NAMES.get(class_name)
+    return NAMES.get(class_name)
 
 
 def find_names(class_name: str, purpose: str, instead: str) -> Names:
@@ -142,7 +60,7 @@ def find_names(class_name: str, purpose: str, instead: str) -> Names:
     names = original_names(class_name)
     if names is None:
         raise UserError(
-            f"{purpose}: the original names of a {class_name} are not known here, only those of {', '.join(_NAMES)}; "
+            f"{purpose}: the original names of a {class_name} are not known here, only those of {', '.join(NAMES)}; "
             f"{instead}"
         )
     return names
@@ -150,65 +68,106 @@ def find_names(class_name: str, purpose: str, instead: str) -> Names:
 
 def to_original(names: Names, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a transformer under their original names, prefix included."""
-    parts: dict[str, dict[int, Tensor]] = {}
-    last = last_block(state)
-    for key, value in state.items():
+    joined = {}
+    for key, parts in _group(names, state).items():
+        values = [_swap_halves(state[name]) if swapped else state[name] for name, swapped in parts]
+        joined[names.prefix + key] = torch.cat(values) if len(values) > 1 else values[0]
+    return joined
+
+
+def from_original(names: Names, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a transformer by diffusers' names.
+
+    Args:
+        found: by their original names, without the prefix; exactly those of ``wanted``, in their shapes.
+        wanted: tensors of the transformer, whose shapes count; they may be on the meta device.
+    """
+    state = {}
+    for key, parts in _group(names, wanted).items():
+        values = [found[key]]
+        if len(parts) > 1:
+            values = [value.clone() for value in found[key].split([wanted[name].shape[0] for name, _ in parts])]
+        for (name, swapped), value in zip(parts, values, strict=True):
+            state[name] = _swap_halves(value) if swapped else value
+    return state
+
+
+def _group(names: Names, keys: Mapping[str, Tensor]) -> dict[str, list[tuple[str, bool]]]:
+    """Original tensor -> the tensors that are its parts, in order, and whether their halves are swapped."""
+    last, groups = last_block(keys), dict[str, list[tuple[int, str, bool]]]()
+    for key in keys:
         layer, leaf = _split(key)
-        place = names.find(layer, last)
-        if place.halves_swapped:
-            value = _swap_halves(value)
-        parts.setdefault(f"{names.prefix}{place.name}{leaf}", {})[place.part] = value
-    return {
-        key: torch.cat([found[part] for part in sorted(found)]) if len(found) > 1 else found[0]
-        for key, found in parts.items()
-    }
+        place = find_place(names, layer, last)
+        if leaf == ".weight" and re.search(rf"(^|\.){names.scales}$", place.name):
+            leaf = ".scale"
+        groups.setdefault(place.name + leaf, []).append((place.part, key, place.halves_swapped))
+    return {key: [(name, swapped) for _, name, swapped in sorted(parts)] for key, parts in groups.items()}
 
 
-def adapters_to_original(names: Names, adapters: Mapping[str, Pair], last_block: int) -> dict[str, Pair]:
+def adapters_to_original(names: Names, adapters: Mapping[str, Pair], rows: Rows) -> dict[str, Pair]:
     """Adapters under the original names of their layers, without the prefix.
 
     Those of the parts of one layer become one of the sum of their ranks, whose up matrix has blocks: the same product.
     """
-    members: dict[str, list[tuple[Place, Pair]]] = {}
-    for layer, pair in adapters.items():
-        place = names.find(layer, last_block)
-        members.setdefault(place.name, []).append((place, pair))
-    return {name: _join(found) for name, found in members.items()}
+    joined = {}
+    for name, places in _group_layers(names, rows).items():
+        members = [layer for layer, _ in places if layer in adapters]
+        if len(places) > 1 and members:
+            joined[name] = _join([layer for layer, _ in places], adapters, rows)
+        elif members:
+            [(layer, place)] = places
+            down, up = adapters[layer]
+            joined[name] = (down, _swap_halves(up) if place.halves_swapped else up)
+    return joined
 
 
 def adapters_from_original(
-    names: Names, found: Mapping[str, Pair], layers: Sequence[str]
-) -> tuple[dict[str, Pair], list[str]]:
-    """Adapters by diffusers' names of their layers, and the names in ``found`` that belong to no layer.
+    names: Names, found: Mapping[str, Pair], rows: Rows
+) -> tuple[dict[str, tuple[str, Pair]], list[str]]:
+    """Adapters by diffusers' names of their layers, each with its name in ``found``; and what belongs to no layer.
 
     Args:
         names: of the transformer.
         found: by the original name without the prefix, with ``_`` in place of every dot, as adapters of kohya have it.
-        layers: all layers of the transformer.
+        rows: of the transformer.
     """
-    last, pairs, used = last_block(layers), dict[str, Pair](), set[str]()
-    for layer in layers:
-        place = names.find(layer, last)
-        key = place.name.replace(".", "_")
-        if key in found:
-            down, up = found[key]
-            used.add(key)
-            pairs[layer] = (down, _swap_halves(up) if place.halves_swapped else up.chunk(place.parts)[place.part])
+    pairs, used = dict[str, tuple[str, Pair]](), set[str]()
+    for name, places in _group_layers(names, rows).items():
+        key = name.replace(".", "_")
+        if key not in found:
+            continue
+        used.add(key)
+        down, up = found[key]
+        parts, sizes = [up] * len(places), [rows[layer] for layer, _ in places]
+        if len(places) > 1 and sum(sizes) == len(up):  # else of another model, which its shape tells
+            parts = up.split(sizes)
+        for (layer, place), part in zip(places, parts, strict=True):
+            pairs[layer] = (key, (down, _swap_halves(part) if place.halves_swapped else part))
     return pairs, sorted(set(found) - used)
 
 
-def _join(found: Sequence[tuple[Place, Pair]]) -> Pair:
-    place, (down, up) = found[0]
-    if place.parts == 1:
-        return down, _swap_halves(up) if place.halves_swapped else up
-    width = up.shape[0]
-    joined = up.new_zeros(place.parts * width, sum(pair[1].shape[1] for _, pair in found))
-    column = 0
-    for member, (_, part) in found:
-        rank = part.shape[1]
-        joined[member.part * width : (member.part + 1) * width, column : column + rank] = part
-        column += rank
-    return torch.cat([pair[0] for _, pair in found]), joined
+def _group_layers(names: Names, rows: Rows) -> dict[str, list[tuple[str, Place]]]:
+    """Original layer -> the layers that are its parts, in order."""
+    last, groups = last_block(rows), dict[str, list[tuple[str, Place]]]()
+    for layer in rows:
+        place = find_place(names, layer, last)
+        groups.setdefault(place.name, []).append((layer, place))
+    return {name: sorted(places, key=lambda entry: entry[1].part) for name, places in groups.items()}
+
+
+def _join(layers: Sequence[str], adapters: Mapping[str, Pair], rows: Rows) -> Pair:
+    """One adapter of a layer whose parts are ``layers``, some of them without an adapter."""
+    found = [adapters[layer] for layer in layers if layer in adapters]
+    _, first = found[0]
+    joined = first.new_zeros(sum(rows[layer] for layer in layers), sum(up.shape[1] for _, up in found))
+    row = column = 0
+    for layer in layers:
+        if layer in adapters:
+            _, up = adapters[layer]
+            joined[row : row + up.shape[0], column : column + up.shape[1]] = up
+            column += up.shape[1]
+        row += rows[layer]
+    return torch.cat([down for down, _ in found]), joined
 
 
 def _swap_halves(value: Tensor) -> Tensor:
@@ -224,12 +183,12 @@ def _split(key: str) -> tuple[str, str]:
     return key, ""
 
 
-def last_block(names: Sequence[str] | Mapping[str, Tensor]) -> int:
+def last_block(names: Sequence[str] | Mapping[str, object]) -> int:
     """The largest number of a block in names of layers or tensors; -1: none has one."""
     return max(_block_numbers(names), default=-1)
 
 
-def _block_numbers(names: Sequence[str] | Mapping[str, Tensor]) -> Iterator[int]:
+def _block_numbers(names: Sequence[str] | Mapping[str, object]) -> Iterator[int]:
     for name in names:
         match = re.match(r"transformer_blocks\.(\d+)\.", name)
         if match:

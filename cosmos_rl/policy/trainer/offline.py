@@ -20,10 +20,11 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare
 from cosmos_rl.utils.logging import logger
 
 
-def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -> Path:
-    """Write the export of a checkpoint (``…/step_<N>/policy``) as the new folder or file ``out``; returns it.
+def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -> list[Path]:
+    """Write the export of a checkpoint (``…/step_<N>/policy``) as the new folder or file ``out``.
 
-    The configuration is the ``config.toml`` of the checkpoint's run. EMA weights are exported when the run kept them.
+    Returns what it wrote: of several experts the formats of one file write one for each, named like ``out``. The
+    configuration is the ``config.toml`` of the checkpoint's run. EMA weights are exported when the run kept them.
 
     Args:
         file_format: a name in ``FORMATS``; docs/checkpoints.md has what each is for.
@@ -59,12 +60,10 @@ def export_checkpoint(policy: Path, out: Path, file_format: str = "diffusers") -
         with torch.no_grad():
             for name, value in average.items():
                 params[name].copy_(value)
-        form.write(model, out, dtype)
-        return out
+        return form.write(model, out, dtype)
     restore(policy, params, None, {"ema": ema.shadow})
     with ema.average_parameters():
-        form.write(model, out, dtype)
-    return out
+        return form.write(model, out, dtype)
 
 
 def _with_published_base(config: Config) -> Config:
@@ -104,28 +103,31 @@ def _require_cosmos(folder: Path) -> None:
 class _Format:
     """A form of an export."""
 
-    write: Callable[[PipelineModel, Path, torch.dtype], None]
-    """Writes the model's weights, in a type of numbers, to a new place."""
+    write: Callable[[PipelineModel, Path, torch.dtype], list[Path]]
+    """Writes the model's weights, in a type of numbers, to a new place; returns what it wrote."""
     needs_adapter: bool = False
     merges: bool = False
     """Whether an adapter is added to the base."""
 
 
-def _write_export(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+def _write_export(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
     prepare_export(model)(out)
+    return [out]
 
 
-def _write_merged(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+def _write_merged(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
     weights = {
         denoiser: {name: value.to(dtype) for name, value in merged.items()}
         for denoiser, merged in exports.merge_adapters(model).items()
     }
     PipelineExport(weights, model.base_folder, model.sampling_call()).write(out)
+    return [out]
 
 
-def _write_consolidated(model: PipelineModel, out: Path, dtype: torch.dtype) -> None:
+def _write_consolidated(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
     [merged] = exports.merge_adapters(model).values()
     consolidated.write_consolidated(out, {name: value.to(dtype) for name, value in merged.items()})
+    return [out]
 
 
 FORMATS = {

@@ -4,21 +4,30 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.config.load import dump_toml, load_config
+from cosmos_rl.policy.model import exports, lora
+from cosmos_rl.policy.model.assembled import assemble
 from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.original_names import adapters_from_original, find_names, to_original
+from cosmos_rl.policy.model.single_file import SingleFile
 from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from tests.support.exports import PROMPT, noise_for, policy_image
+from tests.support.family_runs import folder_of
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import train_task
 
@@ -170,6 +179,70 @@ def test_joined_adapters_are_the_same_product() -> None:
     for layer, (down, up) in pairs.items():
         torch.testing.assert_close(back[layer][1] @ back[layer][0], up @ down)
     assert not (back["transformer_blocks.0.attn.to_k"][1] @ back["transformer_blocks.0.attn.to_k"][0]).any()
+
+
+def two_experts(**lora: Any) -> DrivenModel:
+    """The tiny pipeline of Wan 2.2, its adapters with values of their own."""
+    table = {"r": 2, "lora_alpha": 6.0, "target_modules": ("attn1.to_q", "ffn.net.0.proj"), "init_lora_weights": False}
+    config = DiffusersConfig(inference_size=(32, 32), is_video=True, train_frames=5, inference_frames=5)
+    return DrivenModel(config, model_str=str(folder_of("wan2.2")), lora_config=LoraConfig(**table | lora))
+
+
+@pytest.mark.zoo
+def test_two_experts_leave_as_two_files_each_and_start_from_them(tmp_path: Path) -> None:
+    model = two_experts()
+    for number, module in enumerate(model.denoisers.values()):  # not the same adapter twice
+        for name, value in lora.adapter_state(module, "default").items():
+            value.data.add_(0.1 * (number + 1) * len(name))
+    state = {name: lora.adapter_state(module, "default") for name, module in model.denoisers.items()}
+    adapters = exports.write_comfyui(model, tmp_path / "a.safetensors", torch.float32)
+    assert [file.name for file in adapters] == ["a_high_noise.safetensors", "a_low_noise.safetensors"]
+    with pytest.raises(UserError, match=r"a_high_noise\.safetensors exists already"):
+        exports.write_comfyui(model, tmp_path / "a.safetensors", torch.float32)
+    again = two_experts(lora_path=str(adapters[0]))
+    for name, module in again.denoisers.items():
+        for key, value in lora.adapter_state(module, "default").items():
+            torch.testing.assert_close(value, state[name][key])
+    files = exports.write_single_file(model, tmp_path / "m.safetensors", torch.float32)
+    assert [file.name for file in files] == ["m_high_noise.safetensors", "m_low_noise.safetensors"]
+    base = folder_of("wan2.2")
+    made = assemble(SingleFile(files[0], base, files[1]), tmp_path / "made")
+    for name, module in again.denoisers.items():
+        module.fuse_lora()
+        found, merged = load_file(made / name / "diffusion_pytorch_model.safetensors"), lora.base_state(module)
+        assert found.keys() == merged.keys()
+        for key, value in merged.items():
+            torch.testing.assert_close(found[key], value)
+    assert not torch.equal(*(load_file(file)["blocks.0.self_attn.q.weight"] for file in files))
+    assert assemble(SingleFile(files[0], base), tmp_path / "made") != made
+
+
+@pytest.mark.zoo
+def test_a_trained_adapter_of_flux_leaves_and_comes_back(tmp_path: Path) -> None:
+    table: Any = {"r": 2, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False}
+    config = DiffusersConfig(inference_size=(32, 32), max_prompt_length=48)
+    base = folder_of("flux")
+    model = DrivenModel(config, model_str=str(base), lora_config=LoraConfig(**table))
+    [adapter] = exports.write_comfyui(model, tmp_path / "a.safetensors", torch.float32)
+    with safe_open(adapter, framework="pt") as opened:
+        header = opened.metadata()
+    assert header == {
+        "format": "pt",
+        "base_model": "flux",
+        "ss_sd_model_name": "flux",
+        "modelspec.architecture": "flux-1/lora",
+        "modelspec.title": "a",
+        "ss_network_dim": "Dynamic",  # joined layers have more
+        "ss_network_alpha": "Dynamic",
+    }
+    [file] = exports.write_single_file(model, tmp_path / "m.safetensors", torch.float32)
+    merged = weights_of(assemble(SingleFile(file, base), tmp_path / "made"))
+    again = DrivenModel(config, model_str=str(base), lora_config=LoraConfig(**table, lora_path=str(adapter)))
+    again.transformer.fuse_lora()
+    for key, value in lora.base_state(again.transformer).items():
+        torch.testing.assert_close(merged[key], value)
+    changed = [key for key, value in weights_of(base).items() if not torch.equal(value, merged[key])]
+    assert len(changed) == len(lora.list_linear_names(again.transformer)) // 3  # each with a down and an up matrix
 
 
 @pytest.mark.slow

@@ -269,3 +269,17 @@ def test_joined_layers_of_flux_are_divided(form: str) -> None:
         torch.testing.assert_close(ours, up @ down)
         # without any alpha a header or an adapter_config.json may have one
         assert [found.factors.get(layer) for layer in layers] == [alpha and alpha / RANK] * len(layers)
+
+
+@pytest.mark.parametrize(
+    ("given", "second"),
+    [
+        ("a/x_high_noise.safetensors", "a/x_low_noise.safetensors"),
+        ("Wan2.2-HighNoise.safetensors", "Wan2.2-LowNoise.safetensors"),
+        ("x.safetensors", "x.safetensors/transformer_2"),
+        ("high/lora", "high/lora/transformer_2"),
+    ],
+)
+def test_the_adapter_of_the_second_expert_is_next_to_that_of_the_first(given: str, second: str) -> None:
+    assert lora.adapter_place(given, "transformer") == given
+    assert lora.adapter_place(given, "transformer_2") == second

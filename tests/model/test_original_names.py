@@ -94,15 +94,15 @@ def narrow_state(model: Any) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.kind)
-def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
+def kind_of(family: Family) -> str:
+    return family.kind
 
 
 def test_every_family_is_tested() -> None:
     assert {family.kind for family in FAMILIES} == NAMES.keys()
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=kind_of)
 def test_a_transformer_goes_to_its_original_names_and_back_by_diffusers(family: Family) -> None:
     names, state = find_names(family.kind, "", ""), narrow_state(build(family))
     original = to_original(names, state)
@@ -144,11 +144,13 @@ def by_layer(state: Mapping[str, Tensor]) -> dict[str, Pair]:
     return {layer.removeprefix("transformer."): pair for layer, pair in pairs.items()}
 
 
+ADAPTED = pytest.mark.parametrize("family", [one for one in FAMILIES if NAMES[one.kind].adapters], ids=kind_of)
+
+
+@ADAPTED
 @pytest.mark.parametrize("parts", ["all layers", "some layers"])
 def test_an_adapter_for_comfyui_is_read_here_and_by_diffusers_as_strong(family: Family, parts: str) -> None:
     model, names = build(family), find_names(family.kind, "", "")
-    if not names.adapters:
-        pytest.skip("ComfyUI has no such model")
     adapters = adapters_of(model, family.layers)
     if parts == "some layers":
         adapters = {name: pair for name, pair in adapters.items() if not name.endswith(("to_k", "proj_mlp"))}
@@ -163,11 +165,10 @@ def test_an_adapter_for_comfyui_is_read_here_and_by_diffusers_as_strong(family: 
         assert_products(by_layer(theirs), adapters)
 
 
+@ADAPTED
 def test_an_adapter_for_comfyui_changes_the_original_weights_by_its_rule(family: Family) -> None:
     """ComfyUI adds `alpha / rank * up @ down`, without alpha `up @ down`, to the weight of the file's name."""
     model, names = build(family), find_names(family.kind, "", "")
-    if not names.adapters:
-        pytest.skip("ComfyUI has no such model")
     state, adapters = narrow_state(model), adapters_of(model, r".*")
     tensors = name_tensors(names, adapters_to_original(names, adapters, lora.layer_rows(model)))
     original = to_original(names, state)

@@ -4,9 +4,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
+from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +22,7 @@ from cosmos_rl.policy.model.assembled import assemble
 from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.digest import pipeline_digest
 from cosmos_rl.policy.model.original_names import find_names, to_original
-from cosmos_rl.policy.model.single_file import SingleFile, find_base
+from cosmos_rl.policy.model.single_file import SingleFile, find_bases
 from tests.support.paths import ROOT
 from tests.support.states import assert_same_state, saved_state
 from tests.support.trainer_runs import train
@@ -122,9 +125,9 @@ def test_parts_of_a_file_that_are_not_used_are_named(
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        (["input_blocks.0.0.weight"], "does not hold the transformer of Stable Diffusion 3"),
+        (["input_blocks.0.0.weight"], "its names are those of no transformer that is known here"),
         (["transformer.x.lora_A.weight"], "it holds an adapter: name its base there"),
-        ([], "does not hold"),
+        ([], "that is known here"),
     ],
 )
 def test_files_of_other_kinds_are_named(
@@ -149,11 +152,62 @@ def test_files_of_other_kinds_are_named(
 
 def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
     large = [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(38)]
-    assert find_base(large) == "stabilityai/stable-diffusion-3.5-large"
+    assert find_bases(large) == ["stabilityai/stable-diffusion-3.5-large"]
     prefixed = [f"model.diffusion_model.{key}" for key in large[:24]]
-    assert find_base(prefixed) == "stabilityai/stable-diffusion-3-medium-diffusers"
+    assert find_bases(prefixed) == ["stabilityai/stable-diffusion-3-medium-diffusers"]
     two = [*prefixed, "model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight"]
-    assert find_base(two) == "stabilityai/stable-diffusion-3.5-medium"
+    assert find_bases(two) == ["stabilityai/stable-diffusion-3.5-medium"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "bases"),
+    [
+        ("FluxTransformer2DModel", {"guidance_embeds": True}, ["FLUX.1-dev", "FLUX.1-Kontext-dev"]),
+        ("FluxTransformer2DModel", {}, ["FLUX.1-schnell"]),
+        ("Flux2Transformer2DModel", {"num_single_layers": 20}, ["FLUX.2-klein-base-4B", "FLUX.2-klein-4B"]),
+        ("Flux2Transformer2DModel", {"num_single_layers": 48}, ["FLUX.2-dev"]),
+        ("ChromaTransformer2DModel", {}, ["Chroma1-HD"]),
+        ("HunyuanVideoTransformer3DModel", {}, ["HunyuanVideo", "HunyuanVideo-I2V"]),
+        ("WanTransformer3DModel", {"num_layers": 30}, ["Wan2.1-T2V-1.3B-Diffusers", "Wan2.2-TI2V-5B-Diffusers"]),
+        ("WanTransformer3DModel", {"num_layers": 2}, []),
+        ("Lumina2Transformer2DModel", {}, ["Lumina-Image-2.0"]),
+        ("ZImageTransformer2DModel", {}, ["Z-Image", "Z-Image-Turbo"]),
+        ("AuraFlowTransformer2DModel", {}, ["AuraFlow-v0.3"]),
+        ("LTXVideoTransformer3DModel", {}, ["LTX-Video"]),
+        ("MochiTransformer3DModel", {}, ["mochi-1-preview"]),
+    ],
+)
+def test_the_bases_that_a_file_may_have_are_known_by_its_original_names(
+    kind: str, blocks: dict[str, Any], bases: list[str]
+) -> None:
+    with init_empty_weights():
+        state = getattr(diffusers, kind)(**{**FEW.get(kind, {}), **blocks}).state_dict()
+    original = to_original(find_names(kind, "", ""), {name: value.to("meta") for name, value in state.items()})
+    assert [base.split("/")[1] for base in find_bases(list(original))] == bases
+
+
+FEW = {
+    "FluxTransformer2DModel": {"num_layers": 1, "num_single_layers": 1},
+    "Flux2Transformer2DModel": {"num_layers": 1},
+    "ChromaTransformer2DModel": {"num_layers": 1, "num_single_layers": 1},
+    "HunyuanVideoTransformer3DModel": {"num_layers": 1, "num_single_layers": 1},
+    "Lumina2Transformer2DModel": {"num_layers": 1},
+    "ZImageTransformer2DModel": {"n_layers": 1},
+    "AuraFlowTransformer2DModel": {"num_mmdit_layers": 1, "num_single_dit_layers": 1},
+    "LTXVideoTransformer3DModel": {"num_layers": 1},
+    "MochiTransformer3DModel": {"num_layers": 2},
+}
+
+
+def test_a_second_expert_is_refused_where_the_base_has_none(
+    tmp_path: Path, tiny_sd3: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, file)
+    options = [f"--policy.model_name_or_path={file}", f"--policy.single_file_base={tiny_sd3}"]
+    low = f"--policy.single_file_low_noise={file}"
+    assert main(["check", "--env", "--config", str(write_toml()), *options, low]) == 2
+    assert f'policy.single_file_low_noise = "{file}": {tiny_sd3} has no second expert' in capsys.readouterr().err
 
 
 def test_the_documented_merge_gives_the_adapters_image(

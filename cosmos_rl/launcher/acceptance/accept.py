@@ -79,7 +79,8 @@ def _with_pipeline_folder(config: Config) -> Config:
     from cosmos_rl.policy.model.assembled import assemble
 
     folder = assemble(single, Path(config.train.output_dir).expanduser().absolute() / "single_files")
-    policy = config.policy.model_copy(update={"model_name_or_path": str(folder), "single_file_base": None})
+    used = {"model_name_or_path": str(folder), "single_file_base": None, "single_file_low_noise": None}
+    policy = config.policy.model_copy(update=used)
     return config.model_copy(update={"policy": policy})
 
 

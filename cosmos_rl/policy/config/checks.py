@@ -24,6 +24,7 @@ _PLACES = (
     "resume",
     "teacher",
     "single_file_base",
+    "single_file_low_noise",
 )
 """Keys that hold a path, whatever their table."""
 _NEEDED_PLACES = ("train.output_dir", "train.train_policy.cache.dir")

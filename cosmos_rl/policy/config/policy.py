@@ -239,7 +239,10 @@ class PolicyConfig(Table):
     """Folder or hub name of the pipeline, or a .safetensors file of its transformer; required for a run."""
     single_file_base: str | None = None
     """Of a .safetensors file: folder or hub name of the pipeline that has the other parts. Unset: the published one,
-    where the file's tensors are those of Stable Diffusion 3 or 3.5."""
+    where only one has the file's names of tensors."""
+    single_file_low_noise: str | None = None
+    """Of a pipeline with two experts (Wan 2.2): the .safetensors file of the low-noise one, where
+    `policy.model_name_or_path` is that of the high-noise one. Unset: the low-noise expert of the base."""
     model_revision: str | None = None
     """Branch, tag or commit on the hub."""
     model_safetensor_path: ForVlm[str | None] = None

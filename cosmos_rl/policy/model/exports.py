@@ -64,7 +64,7 @@ def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[P
         UserError: the original names are not known, or ComfyUI has no such model.
     """
     instead = "--format diffusers writes an adapter that diffusers loads"
-    files = {}
+    files, headers = {}, {}
     for name, module in model.denoisers.items():
         class_name = type(module).__name__
         names = find_names(class_name, "--format comfyui", instead)
@@ -76,9 +76,30 @@ def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[P
             for key, value in folded.items()
             if key.endswith(_DOWN)
         }
-        files[name] = name_tensors(names, adapters_to_original(names, pairs, layer_rows(module)))
-    base = str(model.model_str) if not Path(model.model_str).expanduser().exists() else Path(model.model_str).name
-    return _write_files(files, out, {"format": "pt", "base_model": base})
+        originals = adapters_to_original(names, pairs, layer_rows(module))
+        files[name] = name_tensors(names, originals)
+        headers[name] = _describe(model, names.architecture and f"{names.architecture}/lora") | _describe_ranks(
+            originals
+        )
+    return _write_files(files, out, headers)
+
+
+def _describe(model: PipelineModel, architecture: str) -> dict[str, str]:
+    """What the header of a file says of its base, by the keys that other tools show. Without paths of this machine."""
+    base = str(model.model_str)
+    if Path(base).expanduser().exists():
+        base = Path(base).name
+    header = {"format": "pt", "base_model": base, "ss_sd_model_name": base}
+    if architecture:
+        header["modelspec.architecture"] = architecture
+    return header
+
+
+def _describe_ranks(adapters: Mapping[str, Pair]) -> dict[str, str]:
+    """Rank and alpha, which are equal here; kohya's word where layers differ, as joined ones do."""
+    ranks = {down.shape[0] for down, _ in adapters.values()}
+    rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"
+    return {"ss_network_dim": rank, "ss_network_alpha": rank}
 
 
 def name_tensors(names: Names, adapters: Mapping[str, Pair]) -> dict[str, Tensor]:
@@ -121,7 +142,7 @@ def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> li
         name: to_original(found[name], {key: value.to(dtype) for key, value in merged.items()})
         for name, merged in merge_adapters(model).items()
     }
-    return _write_files(files, out, {"format": "pt"})
+    return _write_files(files, out, {name: _describe(model, names.architecture) for name, names in found.items()})
 
 
 def _folded(model: PipelineModel, module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -138,7 +159,9 @@ def _only_denoiser(model: PipelineModel, file_format: str) -> Any:
     return next(iter(model.denoisers.values()))
 
 
-def _write_files(files: Mapping[str, Mapping[str, Tensor]], out: Path, metadata: dict[str, str]) -> list[Path]:
+def _write_files(
+    files: Mapping[str, Mapping[str, Tensor]], out: Path, headers: Mapping[str, Mapping[str, str]]
+) -> list[Path]:
     """Write the tensors of each expert, all of them or none: one as ``out``, of several by their names."""
     places = dict.fromkeys(files, out)
     if len(files) > 1:
@@ -149,6 +172,7 @@ def _write_files(files: Mapping[str, Mapping[str, Tensor]], out: Path, metadata:
     with ExitStack() as stack:
         for name, weights in files.items():
             aside = stack.enter_context(atomic.staging_file(places[name]))
-            save_file({key: value.contiguous() for key, value in weights.items()}, aside, metadata=metadata)
+            header = {**headers[name], "modelspec.title": places[name].stem}
+            save_file({key: value.contiguous() for key, value in weights.items()}, aside, metadata=header)
             atomic.share(aside)
     return list(places.values())

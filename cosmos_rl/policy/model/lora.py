@@ -162,6 +162,7 @@ def fold_config(peft_config: Any) -> dict[str, Any]:
 
 
 _PATH_KEY = "policy.lora.lora_path"
+_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}
 
 
 def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
@@ -184,10 +185,16 @@ def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
 
 
 def adapter_place(exported: str, denoiser: str) -> str:
-    """Where an exported adapter, by file or folder, has the one of a denoiser: ``transformer``, or another expert's."""
+    """Where an exported adapter, by file or folder, has the one of a denoiser: ``transformer``, or another expert's.
+
+    A file whose name says ``high`` is that of the first expert, the one next to it that says ``low`` of the second.
+    """
+    path = Path(exported)
     if denoiser == "transformer":
         return exported
-    return str(Path(exported) / denoiser)
+    if path.suffix == ".safetensors" and re.search("high|High|HIGH", path.name):
+        return str(path.with_name(re.sub("high|High|HIGH", lambda found: _LOW[found[0]], path.name)))
+    return str(path / denoiser)
 
 
 def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, convert: Convert | None = None) -> None:

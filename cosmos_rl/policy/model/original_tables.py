@@ -5,7 +5,7 @@ tests go both ways by diffusers' own converters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -25,12 +25,15 @@ class Names:
     """Tensors of an original file that diffusers' transformer does without."""
     lacking: str = ""
     """Tensors that readers of an original file need and diffusers' transformer has not; such a file is not written."""
+    architecture: str = ""
+    """What kohya's tools call it in a file's header; empty: they do not train it, or have a name for each size."""
     adapters: Literal["kohya", "PEFT", ""] = "kohya"
     """Names of an adapter for ComfyUI: of the forms that it reads one that diffusers reads too, where it reads any.
     Empty: ComfyUI has no such model."""
 
 
 _SD3 = Names(
+    architecture="stable-diffusion-3",
     prefix="model.diffusion_model.",
     rules=(
         (r"^pos_embed\.pos_embed$", "pos_embed"),
@@ -67,6 +70,7 @@ _LTX = Names(
     adapters="PEFT",
 )
 _WAN = Names(
+    architecture="wan2.1",
     rules=(
         (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
         (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
@@ -111,6 +115,7 @@ _FLUX_ATTENTION = (
 )
 """What all models of Black Forest Labs, and Chroma, have in common."""
 _FLUX = Names(
+    architecture="flux-1",
     rules=(
         *_FLUX_ATTENTION,
         (r"^time_text_embed\.timestep_embedder\.", "time_in."),
@@ -150,6 +155,7 @@ _FLUX2 = Names(
     scales=r"(query_norm|key_norm)",
 )
 _HUNYUAN_VIDEO = Names(
+    architecture="hunyuan-video",
     rules=(
         (r"^x_embedder\.", "img_in."),
         (r"^context_embedder\.", "txt_in."),
@@ -206,6 +212,8 @@ _SANA = Names(
         (r"^transformer_blocks\.", "blocks."),
         (r"\.attn1\.to_[qkv]$", ".attn.qkv"),
         (r"\.attn1\.to_out\.0$", ".attn.proj"),
+        (r"\.attn1\.norm_([qk])$", r".attn.\1_norm"),
+        (r"\.attn2\.norm_([qk])$", r".cross_attn.\1_norm"),
         (r"\.attn2\.to_q$", ".cross_attn.q_linear"),
         (r"\.attn2\.to_[kv]$", ".cross_attn.kv_linear"),
         (r"\.attn2\.to_out\.0$", ".cross_attn.proj"),
@@ -216,6 +224,7 @@ _SANA = Names(
     adapters="",
 )
 _LUMINA2 = Names(
+    architecture="lumina-2",
     rules=(
         (r"^time_caption_embed\.caption_embedder\.", "cap_embedder."),
         (r"^time_caption_embed\.timestep_embedder\.linear_1$", "t_embedder.mlp.0"),
@@ -234,6 +243,7 @@ _LUMINA2 = Names(
     adapters="PEFT",
 )
 _Z_IMAGE = Names(
+    architecture="Z-Image",
     rules=(
         (r"^all_final_layer\.2-1\.", "final_layer."),
         (r"^all_x_embedder\.2-1$", "x_embedder"),
@@ -301,8 +311,8 @@ NAMES = {
     "SD3Transformer2DModel": _SD3,
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
-    "ChromaTransformer2DModel": _FLUX,
-    "QwenImageTransformer2DModel": Names(),
+    "ChromaTransformer2DModel": replace(_FLUX, architecture="chroma"),
+    "QwenImageTransformer2DModel": Names(architecture="Qwen-Image"),
     "ZImageTransformer2DModel": _Z_IMAGE,
     "Lumina2Transformer2DModel": _LUMINA2,
     "AuraFlowTransformer2DModel": _AURA_FLOW,

@@ -1,6 +1,5 @@
 """All rewards of a job behind one call."""
 
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig, LocalRewardConfig,
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.reward.combine import RewardSum, Scores, combine
 from cosmos_rl.reward.functions import LocalReward, RewardFns, build_given_rewards, load_configured_rewards
+from cosmos_rl.reward.futures import join_futures
 from cosmos_rl.reward.local import LocalScorer
 from cosmos_rl.reward.monitor import ScoreMonitor
 from cosmos_rl.reward.remote import RemoteScorer
@@ -148,34 +148,19 @@ class _AllRewards:
         return self._weights
 
     def submit(self, request: ScoringRequest) -> "Future[RewardTable]":
-        table: Future[RewardTable] = Future()
-        table.set_running_or_notify_cancel()
-        parts = [scorer.submit(request) for scorer in self._scorers]
-        lock = threading.Lock()
+        asked = [one for one in self._scorers if any(request.asks(reward.name) for reward in one.sum.rewards)]
+        parts, count = [scorer.submit(request) for scorer in asked], len(request.prompts)
+        return join_futures(parts, lambda scores: self._build_table(scores, count))  # does not hold the media
 
-        def finish(part: "Future[Scores]") -> None:
-            with lock:  # the parts end in threads of their own
-                if table.done():
-                    return
-                error: BaseException | None = RuntimeError("the rewards have been closed")
-                if not part.cancelled():
-                    error = part.exception()
-                if error is not None:
-                    table.set_exception(error)
-                elif all(part.done() for part in parts):
-                    self._finish(table, [part.result() for part in parts])
-
-        for part in parts:
-            part.add_done_callback(finish)
-        return table
-
-    def _finish(self, table: "Future[RewardTable]", scores: list[Scores]) -> None:
-        try:
-            found = combine(self._sums, scores)
-            self._monitor.check(found.scores)
-            table.set_result(found)
-        except BaseException as error:  # in a callback it would only be logged
-            table.set_exception(error)
+    def _build_table(self, scores: list[Scores], count: int) -> RewardTable:
+        """Of all rewards; NaN for ``count`` samples where one was not asked."""
+        given = {name for part in scores for name in part.values}
+        sums = [replace(one, rewards=tuple(r for r in one.rewards if r.name in given)) for one in self._sums]
+        found = combine([one for one in sums if one.rewards], scores)
+        nothing = torch.full((count,), torch.nan, dtype=torch.float64)
+        found = replace(found, scores={name: found.scores.get(name, nothing) for name in self._names})
+        self._monitor.check(found.scores)
+        return found
 
     def close(self) -> None:
         for scorer in self._scorers:

@@ -77,8 +77,9 @@ def _clip(score: Tensor, low: float, high: float) -> Tensor:
 
 
 def clip_scores(rewards: Rewards, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the rewards that count, the scores float64 ``[N]`` within their bounds; NaN: missing."""
-    return {name: _clip(scores[name], *rewards.bounds[name]) for name, factor in rewards.weights.items() if factor != 0}
+    """Of the given rewards that count, the scores float64 ``[N]`` within their bounds; NaN: missing."""
+    counted = (name for name, factor in rewards.weights.items() if factor != 0 and name in scores)
+    return {name: _clip(scores[name], *rewards.bounds[name]) for name in counted}
 
 
 def combine(sums: Sequence[RewardSum], scores: Sequence[Scores]) -> RewardTable:

@@ -73,7 +73,7 @@ class LocalScorer:
 
     def _score(self, request: ScoringRequest) -> Scores:
         values, reasons = {}, {}
-        for call in self._calls:
+        for call in (call for call in self._calls if request.asks(call.name)):
             rows = range(len(request.prompts))
             scores = torch.full((len(rows),), torch.nan, dtype=torch.float64)
             why: dict[int, str] = {}

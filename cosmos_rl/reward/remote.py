@@ -4,7 +4,7 @@ import asyncio
 import math
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -15,7 +15,14 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
 from cosmos_rl.reward.access import read_service_access
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores
-from cosmos_rl.reward.protocol import build_reward_fn, list_requested_scores, list_terms, read_scores, request_body
+from cosmos_rl.reward.protocol import (
+    Asked,
+    build_reward_fn,
+    list_requested_scores,
+    list_terms,
+    read_scores,
+    request_body,
+)
 from cosmos_rl.reward.service import Forgotten, Lost, ServiceClient
 from cosmos_rl.reward.table import ScoringRequest
 from cosmos_rl.utils.logging import logger
@@ -91,25 +98,34 @@ class RemoteScorer:
     async def _score(self, request: ScoringRequest) -> Scores:
         count, size = len(request.prompts), self._count_per_request(request)
         parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        columns = await _gather_or_cancel(*(self._part(request, rows) for rows in parts))
+        asked = self._find_asked(request)
+        columns = await _gather_or_cancel(*(self._part(request, rows, asked) for rows in parts))
         values, reasons = {}, {}
-        for index, one in enumerate(self._asked):
+        for index, one in enumerate(asked):
             found = [score for column in columns for score in column[index]]
             scores = [torch.nan if isinstance(score, str) else score for score in found]
             values[one.name] = torch.tensor(scores, dtype=torch.float64)
             reasons[one.name] = {row: score for row, score in enumerate(found) if isinstance(score, str)}
         return Scores(values, reasons)
 
-    async def _part(self, request: ScoringRequest, rows: range) -> list[list[float | str]]:
+    def _find_asked(self, request: ScoringRequest) -> list[Asked]:
+        """The scores that a request asks for, with the terms of those that are sums."""
+        types = {one.reward for one in self._asked if not one.optional and request.asks(one.name)}
+        return [one for one in self._asked if one.reward in types and (one.optional or request.asks(one.name))]
+
+    async def _part(self, request: ScoringRequest, rows: range, asked: Sequence[Asked]) -> list[list[float | str]]:
         """For each asked score those of ``rows``, which travel in one request."""
         async with self._slots:
             try:
                 if self._failed is not None:
                     raise self._failed
-                answers = await self._answers(await asyncio.to_thread(self._body, request, rows))
+                types = {one.reward for one in asked}
+                reward_fn = {name: weight for name, weight in self._reward_fn.items() if name in types}
+                body = await asyncio.to_thread(self._body, request, rows, reward_fn)
+                answers = await self._answers(body, list(reward_fn))
                 self._count_lost(answers)
                 found = []
-                for one in self._asked:
+                for one in asked:
                     answer = answers[one.reward]
                     if isinstance(answer, Lost):
                         found.append([str(answer)] * len(rows))
@@ -132,18 +148,18 @@ class RemoteScorer:
             raise RuntimeError("latents are to be sent, and the request has none")
         return request.latents
 
-    def _body(self, request: ScoringRequest, rows: range) -> bytearray:
+    def _body(self, request: ScoringRequest, rows: range, reward_fn: Mapping[str, float]) -> bytearray:
         part = slice(rows.start, rows.stop)
         media = self._array(request)[part].numpy()
-        return request_body(media, request.prompts[part], request.metadata[part], self._reward_fn, request.fps)
+        return request_body(media, request.prompts[part], request.metadata[part], reward_fn, request.fps)
 
-    async def _answers(self, body: bytearray) -> Answers:
+    async def _answers(self, body: bytearray, rewards: Sequence[str]) -> Answers:
         """Send one request and wait for all its rewards at once, up to the deadline."""
         until = self._loop.time() + self._table.timeout_s
         key = uuid.uuid4().hex
         found: dict[str, Mapping[str, Any] | Lost] = {}
         for _ in range(_SENDINGS):
-            open_rewards = [name for name in self._reward_fn if isinstance(found.get(name, Forgotten()), Forgotten)]
+            open_rewards = [name for name in rewards if isinstance(found.get(name, Forgotten()), Forgotten)]
             if not open_rewards:
                 break
             try:
@@ -165,7 +181,7 @@ class RemoteScorer:
             raise UserError(
                 f"the reward service ({self._access.names['ENQUEUE_URL']}) has given no result for {_BREAKER} requests "
                 f"in a row, the last error: {lost[-1]}; is it running, and does it have the rewards "
-                f"{', '.join(self._reward_fn)}?"
+                f"{', '.join(answers)}?"
             )
 
 

@@ -1,6 +1,6 @@
 """What goes into a reward and what comes out. A missing score is NaN with a reason, never a number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +28,25 @@ class ScoringRequest:
     latents: Tensor | None = None
     """What the reward service decodes to the media, float16 ``[N, C, T', h, w]`` on the CPU; sent in their place where
     the configuration says so."""
+    rewards: Collection[str] | None = None
+    """Names of those that are asked; None: all."""
+
+    def asks(self, name: str) -> bool:
+        """Whether a reward is asked."""
+        return self.rewards is None or name in self.rewards
+
+    def take(self, row_R: Tensor, rewards: Collection[str] | None) -> "ScoringRequest":
+        """The samples at rows int64 ``[R]`` for these rewards."""
+        rows: list[int] = row_R.tolist()
+        return ScoringRequest(
+            self.media[row_R],
+            [self.prompts[row] for row in rows],
+            [self.metadata[row] for row in rows],
+            [self.sample_ids[row] for row in rows],
+            self.fps,
+            None if self.latents is None else self.latents[row_R],
+            rewards,
+        )
 
     def __post_init__(self) -> None:
         """Raises `ValueError`: the parts do not fit each other, so scores would go to the wrong samples."""
@@ -49,9 +68,9 @@ class RewardTable:
     """Scores of ``N`` samples."""
 
     scores: Mapping[str, Tensor]
-    """Reward name -> float64 ``[N]`` on the CPU, as the reward gave it; NaN: missing. Also those of weight 0."""
+    """Reward name -> float64 ``[N]`` on the CPU, as the reward gave it; NaN: missing or not asked. Also of weight 0."""
     total_N: Tensor
-    """float64 ``[N]``: weighted, clipped and scaled; NaN where a score that counts is missing."""
+    """float64 ``[N]``: weighted, clipped and scaled; NaN where a score that is asked and counts is missing."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """Row -> why its total is missing."""
 

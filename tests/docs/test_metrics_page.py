@@ -105,6 +105,8 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
         f"{job}kl_gate.rewards=['sharpness']",
         f"{job}diversity_features=cosmos_rl.reward.features:thumbnails",
         f"{job}local_reward.reward_fns=[{rewards}]",
+        f"{job}dataset.local_dir=",
+        f'{job}dataset.sets=[{{local_dir = "{tmp_path}/prompts.txt"}}]',
     )
     moving = (f"{job}kl_beta=0.1", f"{job}reference_reset_kl=0.1")
     plain = (*short, "--train.ckpt.enable_checkpoint=false")

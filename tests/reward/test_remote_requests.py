@@ -192,3 +192,16 @@ def test_a_missing_score_key_stops_the_run_and_lists_what_there_is(
     scorer = start(reward_fns=[{"name": "ocr", "score_key": "nope"}])
     with pytest.raises(UserError, match='"nope" of the reward ocr: the service gives no nope; available: ocr, ocr_rew'):
         scorer.submit(request()).result(WAIT)
+
+
+def test_a_request_for_some_rewards_asks_for_no_others(
+    start: Callable[..., RemoteScorer], server: RewardServer
+) -> None:
+    scorer = start(reward_fns=[{"name": "a"}, {"name": "x", "score_key": "x+x_reward"}, {"name": "b", "weight": 0.5}])
+    scores = scorer.submit(request(3, rewards=["a"])).result(WAIT)
+    assert list(scores.values) == ["a"]
+    assert scores.values["a"].tolist() == pytest.approx(grey(3))
+    scores = scorer.submit(request(2, rewards=["b", "x"])).result(WAIT)
+    assert list(scores.values) == ["x", "b", "x.x", "x.x_reward"]  # with the terms of the sum
+    assert [job.line["reward_fn"] for job in server.jobs] == [{"a": 1.0}, {"x": 1.0, "b": 0.5}]
+    assert [len(job.line["prompts"]) for job in server.jobs] == [3, 2]

@@ -91,7 +91,7 @@ def test_check_prints_sets_stages_and_shares(tmp_path: Path, tiny_sd3: Path, cap
         "8 prompts in 2 sets 6 steps (train.max_num_steps; the run is one epoch)",
         f"{SETS}.0: {tmp_path / 'first.txt'}, 5 prompts, sha256:",
         f"{SETS}.1: {tmp_path / 'second.txt'}, 3 prompts, sha256:",
-        "steps 0 to 1: first 1 of the prompts (4 a step)",
+        "steps 0 to 1: first all of the prompts (4 a step)",
         "steps 2 to 5: first 3/4 of the prompts (3 a step), counting 1/4 of the prompts (1 a step)",
     ):
         assert text in report, text
@@ -169,7 +169,10 @@ def toy_task(steps: int, *, seed: int = 0, **changes: Any) -> OnlineTask:
         "rollout.n_generation": 4,
         "policy.diffusers.timesteps_fraction": 0.4,
         "train.train_policy.mini_batch": 8,
-        SETS: [{"name": "ocr", "weight": 2.0, "last_step": 5}, {"name": "geneval", "first_step": 1}],
+        SETS: [
+            {"name": "ocr", "weight": 2.0, "last_step": 5, "rewards": ["b"]},
+            {"name": "geneval", "first_step": 1, "rewards": ["r"]},
+        ],
         **changes,
     }
     return toy_trainer(

@@ -98,6 +98,7 @@ def reward_lines(config: Config, *, own_script: bool) -> list[str]:
     if job.use_remote_reward:
         remote = job.remote_reward
     lines = list(_score_lines(remote, job.local_reward))
+    lines += [f"set {one.shown_name}: {', '.join(one.rewards)}" for one in job.dataset.sets if one.rewards]
     if own_script:
         lines.append("functions that the script gives as reward_fns take the place of local ones")
     if job.kl_gate.rewards:

@@ -26,7 +26,8 @@ def _describe_stage(stage: Stage, schedule: SetSchedule, steps: int | None) -> s
     parts = []
     for number, share in stage.shares:
         fraction = Fraction(share, stage.period)
+        part = "all" if fraction == 1 else fraction
         of = "the steps" if schedule.whole_steps else "the prompts"
         mean = "" if schedule.whole_steps else f" ({float(fraction * schedule.per_step):.3g} a step)"
-        parts.append(f"{schedule.sets[number].shown_name} {fraction} of {of}{mean}")
+        parts.append(f"{schedule.sets[number].shown_name} {part} of {of}{mean}")
     return f"steps {stage.first} to {last}: {', '.join(parts)}"

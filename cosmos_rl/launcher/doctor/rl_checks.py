@@ -26,9 +26,11 @@ from cosmos_rl.policy.config.plan import keeps_reference
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions, add_media
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
+from cosmos_rl.policy.trainer.rl.batch import build_scoring_request
 from cosmos_rl.policy.trainer.rl.build import build_algorithm, load_teacher
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import (
@@ -212,28 +214,43 @@ def _rewards(config: Config, model: PipelineModel, made: Rollouts) -> Iterator[F
         yield Finding(FAIL, "rewards", str(error))
         return
     try:
-        prompts, metadata = [s.prompt for s in made.samples], [s.metadata for s in made.samples]
-        count, probes = len(made.samples), _probes(made.media)
-        ids = [sample.sample_id for sample in made.samples]
-        latents = model.reward_latents(made.latents) if rewards.sends_latents else None
-        table = _score(rewards, ScoringRequest(made.media, prompts, metadata, ids, made.fps, latents), job)
-        images = len(probes)
-        latents = _encode_probes(model, probes) if rewards.sends_latents else None
-        about = (prompts[:1] * images, metadata[:1] * images, list(range(images)))
-        request = ScoringRequest(probes, *about, made.fps, latents)
-        probed = _score(rewards, request, job)
+        sets = SetRewards.of_config(job, rewards)
+        for number, rows in sets.split([sample.prompt_set for sample in made.samples]):
+            yield from _rewards_of_set(job, rewards, model, sets, _take_rows(made, rows), number)
     except (UserError, TimeoutError) as error:
         yield Finding(FAIL, "rewards", str(error))
-        return
     finally:
         rewards.close()
-    for name in (name for name in rewards.names if name not in rewards.terms):
-        yield _reward(name, table, probed.scores[name])
+
+
+def _take_rows(made: Rollouts, rows: Sequence[int]) -> Rollouts:
+    own = list(rows)
+    return replace(made, samples=tuple(made.samples[i] for i in own), media=made.media[own], latents=made.latents[own])
+
+
+def _rewards_of_set(
+    job: GrpoPolicyConfig, rewards: Rewards, model: PipelineModel, sets: SetRewards, made: Rollouts, number: int
+) -> Iterator[Finding]:
+    """Those of one prompt set, on samples of it."""
+    where = f" ({sets.labels[number]})" if sets.labels else ""
+    names = [name for name in rewards.names if sets.counts(number, name)]
+    latents = model.reward_latents(made.latents) if rewards.sends_latents else None
+    table = _score(rewards, replace(build_scoring_request(made, latents), rewards=names), job)
+    probes = _probes(made.media)
+    images, first = len(probes), made.samples[0]
+    latents = _encode_probes(model, probes) if rewards.sends_latents else None
+    about = ([first.prompt] * images, [first.metadata] * images, list(range(images)))
+    probed = _score(rewards, ScoringRequest(probes, *about, made.fps, latents, names), job)
+    for name in (name for name in names if name not in rewards.terms):
+        yield _reward(name, where, table, probed.scores[name])
+    scores = {name: table.scores[name] for name in names}
     total = table.total_N[~table.missing_N]
-    counted = [total] if job.normalise_rewards == "sum" else list(clip_scores(rewards, table.scores).values())
-    if len(total) == count and any(map(_varies, table.scores.values())) and not any(map(_varies, counted)):
+    counted = [total] if job.normalise_rewards == "sum" else list(clip_scores(rewards, scores).values())
+    alike = not any(map(_varies, counted))
+    if len(total) == len(made.samples) and any(map(_varies, scores.values())) and alike:
         text = f"{float(total[0]):.4g} for every sample: weights or clips take away all difference"
-        yield Finding(FAIL, "reward in all", text, "look at clip_min, clip_max, reward_clip_min and reward_clip_max")
+        fix = "look at clip_min, clip_max, reward_clip_min and reward_clip_max"
+        yield Finding(FAIL, f"reward in all{where}", text, fix)
 
 
 def _score(rewards: Rewards, request: ScoringRequest, job: GrpoPolicyConfig) -> RewardTable:
@@ -244,8 +261,8 @@ def _score(rewards: Rewards, request: ScoringRequest, job: GrpoPolicyConfig) -> 
     return future.result()
 
 
-def _reward(name: str, table: RewardTable, probed: Tensor) -> Finding:
-    scores, subject = table.scores[name], f"reward {name}"
+def _reward(name: str, where: str, table: RewardTable, probed: Tensor) -> Finding:
+    scores, subject = table.scores[name], f"reward {name}{where}"
     valid = scores[scores.isfinite()]
     missing = len(scores) - len(valid)
     if len(valid) == 0:

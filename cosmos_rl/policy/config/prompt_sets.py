@@ -1,7 +1,8 @@
 """`[[train.train_policy.dataset.sets]]`: several prompt sets of one run of reinforcement learning, and their rules."""
 
+import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class PromptSetConfig(Table):
     """Split of the set; unset: "train"."""
     label: str = ""
     """Its name in metrics and messages; unset: name, or that of the file or folder without its ending."""
+    rewards: tuple[str, ...] = ()
+    """Rewards that score and train its samples, by their names in metrics; unset: all."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the weights of the other sets that are drawn in the same steps."""
     first_step: NonNegativeInt = 0
@@ -84,3 +87,15 @@ def set_rules(sets: Sequence[PromptSetConfig], steps: int | None) -> Iterator[st
             f"{_KEY}.sets: none is drawn in step {gap} of train.max_num_steps = {steps}; allowed: a set for every "
             "step, by first_step and last_step (steps count from 0)"
         )
+
+
+def find_reward_problems(sets: Sequence[PromptSetConfig], known: Mapping[str, float]) -> Iterator[str]:
+    """Rewards of sets that there are not, and sets with none that counts; ``known``: name -> scale times weight."""
+    for number, one in enumerate(sets):
+        key = f"{_KEY}.sets.{number}.rewards"
+        unknown = next((name for name in one.rewards if name not in known), None)
+        if unknown is not None:
+            near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown, known, n=1))
+            yield f'{key}: found "{unknown}"; allowed: rewards of the run ({", ".join(known)}){near}'
+        elif one.rewards and not any(known[name] for name in one.rewards):
+            yield f"{key}: found {list(one.rewards)}, all of weight 0; allowed: one at least that is trained on"

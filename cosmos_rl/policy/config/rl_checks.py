@@ -273,6 +273,11 @@ def _gardo(job: GrpoPolicyConfig) -> Iterator[str]:
         for name, found in (("kl_gate.rewards", list(gate.rewards)), ("diversity_features", job.diversity_features)):
             if found:
                 yield f'{key}.{name}: found {found}; allowed: none with "{job.trainer_type}", which learns from pairs'
+    if gate.rewards and any(one.rewards for one in job.dataset.sets):
+        yield (
+            f"{key}.kl_gate.rewards: found {list(gate.rewards)}; allowed: none where {key}.dataset.sets have rewards "
+            "of their own, as it ranks all samples of a step by the same rewards"
+        )
     if job.diversity_features is not None and job.normalise_rewards != "sum":
         yield (
             f'{key}.normalise_rewards: found "{job.normalise_rewards}"; allowed: "sum" with {key}.diversity_features, '
@@ -330,6 +335,14 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '
             '"gen_eval", which needs its objects and tags, or your own file with them as local_dir'
         )
+    for number, one in enumerate(job.dataset.sets):
+        scored = job.use_remote_reward and "gen_eval" in (one.rewards or rewards)
+        if scored and one.name and not one.name.startswith("geneval"):
+            found = f"found {list(one.rewards)}" if one.rewards else "unset, so all"
+            yield (
+                f'train.train_policy.dataset.sets.{number}.rewards: {found} for "{one.name}"; allowed: without '
+                '"gen_eval", which needs the objects and tags of "geneval" or of your own file as local_dir'
+            )
     asked = set(rewards) if job.use_remote_reward else set()
     if both := sorted(asked & {reward.shown_name for reward in local.reward_fns}):
         yield (

@@ -31,6 +31,7 @@ class Measure:
 _NAMED: Sequence[tuple[str, Measure]] = (
     (r"reward/mean", Measure("Reward of the training samples", 1)),
     (r"val/reward/mean", Measure("Reward on the validation prompts", 1)),
+    (r"reward/(.+)/mean", Measure("Reward of the training samples of the set “{}”", 1)),
     (r"reward/(.+)_mean", Measure("Reward “{}”, training samples", 1)),
     (r"val/reward/(.+)_mean", Measure("Reward “{}”, validation prompts", 1)),
     (r"val/loss_mean", Measure("Loss on held-out data", -1)),

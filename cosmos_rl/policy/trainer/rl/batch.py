@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.config.plan import GALLERY
 from cosmos_rl.policy.trainer.data_parallel import split_evenly
+from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
 from cosmos_rl.rollout.sampler import Rollouts, Sample, measure_diversity
@@ -56,6 +57,8 @@ class ScoredBatch:
     """Of an algorithm that learns from pairs: index of the best of a group -> that of its worst."""
     kl_weight_N: Tensor | None = None
     """float32 ``[N]``: factor of the distance to the reference; None: 1 each."""
+    sets: SetRewards = field(default_factory=SetRewards)
+    """The prompt sets that the samples are of."""
     nearest_N: Tensor | None = None
     """float64 ``[N]``: distance of the features from those of the nearest other sample of the group."""
 
@@ -70,6 +73,11 @@ class ScoredBatch:
     def group_N(self) -> Tensor:
         """int64 ``[N]``."""
         return torch.tensor([sample.group for sample in self.samples])
+
+    @property
+    def rows_of_sets(self) -> list[tuple[int, list[int]]]:
+        """(set, indices of its samples) of each set that gave some."""
+        return self.sets.split([sample.prompt_set for sample in self.samples])
 
     def without_samples(self) -> "ScoredBatch":
         """What learning needs besides `Learnable`; media, latents and recorded steps can be freed."""
@@ -114,6 +122,7 @@ def score_batch(
     tables: Sequence[RewardTable],
     *,
     rewards: Rewards,
+    sets: SetRewards,
     job: GrpoPolicyConfig,
     global_std: bool,
     in_pairs: bool,
@@ -126,6 +135,7 @@ def score_batch(
         samples: all of the step, in the order of the ranks.
         own, tables: this rank's samples, and their rewards chunk by chunk.
         rewards: what gave them.
+        sets: the prompt sets; advantages are those of each set's own rewards, with statistics of its own samples.
         in_pairs: train on the best and the worst of each group.
         nearest_N: see `ScoredBatch`; it changes the advantages.
 
@@ -140,7 +150,13 @@ def score_batch(
     advantage_N = used_N = torch.zeros_like(reward_N)
     kept_N = torch.ones(len(reward_N), dtype=torch.bool)
     if not job.bypass_reward:
-        advantage_N = _advantages(reward_N, scores, group_N, rewards, job=job, std=global_std, nearest_N=nearest_N)
+        advantage_N = torch.full_like(reward_N, torch.nan)
+        for number, rows in sets.split([sample.prompt_set for sample in samples]):
+            counted = {name: score[rows] for name, score in scores.items() if sets.counts(number, name)}
+            nearest = None if nearest_N is None else nearest_N[rows]
+            advantage_N[rows] = _advantages(
+                reward_N[rows], counted, group_N[rows], rewards, job=job, std=global_std, nearest_N=nearest
+            )
         used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
         whole_groups = job.on_missing_reward == "drop_group"
         kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
@@ -150,9 +166,8 @@ def score_batch(
         kept_N = torch.zeros_like(kept_N)
         kept_N[[*rejected, *rejected.values()]] = True
     first = context.dp_rank * len(own.samples)
-    return ScoredBatch(
-        tuple(samples), own, first, reward_N, scores, advantage_N, used_N, kept_N, rejected, nearest_N=nearest_N
-    )
+    found = (reward_N, scores, advantage_N, used_N, kept_N, rejected)
+    return ScoredBatch(tuple(samples), own, first, *found, sets=sets, nearest_N=nearest_N)
 
 
 def _advantages(
@@ -167,12 +182,12 @@ def _advantages(
 ) -> Tensor:
     """Of the total, or of each reward within its bounds, added up with scale times weight; float64 ``[N]``."""
     counted = clip_scores(rewards, scores)
-    temperature = job.advantage_temperature
+    weights, temperature = {name: rewards.weights[name] for name in counted}, job.advantage_temperature
     if job.normalise_rewards == "gdpo":
-        return gdpo_advantages(counted, rewards.weights, group_N)
+        return gdpo_advantages(counted, weights, group_N)
     if job.normalise_rewards == "each":
-        return combine_advantages(counted, rewards.weights, group_N, global_std=std, temperature=temperature)
-    size_N = torch.stack([abs(rewards.weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
+        return combine_advantages(counted, weights, group_N, global_std=std, temperature=temperature)
+    size_N = torch.stack([abs(weights[name]) * score.abs() for name, score in counted.items()]).sum(0)
     if nearest_N is not None:
         return scale_by_diversity(reward_N, nearest_N, group_N, size_N=size_N) / (temperature or 1.0)
     return group_advantages(reward_N, group_N, global_std=std, size_N=size_N, temperature=temperature)
@@ -285,11 +300,16 @@ def compute_reward_metrics(step: ScoredBatch) -> dict[str, float]:
     """What a step's rewards and advantages looked like."""
     metrics = {f"reward/{name}": value for name, value in compute_statistics(step.reward_N).items()}
     metrics |= {f"adv/{name}": value for name, value in compute_statistics(step.advantage_N).items()}
-    metrics |= {f"reward/{name}_mean": mean(value_N) for name, value_N in step.scores.items()}
+    asked = [name for name in step.scores if any(step.sets.counts(number, name) for number, _ in step.rows_of_sets)]
+    metrics |= {f"reward/{name}_mean": mean(step.scores[name]) for name in asked}
     metrics["reward/group_std"] = mean_group_std(step.reward_N, step.group_N)
     metrics["adv/zero_std_ratio"] = zero_std_share(step.used_N, step.group_N)
     metrics["rollout/missing"] = float(step.reward_N.isnan().sum())
     metrics["train/samples_used"] = float(step.kept_N.sum())
+    for number, rows in step.rows_of_sets if step.sets.labels else ():
+        label = step.sets.labels[number]
+        metrics[f"reward/{label}/mean"] = mean(step.reward_N[rows])
+        metrics[f"adv/{label}/zero_std_ratio"] = zero_std_share(step.used_N[rows], step.group_N[rows])
     if step.kl_weight_N is not None:
         metrics["train/kl_gated_ratio"] = mean(step.kl_weight_N)
     if step.nearest_N is not None:
@@ -312,7 +332,7 @@ def build_gallery(step: ScoredBatch) -> list[Shown]:
     """The best and the worst samples of all ranks, with the pixels of this rank's own. Empty for what is no image."""
     if step.own.media.dtype != torch.uint8:
         return []
-    best, worst = pick_best_and_worst(step.reward_N, step.group_N, GALLERY)
+    best, worst = _pick_of_sets(step)
     names, own = list(step.scores), range(step.first, step.first + len(step.own.samples))
     table_NF = torch.stack([step.reward_N, *step.scores.values()], dim=1)
     gallery = []
@@ -321,5 +341,16 @@ def build_gallery(step: ScoredBatch) -> list[Shown]:
         if row in own:
             pixels = step.own.media[row - step.first].clone()  # does not keep the others
         scores = to_score_dict(table_NF[row], names)
+        scores = {n: score for n, score in scores.items() if n == TOTAL or step.sets.counts(sample.prompt_set, n)}
         gallery.append(Shown(pixels, sample.prompt, sample.sample_id, group, scores, fps=step.own.fps))
     return gallery
+
+
+def _pick_of_sets(step: ScoredBatch) -> tuple[list[int], list[int]]:
+    """Best and worst samples, as many of each set, as rewards of different sets do not compare."""
+    best, worst, parts = list[int](), list[int](), step.rows_of_sets
+    for _, rows in parts:
+        found = pick_best_and_worst(step.reward_N[rows], step.group_N[rows], max(GALLERY // len(parts), 1))
+        best += [rows[row] for row in found[0]]
+        worst += [rows[row] for row in found[1]]
+    return best, worst

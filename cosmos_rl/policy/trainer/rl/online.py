@@ -43,6 +43,7 @@ from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.rl.validation import Validator
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
+from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import (
     Giving,
@@ -96,7 +97,8 @@ class OnlineTask(TaskBase):
         self._give = Giving(parts.model.conditional_frames, config.train.seed)
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
-        self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk)
+        sets = SetRewards.of_config(job, parts.rewards)
+        self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk, sets)
         self._sized = SizedPrompts(config, parts.prompts, self.plan.items)
         super().__init__(config, context, parts.model.trainable_parameters(), self._sized.stream, parts.export)
         kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
@@ -105,9 +107,8 @@ class OnlineTask(TaskBase):
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
-        self._val_scoring, self._validator = self._scoring, None
-        if parts.val_rewards is not None:
-            self._val_scoring = Scoring(parts.val_rewards, parts.model, job, self.plan.chunk)
+        self._val_scoring = Scoring(parts.val_rewards or parts.rewards, parts.model, job, self.plan.chunk)
+        self._validator = None
         if parts.val_prompts:
             trained = parts.rewards.weights
             self._validator = Validator(
@@ -201,6 +202,7 @@ class OnlineTask(TaskBase):
             own,
             tables,
             rewards=self._scoring.rewards,
+            sets=self._scoring.sets,
             job=self._job,
             global_std=self._config.policy.diffusers.sample.global_std,
             in_pairs=self.algorithm.in_pairs,
@@ -408,7 +410,7 @@ class OnlineTask(TaskBase):
         """End what scores samples."""
         self._nearest.close()
         self._scoring.rewards.close()
-        if self._val_scoring is not self._scoring:
+        if self._val_scoring.rewards is not self._scoring.rewards:
             self._val_scoring.rewards.close()
 
     # ---- small parts -------------------------------------------------------------------------------------------

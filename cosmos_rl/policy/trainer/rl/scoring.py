@@ -8,6 +8,7 @@ from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer.rl.batch import build_scoring_request
+from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import Rollouts
 from cosmos_rl.utils.logging import logger
@@ -16,9 +17,11 @@ from cosmos_rl.utils.logging import logger
 class Scoring:
     """The rewards of a task, asked for the samples of its model."""
 
-    def __init__(self, rewards: Rewards, model: FlowModel, job: GrpoPolicyConfig, chunk: int) -> None:
-        """``chunk``: samples in one request."""
-        self.rewards = rewards
+    def __init__(
+        self, rewards: Rewards, model: FlowModel, job: GrpoPolicyConfig, chunk: int, sets: SetRewards | None = None
+    ) -> None:
+        """``chunk``: samples in one request. ``sets``: what scores the samples of which set; None: all score all."""
+        self.rewards, self.sets = rewards, sets or SetRewards()
         self._model, self._job, self._chunk = model, job, chunk
 
     def submit(self, rollouts: Rollouts) -> "Future[RewardTable]":
@@ -26,7 +29,8 @@ class Scoring:
         latents = None
         if self.rewards.sends_latents:
             latents = self._model.reward_latents(rollouts.latents)
-        return self.rewards.submit(build_scoring_request(rollouts, latents))
+        numbers = [sample.prompt_set for sample in rollouts.samples]
+        return self.sets.submit(self.rewards, build_scoring_request(rollouts, latents), numbers)
 
     def wait(self, future: "Future[RewardTable]") -> RewardTable:
         """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not.
@@ -47,7 +51,9 @@ class Scoring:
     def settings(self) -> dict[str, list[Any]]:
         """Weight and origin of each reward: what scores before and after a resume depend on."""
         weights, origins = self.rewards.weights, self.rewards.origins
-        return {name: [weights[name], origins[name]] for name in weights if name not in self.rewards.terms}
+        found = {name: [weights[name], origins[name]] for name in weights if name not in self.rewards.terms}
+        named = zip(self.sets.labels, self.sets.rewards, strict=True)
+        return {**found, **{f"those of the set {label}": sorted(own) for label, own in named if own is not None}}
 
     def warn_if_changed(self, before: Mapping[str, Any]) -> None:
         """Compare with the ``settings`` of the run that is resumed."""

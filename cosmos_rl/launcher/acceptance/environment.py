@@ -17,6 +17,7 @@ from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
+from cosmos_rl.policy.config.plan import list_teachers
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
 from cosmos_rl.tracking.loggers import require_installed
@@ -44,6 +45,8 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
         problems += _rewards(config) + _check_pair_folders(config, notes)
         if online_table(config).teacher:
             problems += _missing("train.train_policy.teacher", online_table(config).teacher)
+        for key, place in list_teachers(online_table(config)).items():
+            problems += _missing(key, place)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
     problems += _trackers(config) + missing_optimizer(config) + _missing_quantiser(config)

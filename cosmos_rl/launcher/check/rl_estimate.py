@@ -15,7 +15,8 @@ from cosmos_rl.policy.config.plan import (
     GALLERY,
     KEPT_BYTES,
     copies_reference,
-    keeps_reference,
+    keeps_common_reference,
+    number_teachers,
     plan_online,
     plan_sft,
 )
@@ -60,10 +61,12 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         Unknown: the sizes of latents cannot be known.
     """
     job, plan = online_table(config), plan_online(config)
+    teachers = len(set(number_teachers(job)) - {0})
     lora, share, moving = config.policy.lora, 4 * trained // shards, copies_reference(job)
     copies = {
         "old policy": share * (lora is None and plan.keeps_old),
-        "reference": share * (keeps_reference(job) and (lora is None or moving or not lora.starts_as_base)),
+        "reference": share * (keeps_common_reference(job) and (lora is None or moving or not lora.starts_as_base)),
+        "teachers of prompt sets": share * teachers,
     }
     media = (*config.policy.diffusers.largest_size, frames_of(config))
     clip, latent = 3 * math.prod(media), 4 * math.prod(find_geometry(pipeline).latent_shape(*media))
@@ -72,6 +75,7 @@ def rl_memory(config: Config, pipeline: PipelineFiles, trained: int, shards: int
         held_out = guard.samples * latent
     shown = clip * min(2 * GALLERY, plan.samples)
     saved = (lora is not None or plan.keeps_old) + ((lora is not None or moving) and copies["reference"] > 0)
+    saved += teachers
     members = job_kind(config).rows
     micro = 4 * latent * job.mini_batch  # clean, noised, old, reference
     rows = min(plan.pairs, max(KEPT_BYTES // micro, 1) * job.mini_batch)

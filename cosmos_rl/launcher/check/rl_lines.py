@@ -8,7 +8,14 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind, online_table
-from cosmos_rl.policy.config.plan import GUARD_SIGMAS, PAIR_TRAINERS, STEP_TRAINERS, OnlinePlan, plan_online
+from cosmos_rl.policy.config.plan import (
+    GUARD_SIGMAS,
+    PAIR_TRAINERS,
+    STEP_TRAINERS,
+    OnlinePlan,
+    number_teachers,
+    plan_online,
+)
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 
 
@@ -64,11 +71,22 @@ def _trained(config: Config, plan: OnlinePlan) -> str:
     )
 
 
+def _describe_teachers(config: Config) -> Iterator[str]:
+    """Which policy each prompt set is pulled to."""
+    job = online_table(config)
+    for one in job.dataset.sets:
+        yield f"{one.shown_name}: {one.teacher or job.teacher or 'the model at the start'}"
+
+
 def _policies(config: Config, plan: OnlinePlan) -> Iterator[str]:
-    models = ["policy"] + ["old policy"] * (plan.old_forwards > 0) + ["reference"] * (plan.reference_forwards > 0)
+    teachers = number_teachers(online_table(config))
+    models = ["policy"] + ["old policy"] * (plan.old_forwards > 0)
+    models += ["reference of each sample"] if teachers else ["reference"] * (plan.reference_forwards > 0)
     yield (
         f"{plan.backwards} backward passes and {plan.forwards} forward passes ({', '.join(models)}) per rank and step"
     )
+    if teachers:
+        yield f"references: {', '.join(_describe_teachers(config))}"
     kind, copied = config.policy.diffusers.weight_copy_decay_type, 0
     while kind != 0 and old_policy_decay(kind, copied + 1) == 0.0:
         copied += 1

@@ -22,12 +22,13 @@ from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, cho
 from cosmos_rl.launcher.doctor.measures import check_gradients, relative_distance
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import keeps_reference
+from cosmos_rl.policy.config.plan import number_teachers
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions, add_media
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import build_scoring_request
-from cosmos_rl.policy.trainer.rl.build import build_algorithm, load_teacher
+from cosmos_rl.policy.trainer.rl.build import build_algorithm
+from cosmos_rl.policy.trainer.rl.teachers import choose_policies, find_sets, load_teachers
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.by_set import SetRewards
@@ -305,12 +306,9 @@ def _encode_probes(model: PipelineModel, videos: Tensor) -> Tensor:
 
 def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampled: Sampled) -> Iterator[Finding]:
     """The gradient of one micro-batch in which samples are good and bad in turns."""
-    kept = {"keep_old": True, "keep_reference": keeps_reference(job)}
-    if job.teacher:
-        kept["moving_reference"] = True
-    policies = model.policies(**kept)
+    policies = model.policies(**choose_policies(job, keep_old=True))
     try:
-        load_teacher(config, model, policies)
+        load_teachers(config, model, policies)
     except UserError as error:
         yield Finding(FAIL, "teacher", str(error))
         return
@@ -327,6 +325,7 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
         algorithm.values(row.remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
         rejected,
+        prompt_set=find_sets(job, few),
     )
     levels = model.sampling_levels(config.policy.diffusers.sample.num_steps).rows(slice(-1))
     rows = algorithm.rows(share, levels=levels, draws=Draws(config.train.seed, 0), number=0)
@@ -340,6 +339,7 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
         micro_batch=count,
         frozen=algorithm.frozen(old_is_current=False, kl_beta=job.kl_beta),
         kl_beta=job.kl_beta,
+        references=number_teachers(job),
     )
     value = float(terms["policy_loss"].double().mean())
     yield Finding(choose_mark(math.isfinite(value)), "forward", f"loss {value:.4g} on {count} samples")

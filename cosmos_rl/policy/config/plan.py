@@ -107,7 +107,8 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     if always_copied:
         old_forwards = old_while_copied
     if keeps_reference(job):
-        reference_forwards = passes
+        others = len(set(number_teachers(job))) - 1
+        reference_forwards = passes + steps * max(others, 0)  # the last one of each has fewer rows
     keeps_old = (not always_copied or steps > 1) and not in_pairs
     if in_pairs:
         old_forwards = old_while_copied = 0
@@ -168,6 +169,30 @@ def keeps_reference(job: GrpoPolicyConfig) -> bool:
     return job.kl_beta > 0 or job.norm_penalty > 0 or job.trainer_type in PAIR_TRAINERS
 
 
+def list_teachers(job: GrpoPolicyConfig) -> dict[str, str]:
+    """Teachers of prompt sets that are not that of all prompts, each once: its first key and its place."""
+    places: dict[str, str] = {}
+    for number, one in enumerate(job.dataset.sets):
+        if one.teacher and one.teacher != job.teacher and one.teacher not in places.values():
+            places[f"train.train_policy.dataset.sets.{number}.teacher"] = one.teacher
+    return places
+
+
+def number_teachers(job: GrpoPolicyConfig) -> tuple[int, ...]:
+    """Which reference each prompt set has: 0 that of all prompts, from 1 on those of `list_teachers`; empty: there is
+    no other, or none is asked for."""
+    places = list(list_teachers(job).values())
+    if not places or not keeps_reference(job):
+        return ()
+    return tuple(places.index(one.teacher) + 1 if one.teacher in places else 0 for one in job.dataset.sets)
+
+
+def keeps_common_reference(job: GrpoPolicyConfig) -> bool:
+    """Whether the loss asks for the reference's velocities of samples without a teacher of their own."""
+    numbers = number_teachers(job)
+    return keeps_reference(job) and (not numbers or 0 in numbers)
+
+
 def moves_reference(job: GrpoPolicyConfig) -> bool:
     """Whether the reference becomes another one in the course of the run."""
     return keeps_reference(job) and (job.reference_reset_interval is not None or job.reference_reset_kl is not None)
@@ -175,7 +200,7 @@ def moves_reference(job: GrpoPolicyConfig) -> bool:
 
 def copies_reference(job: GrpoPolicyConfig) -> bool:
     """Whether the reference has other weights than the model at the start."""
-    return moves_reference(job) or (keeps_reference(job) and bool(job.teacher))
+    return moves_reference(job) or (keeps_common_reference(job) and bool(job.teacher))
 
 
 def samples_with_old(config: Config) -> bool:

@@ -26,6 +26,9 @@ class PromptSetConfig(Table):
     """Rewards that score and train its samples, by their names in metrics; unset: all."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the weights of the other sets that are drawn in the same steps."""
+    teacher: str = ""
+    """On-policy distillation of its prompts: as `teacher` of train.train_policy, in the place of that or of the
+    reference."""
     first_step: NonNegativeInt = 0
     """Step, counted from 0, from which on it is drawn."""
     last_step: PositiveInt | None = None

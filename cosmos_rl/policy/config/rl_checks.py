@@ -7,7 +7,10 @@ from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.plan import (
     PAIR_TRAINERS,
     STEP_TRAINERS,
+    keeps_common_reference,
+    keeps_reference,
     last_trained_step,
+    list_teachers,
     moves_reference,
     samples_with_old,
     trained_steps,
@@ -247,19 +250,24 @@ def _reference(job: GrpoPolicyConfig) -> Iterator[str]:
 
 
 def _teacher(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    """It is the reference, so something must be compared with that, and nothing else may take its place."""
-    key, policy = "train.train_policy", config.policy
-    if not job.teacher:
+    """They are references, so something must be compared with them, and nothing else may take their place."""
+    job_key, policy = "train.train_policy", config.policy
+    named = {f"{job_key}.teacher": job.teacher} if job.teacher else {}
+    named |= list_teachers(job)
+    if not named:
         return
+    key, place = next(iter(named.items()))
     if job.kl_beta == 0:
-        yield f"{key}.kl_beta: found 0.0; allowed: more than 0 with {key}.teacher, whose distance it weighs"
+        yield f"{job_key}.kl_beta: found 0.0; allowed: more than 0 with {key}, whose distance it weighs"
     for name in ("reference_reset_interval", "reference_reset_kl"):
         if (found := getattr(job, name)) is not None:
-            yield f"{key}.{name}: found {found}; allowed: unset with {key}.teacher, which is the reference"
+            yield f"{job_key}.{name}: found {found}; allowed: unset with {key}, which is the reference"
     if job.trainer_type in PAIR_TRAINERS:
-        yield f'{key}.teacher: found "{job.teacher}"; allowed: unset with "{job.trainer_type}", which needs a reference'
+        yield f'{key}: found "{place}"; allowed: unset with "{job.trainer_type}", which needs a reference'
     if policy.freeze_pattern or policy.trainable_pattern or policy.trainable_map:
-        yield f'{key}.teacher: found "{job.teacher}"; allowed: with adapters, or where all weights are trained'
+        yield f'{key}: found "{place}"; allowed: with adapters, or where all weights are trained'
+    if job.teacher and keeps_reference(job) and not keeps_common_reference(job):
+        yield f'{key}: found "{place}"; allowed: unset where every one of {job_key}.dataset.sets has its own'
 
 
 def _gardo(job: GrpoPolicyConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ import abc
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
 from cosmos_rl.policy.model.diffusers.sized import Sized
 from cosmos_rl.policy.model.driver.contract import Level, Medium
-from cosmos_rl.policy.model.policies import Policies, build_policies, free_gathered
+from cosmos_rl.policy.model.policies import Kept, Policies, build_policies, free_gathered
 
 TEXT_KEYWORDS = {
     "prompt_embeds": "encoder_hidden_states",
@@ -476,9 +476,8 @@ class FlowModel(Sized, abc.ABC):
         """Trained parameters by their full names in ``transformer``, in a fixed order."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
-    def policies(self, *, keep_old: bool, keep_reference: bool, moving_reference: bool = False) -> Policies:
+    def policies(self, **kept: Unpack[Kept]) -> Policies:
         """See ``build_policies``."""
-        kept = {"keep_old": keep_old, "keep_reference": keep_reference, "moving_reference": moving_reference}
         return build_policies(self.transformer, self.trainable_parameters(), self.lora_config, **kept)
 
     def set_gradient_sync(self, wanted: bool) -> None:

@@ -36,6 +36,8 @@ class Rows:
     """(seed, purpose, step) of that noise."""
     kl_weight: Tensor | None = None
     """``[R]``: factor of the distance to the reference; None: 1 each."""
+    prompt_set: Tensor | None = None
+    """int64 ``[R]``: which of several prompt sets each is of; None: there is one."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Share:
     """int64 ``[S]``: where in ``data`` the rejected sample of each pair is, of an algorithm that learns from pairs."""
     kl_weight: Tensor | None = None
     """``[S]``: factor of the distance to the reference; None: 1 each."""
+    prompt_set: Tensor | None = None
+    """int64 ``[S]``: which of several prompt sets each is of; None: there is one."""
 
 
 class Algorithm(Protocol):

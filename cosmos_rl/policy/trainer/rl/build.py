@@ -21,7 +21,6 @@ from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, onli
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
-from cosmos_rl.policy.model.policies import Policies
 from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
@@ -37,6 +36,7 @@ from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts, pick_diversity_samples
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
+from cosmos_rl.policy.trainer.rl.teachers import load_teachers
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.utils.logging import logger
@@ -104,19 +104,8 @@ def build_online(
         export=lambda: prepare_export(model, keep=context.is_main),
     )
     task = OnlineTask(config, context, build_algorithm(config), parts)
-    load_teacher(config, model, task.policies)
+    load_teachers(config, model, task.policies)
     return task
-
-
-def load_teacher(config: Config, model: PipelineModel, policies: Policies) -> None:
-    """Put the teacher in the place of the reference, where one is named.
-
-    Raises:
-        UserError: it has other weights than the policy.
-    """
-    place, key = online_table(config).teacher, "train.train_policy.teacher"
-    if place:
-        policies.load_reference(lambda: model.load_policy(place, key))
 
 
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:

@@ -136,6 +136,7 @@ class FlowGrpo:
             value=share.value[row_R],
             data=data,
             kl_weight=None if share.kl_weight is None else share.kl_weight[row_R],
+            prompt_set=None if share.prompt_set is None else share.prompt_set[row_R],
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:

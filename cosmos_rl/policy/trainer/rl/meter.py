@@ -40,9 +40,14 @@ def warn_if_broken(step: int, terms: Terms, rows: Rows) -> None:
 class Meter:
     """One for each training step."""
 
-    def __init__(self, maxima: Sequence[str]) -> None:
-        """``maxima``: terms of which the largest value is reported next to the mean."""
-        self._with_maxima = maxima
+    def __init__(self, maxima: Sequence[str], sets: Sequence[str] = ()) -> None:
+        """
+        Args:
+            maxima: terms of which the largest value is reported next to the mean.
+            sets: names of several prompt sets, of which the distance to the reference is reported each.
+        """
+        self._with_maxima, self._sets = maxima, sets
+        self._by_set: dict[str, list[float]] = {}  # name of a set -> [sum of distances, weight]
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
         self._weight = 0.0
@@ -64,7 +69,15 @@ class Meter:
                 sums[name] = float((value_R.double() * weight_R).sum())
                 self.add_sum(name, sums[name])
         self._weight += float(rows.weight.sum())
+        if rows.prompt_set is not None and "kl_loss" in terms:
+            self._add_by_set(terms["kl_loss"].cpu().double() * weight_R, rows.prompt_set, weight_R)
         return sums
+
+    def _add_by_set(self, distance_R: Tensor, prompt_set_R: Tensor, weight_R: Tensor) -> None:
+        for number, name in enumerate(self._sets):  # all of them, as ranks add up the same numbers
+            own_R, sums = prompt_set_R == number, self._by_set.setdefault(name, [0.0, 0.0])
+            for place, value_R in enumerate((distance_R, weight_R)):
+                sums[place] += float(value_R[own_R].sum())
 
     def add_sum(self, name: str, value: float) -> None:
         """Add to one of the sums."""
@@ -86,5 +99,14 @@ class Meter:
         if self._norm_ratios:
             ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
             found |= compute_norm_metrics("train", ratio_R, sigma_R)
+        found |= self._means_by_set(context)
         loss = sum(weight * found.get(f"train/{name}_mean", 0.0) for name, weight in loss_weights.items())
         return {**found, "train/loss_mean": loss}
+
+    def _means_by_set(self, context: Context) -> dict[str, float]:
+        """Distances to the reference of the sets that the step has samples of."""
+        if not self._by_set:
+            return {}
+        flat = context.sum_over_ranks([value for sums in self._by_set.values() for value in sums])
+        sums = zip(self._by_set, flat[::2], flat[1::2], strict=True)
+        return {f"train/{name}/kl_loss_mean": total / weight for name, total, weight in sums if weight > 0.0}

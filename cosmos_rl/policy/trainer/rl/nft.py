@@ -99,6 +99,7 @@ class DiffusionNft:
             noise_ids=[share.sample_ids[row] * total + index for row, index in pairs],
             noise_key=draws.key(f"{self.purpose}/noise/{number}"),
             kl_weight=None if share.kl_weight is None else share.kl_weight[order],
+            prompt_set=None if share.prompt_set is None else share.prompt_set[order],
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:

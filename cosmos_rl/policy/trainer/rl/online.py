@@ -22,7 +22,7 @@ from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import online_table
-from cosmos_rl.policy.config.plan import copies_reference, keeps_reference, plan_online
+from cosmos_rl.policy.config.plan import number_teachers, plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
@@ -40,6 +40,7 @@ from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving, warn_if_broke
 from cosmos_rl.policy.trainer.rl.moving_reference import MovingReference
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
+from cosmos_rl.policy.trainer.rl.teachers import choose_policies, find_sets
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.rl.validation import Validator
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -101,8 +102,7 @@ class OnlineTask(TaskBase):
         self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk, sets)
         self._sized = SizedPrompts(config, parts.prompts, self.plan.items)
         super().__init__(config, context, parts.model.trainable_parameters(), self._sized.stream, parts.export)
-        kept = {"keep_old": self.plan.keeps_old, "keep_reference": keeps_reference(job)}
-        self.policies = parts.model.policies(**kept, moving_reference=copies_reference(job))
+        self.policies = parts.model.policies(**choose_policies(job, keep_old=self.plan.keeps_old))
         self._reference = MovingReference(job, self.policies, self.optimizer)
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
@@ -243,7 +243,8 @@ class OnlineTask(TaskBase):
         conditions: StepConditions,
     ) -> tuple[dict[str, float], Refusal | None]:
         """All optimiser steps of this training step, then the old policy moves; (metrics, what was refused)."""
-        meter, results = Meter(self.algorithm.maxima), []
+        sets = [one.shown_name for one in self._job.dataset.sets]
+        meter, results = Meter(self.algorithm.maxima, sets), []
         self.model.transformer.train()
         for number, indices in enumerate(updates):
             count_parts(number, len(updates))
@@ -290,6 +291,8 @@ class OnlineTask(TaskBase):
             frozen=algorithm.frozen(old_is_current=current, kl_beta=self._kl_beta),
             kl_beta=self._kl_beta,
             loss_factor=self.optimizer.loss_factor,
+            references=number_teachers(self._job),
+            max_over_ranks=context.max_over_ranks,
         )
         sums = meter.add(terms, rows)
         warn_if_broken(step, terms, rows)
@@ -317,6 +320,7 @@ class OnlineTask(TaskBase):
             torch.tensor(own.weights),
             learnable.rejected_rows(own.indices),
             None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
+            find_sets(self._job, samples),
         )
 
     def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:
@@ -355,8 +359,9 @@ class OnlineTask(TaskBase):
     # ---- state -------------------------------------------------------------------------------------------------
 
     def extra_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Old policy, reference, and the guard's own samples."""
+        """Old policy, reference, teachers, and the guard's own samples."""
         found = {"old": self.policies.old_state(), "reference": self.policies.reference_state()}
+        found |= {f"teacher{number}": state for number, state in enumerate(self.policies.teacher_states(), 1)}
         guard = self.guard.tensors()
         if guard:
             found["guard"] = guard
@@ -369,6 +374,7 @@ class OnlineTask(TaskBase):
             "samples_per_step": self.plan.total,
             "n_generation": self.plan.group,
             **self._sized.fingerprint(),
+            "teachers of the prompt sets, by number": list(number_teachers(self._job)),
             "prompts": f"{self.stream.length} ({self._prompts_digest})",
             "dataloader_seed": self._job.dataloader_seed,
             "dataloader_shuffle": self._job.dataloader_shuffle,

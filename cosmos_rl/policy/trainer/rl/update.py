@@ -9,6 +9,7 @@ from cosmos_rl.policy.config.plan import KEPT_BYTES
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, MicroBatch, Rows, Terms
+from cosmos_rl.policy.trainer.rl.teachers import MaxOverRanks, add_own_references, plan_passes
 from cosmos_rl.rollout.sampler import Conditions
 
 
@@ -23,6 +24,8 @@ def accumulate_gradient(
     frozen: Sequence[PolicyName],
     kl_beta: float,
     loss_factor: float = 1.0,
+    references: Sequence[int] = (),
+    max_over_ranks: MaxOverRanks = list,
 ) -> Terms:
     """Add the gradient of ``loss_factor * sum(loss)`` of this rank's rows; their terms, each ``[R]``.
 
@@ -33,12 +36,21 @@ def accumulate_gradient(
         micro_batch: rows of one forward pass.
         frozen: policies that the loss needs.
         loss_factor: the loss scale of float16.
+        references: which one each prompt set has, as `number_teachers` says; empty: all rows have the one.
+        max_over_ranks: element-wise; one rank: what it is given.
     """
     found: list[Terms] = []
     slices = [slice(i, i + micro_batch) for i in range(0, len(rows.prompts), micro_batch)]
-    for block in _blocks(slices, rows, micro_batch):
+    blocks, passes = list(_blocks(slices, rows, micro_batch)), None
+    if references and rows.prompt_set is not None and "reference" in frozen:
+        reference_R, count = torch.tensor(references)[rows.prompt_set], max(references) + 1
+        passes = plan_passes(reference_R, count, blocks, micro_batch, max_over_ranks)
+    for number, block in enumerate(blocks):
         micros = [algorithm.micro_batch(rows, which, model.device) for which in block]
         for name in frozen:
+            if passes is not None and name == "reference":
+                micros = add_own_references(model, policies, micros, passes[number], conditions, algorithm.guidance)
+                continue
             micros = _add_velocities(model, policies, name, micros, conditions, algorithm.guidance)
         for micro in micros:
             model.set_gradient_sync(len(found) + 1 == len(slices))

@@ -2,9 +2,7 @@
 
 import json
 import linecache
-import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.rl.test_flow_grpo_pipeline import WINDOW, ddrl_options, flow_options
-from tests.support.nft_runs import Job, forked, nft_toml, nft_train, prompt_file, run_forked
-from tests.support.patience import wait_until
+from tests.support.kills import run_with_kills
+from tests.support.nft_runs import Job, nft_toml, nft_train, prompt_file, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
 GUARDED = (
@@ -113,35 +111,15 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
     total = 6
     options = (*options_of(tmp_path), *given, f"--train.max_num_steps={total}", "--train.ckpt.save_freq=3")
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)
-    calm, killed = Job(config, tmp_path / "calm", options), tmp_path / "killed"
+    calm = Job(config, tmp_path / "calm", options)
     run_forked([calm], ranks, tmp_path)
-    chance = random.Random(len(name))
-    for wanted in (2, 4):  # off the cadence, and one before the first save
-        newest = max(layout.list_whole_steps(killed / "checkpoints"), default=0) if killed.is_dir() else 0
-        processes = forked([Job(config, killed, options, newest)], ranks, tmp_path)
-        _wait_for_step(killed, wanted, processes)
-        time.sleep(chance.uniform(0.0, 0.3))
-        for process in processes:
-            process.kill()
-            process.join()
-    newest = max(layout.list_whole_steps(killed / "checkpoints"), default=0)
-    assert 0 < newest < total
-    run_forked([Job(config, killed, options, newest)], ranks, tmp_path)
+    # off the cadence, and one before the first save
+    killed = run_with_kills(config, tmp_path, options, total=total, kill_after=(2, 4), ranks=ranks, seed=len(name))
 
     assert_same_state(saved_state(killed, total), saved_state(calm.folder, total))
     assert kept(killed, total) == kept(calm.folder, total)
     assert logged(killed) == logged(calm.folder)
     assert [line["step"] for line in logged(killed)] == list(range(1, total + 1))
-
-
-def _wait_for_step(folder: Path, step: int, processes: list[Any]) -> None:
-    file = folder / "metrics.jsonl"
-
-    def is_there() -> bool:
-        assert all(process.is_alive() for process in processes), "the run ended before the moment of the kill"
-        return file.exists() and len(file.read_text().splitlines()) >= step
-
-    wait_until(is_there, "the moment of the kill", poll_s=0.002)
 
 
 def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, tiny_sd3: Path) -> None:

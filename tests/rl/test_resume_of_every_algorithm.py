@@ -1,6 +1,6 @@
 """Every online algorithm, ended in the middle of its schedules and resumed, is the undisturbed run, bit for bit.
 
-On the plane, by the shipped loop; pipelines, real samples and kills are in `test_nft_resume.py` and
+On the plane, by the shipped loop; pipelines, real samples and kills are in `test_nft_resume.py`, `test_kills.py` and
 `test_flow_grpo_pipeline.py`."""
 
 import functools

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ class Exact:
     ddrl: bool = False
     batch: int = 512
     learning_rate: float = 1e-2
+    passes: int = 1
+    """Optimiser steps on each batch of paths."""
+    region: TrustRegion = field(default_factory=TrustRegion)
+    """Of the ratios after the first pass."""
 
     @functools.cached_property
     def sigmas(self) -> Tensor:
@@ -82,7 +86,7 @@ def sample(model: PlaneModel, task: Exact, count: int, generator: torch.Generato
 
 
 def train(task: Exact, seed: int = 0) -> PlaneModel:
-    """One optimiser step for each batch of whole paths."""
+    """``passes`` optimiser steps for each batch of whole paths."""
     model, generator = PlaneModel(seed=seed), torch.Generator().manual_seed(seed)
     params = list(model.transformer.residual.parameters())
     optimizer = torch.optim.Adam(params, lr=task.learning_rate)
@@ -92,22 +96,26 @@ def train(task: Exact, seed: int = 0) -> PlaneModel:
     for _ in range(task.iterations):
         paths = sample(model, task, task.batch, generator)
         reward = torch.from_numpy(task.reward(paths.clean.numpy())).float()
-        loss = path_loss(model, task, paths, (reward - normaliser) / task.temperature)
-        if task.ddrl:
-            loss = loss + data_divergence(model, task, paths.steps, generator)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 5.0)
-        optimizer.step()
+        old: Tensor | None = None
+        for _ in range(task.passes):
+            velocity = ask(model, paths.state, paths.steps)
+            old = velocity.detach() if old is None else old
+            loss = path_loss(task, paths, velocity, old, (reward - normaliser) / task.temperature)
+            if task.ddrl:
+                loss = loss + data_divergence(model, task, paths.steps, generator)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, 5.0)
+            optimizer.step()
         schedule.step()
     return model
 
 
-def path_loss(model: PlaneModel, task: Exact, paths: Paths, tilt_B: Tensor) -> Tensor:
+def path_loss(task: Exact, paths: Paths, velocity: Tensor, old: Tensor, tilt_B: Tensor) -> Tensor:
     """The negative policy gradient of whole paths, per sample; with the reverse KL divergence unless DDRL's data term
     takes its place."""
     steps, (count, size) = paths.steps, paths.clean.shape
-    velocity, noisy = ask(model, paths.state, steps), len(paths.state) // count
+    noisy = len(paths.state) // count
     if task.ddrl:
         value_B = -torch.exp(-tilt_B)
         advantage, divergence = (value_B - value_B.mean()).repeat(noisy), torch.zeros(())
@@ -117,7 +125,7 @@ def path_loss(model: PlaneModel, task: Exact, paths: Paths, tilt_B: Tensor) -> T
         later = kl.detach().flip(0).cumsum(0).flip(0) - kl.detach()
         returns = tilt_B - later
         advantage, divergence = (returns - returns.mean(1, keepdim=True)).flatten(), kl.sum() / count
-    policy, _ = flow_grpo_loss(velocity, velocity.detach(), paths.noise, steps, advantage, region=TrustRegion())
+    policy, _ = flow_grpo_loss(velocity, old, paths.noise, steps, advantage, region=task.region)
     return size * policy / count + divergence
 
 

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.exact_tilt import MEMORYLESS, Exact, optimum_of_steps, sample, train
 from benchmarks.gaussian_optimum import find_optimum, mixture_velocity
+from cosmos_rl.algorithms.flow_grpo import TrustRegion
 from cosmos_rl.diffusion.kernels import build_kernel
 from tests.support.toy_tasks import base_and_tilt, bump, mmd2, rightwards
 
@@ -36,6 +37,14 @@ def test_a_linear_reward_reaches_the_best_of_gaussian_steps(noise_level: float) 
     assert float(x.mean()) == pytest.approx(best.reward, rel=0.05)
     if noise_level == MEMORYLESS:
         assert float(x.mean()) == pytest.approx(0.986, rel=0.15)  # the tilted mixture, which coarse steps come near
+
+
+@pytest.mark.zoo
+def test_a_mask_and_four_passes_over_each_batch_leave_the_optimum_where_it_is() -> None:
+    """Flow-DPPO's mask, with as many updates from a quarter of the samples."""
+    task = Exact(rightwards, 2.0, 10, 200, 0.7, passes=4, region=TrustRegion(mask_threshold=1e-3))
+    x = sample(train(task), task, 8000, torch.Generator().manual_seed(5)).clean[:, 0]
+    assert float(x.mean()) == pytest.approx(optimum_of_steps(task).reward, rel=0.06)
 
 
 @pytest.mark.zoo

@@ -150,17 +150,28 @@ def test_on_a_pipeline_it_starts_at_the_logarithm_of_two_and_resumes_exactly(
 @pytest.mark.zoo
 @pytest.mark.process
 def test_two_ranks_give_the_result_of_one_though_a_prompt_lies_on_both(tmp_path: Path, tiny_sd3: Path) -> None:
+    """With a beta that follows the margins and a reference that moves by the distance of all ranks' samples."""
     options = (
         "--train.train_policy.trainer_type=online_dpo",
         "--policy.diffusers.weight_copy_decay_type=0",
         "--train.train_batch_per_replica=12",  # three prompts: the second one is half on each rank
         "--train.optm_lr=1e-4",
+        "--train.max_num_steps=5",
         "--train.ckpt.enable_checkpoint=false",
+        "--train.train_policy.dpo_auto_beta={target_factor = 0.2, most = 5000.0}",
+        "--train.train_policy.kl_beta=0.1",
+        "--train.train_policy.reference_reset_kl=3e-4",
     )
     config = nft_toml(tmp_path, tiny_sd3, lora=False)
     for ranks in (1, 2):
         size = f"--train.train_policy.batch_size_per_optimize={2 // ranks}"
         run_forked([Job(config, tmp_path / str(ranks), (*options, size))], ranks, tmp_path)
     one, two = (tmp_path / str(ranks) for ranks in (1, 2))
+    lines = [read_metrics(run / "metrics.jsonl") for run in (one, two)]
+    ages = [[line["train/reference_age"] for line in run] for run in lines]
+    assert ages[0] == ages[1] == [1.0, 2.0, 0.0, 1.0, 2.0]
+    betas = [[line["train/dpo_beta_mean"] for line in run] for run in lines]
+    assert betas[1] == pytest.approx(betas[0], rel=1e-3)
+    assert len(set(betas[0])) == 5
     # margins are differences of errors, times dpo_beta
     np.testing.assert_allclose(trace(two), trace(one), rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ class Charts:
                 "Error of the chosen images, less that of the reference",
                 ["train/chosen_error_change_mean", "val/chosen_error_change_mean"],
             ),
-            *self._draw("Distance to the reference (KL)", ["train/kl_loss_mean"]),
+            *self._draw("Distance to the reference (KL)", [key for key in self._keys if key.endswith("/kl_loss_mean")]),
             *self._draw("Distance to the old policy (KL)", ["train/old_kl_mean"]),
             *self._draw("Gradient norm", ["optim/grad_norm"]),
             *self._draw("Learning rate", ["optim/learning_rate"]),

@@ -1,5 +1,6 @@
 """`cosmos-rl doctor --config` for reinforcement learning: sound jobs pass, planted faults are found."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.policies import AdapterPolicies
 from tests.support.checks import marks
 from tests.support.family_runs import TrainedFamily, family_toml
-from tests.support.nft_runs import image_prompts
+from tests.support.nft_runs import image_prompts, set_options
 
 Toml = Callable[..., Path]
 ALWAYS = (
@@ -53,6 +54,18 @@ def test_a_sound_job_of_another_algorithm_passes(
     assert code == 0, out
     expected = [subject for subject in ALWAYS if subject != "old policy"]
     assert {subject: found.get(subject) for subject in expected} == dict.fromkeys(expected, "ok"), out
+
+
+def test_each_set_is_sampled_and_scored_by_its_own_rewards(
+    tmp_path: Path, write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ({"rewards": ["sharpness"]}, {"rewards": ["brightness"], "label": "bright"})
+    both = ", ".join(f'{{function = "cosmos_rl.reward.examples:{name}"}}' for name in ("sharpness", "brightness"))
+    options = (*set_options(tmp_path, *rows), f"--train.train_policy.local_reward.reward_fns=[{both}]")
+    code, _, out = marks(capsys, "--config", write_nft_toml(), *options)
+    assert code == 0, out
+    scored = re.findall(r"^ok +reward (\w+ \(\w+\)) ", out, re.MULTILINE)
+    assert scored == ["sharpness (first)", "brightness (bright)"], out
 
 
 @pytest.mark.zoo

@@ -1,10 +1,10 @@
 """Reinforcement learning on several prompt sets."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cosmos_rl.checkpoint import layout
@@ -17,23 +17,11 @@ from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.policy.trainer.same_run import compare
 from cosmos_rl.storage import run_folder
-from tests.support.nft_runs import nft_toml, nft_trainer, prompt_file
+from cosmos_rl.tracking.metrics import read_metrics
+from tests.support.nft_runs import SETS, Job, nft_toml, nft_trainer, record_of, run_forked, set_options
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import Never, bump, metrics_of, rightwards, toy_config, toy_trainer
-
-SETS = "train.train_policy.dataset.sets"
-
-
-def set_options(folder: Path, *rows: dict[str, Any], steps: int | None = 6) -> tuple[str, ...]:
-    """Options of two files of 5 and 3 prompts as sets, with further keys of each."""
-    first = prompt_file(folder, [f"a {i}" for i in range(5)], "first.txt")
-    second = prompt_file(folder, [f"b {i}" for i in range(3)], "second.txt")
-    tables = [{"local_dir": str(file), **row} for file, row in zip((first, second), rows or ({}, {}), strict=True)]
-    written = ", ".join("{" + ", ".join(f"{k} = {json.dumps(v)}" for k, v in row.items()) + "}" for row in tables)
-    options = ('--train.train_policy.dataset.local_dir=""', f"--{SETS}=[{written}]")
-    return (*options, f"--train.max_num_steps={'none' if steps is None else steps}")
-
 
 # ---- the stream of a task --------------------------------------------------------------------------------------------
 
@@ -195,3 +183,20 @@ def test_a_run_that_ended_within_a_stage_continues_bit_for_bit(tmp_path: Path) -
         assert {k: v for k, v in after.items() if not k.startswith(timed)} == {
             k: v for k, v in before.items() if not k.startswith(timed)
         }
+
+
+@pytest.mark.zoo
+def test_two_ranks_draw_and_score_what_one_does(tmp_path: Path, tiny_sd3: Path) -> None:
+    config = nft_toml(tmp_path, tiny_sd3, lora=False)
+    functions = ", ".join(f'{{function = "tests.support.nft_rewards:smooth", name = "{name}"}}' for name in ("x", "y"))
+    rows = ({"weight": 2.0, "rewards": ["x"]}, {"first_step": 1, "rewards": ["y"]})
+    options = (*set_options(tmp_path, *rows, steps=3), f"--train.train_policy.local_reward.reward_fns=[{functions}]")
+    options += ("--train.train_policy.mini_batch=2", "--train.optm_lr=1e-4", "--train.ckpt.enable_checkpoint=false")
+    for ranks in (1, 2):
+        run_forked([Job(config, tmp_path / f"{ranks}", options)], ranks, tmp_path)
+    prompts = [record_of(tmp_path / "1")] + [record_of(tmp_path / "2", rank) for rank in (0, 1)]
+    assert prompts[0][1].prompts == prompts[1][1].prompts == prompts[2][1].prompts
+    one, two = (list(read_metrics(tmp_path / ranks / "metrics.jsonl")) for ranks in ("1", "2"))
+    assert ["reward/second/mean" in line for line in one] == [False, True, True]
+    for name in ("reward/mean", "reward/first/mean", "reward/x_mean"):
+        np.testing.assert_allclose([line[name] for line in two], [line[name] for line in one], rtol=1e-5)

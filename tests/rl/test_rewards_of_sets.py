@@ -24,8 +24,7 @@ from cosmos_rl.reward.futures import join_futures
 from cosmos_rl.reward.table import RewardTable
 from cosmos_rl.rollout.sampler import Rollouts, Sample
 from cosmos_rl.tracking.media import TOTAL
-from tests.rl.test_prompt_sets import SETS, set_options
-from tests.support.nft_runs import nft_toml, nft_train_task, nft_trainer
+from tests.support.nft_runs import SETS, nft_toml, nft_train_task, nft_trainer, set_options
 from tests.support.toy_models import FOUR_MODES, PlaneModel, PlaneNetwork, ToyModel
 from tests.support.toy_tasks import run_loop, toy_config, toy_trainer
 

@@ -38,6 +38,7 @@ from tests.support.ranks import free_port
 from tests.support.trainer_runs import Stop, bundled_data, train, train_task
 
 PROMPTS = ("a red square", "a lost cat", "a dog", "four birds", "a boat", "the sea", "a lost key", "blue paint")
+SETS = "train.train_policy.dataset.sets"
 PRELOADED = (  # what a job imports, much of it late
     "tests.support.nft_runs",
     "cosmos_rl.policy.trainer.loop",
@@ -62,6 +63,16 @@ def prompt_file(folder: Path, prompts: Sequence[str] = PROMPTS, name: str = "pro
     path = folder / name
     path.write_text("\n".join(prompts))
     return path
+
+
+def set_options(folder: Path, *rows: dict[str, Any], steps: int | None = 6) -> tuple[str, ...]:
+    """Options of two files of 5 and 3 prompts as sets, with further keys of each."""
+    first = prompt_file(folder, [f"a {i}" for i in range(5)], "first.txt")
+    second = prompt_file(folder, [f"b {i}" for i in range(3)], "second.txt")
+    tables = [{"local_dir": str(file), **row} for file, row in zip((first, second), rows or ({}, {}), strict=True)]
+    written = ", ".join("{" + ", ".join(f"{k} = {json.dumps(v)}" for k, v in row.items()) + "}" for row in tables)
+    options = ('--train.train_policy.dataset.local_dir=""', f"--{SETS}=[{written}]")
+    return (*options, f"--train.max_num_steps={'none' if steps is None else steps}")
 
 
 def image_prompts(folder: Path, *, missing: bool = False) -> Path:

@@ -20,8 +20,8 @@ def set_lines(config: Config) -> Iterator[str]:
             yield _describe_stage(stage, schedule, steps)
 
 
-def _describe_stage(stage: Stage, schedule: SetSchedule, steps: int | None) -> str:
-    ends = [end for end in (stage.last, steps) if end is not None]
+def _describe_stage(stage: Stage, schedule: SetSchedule, total: int | None) -> str:
+    ends = [end for end in (stage.last, total) if end is not None]
     last = min(ends) - 1 if ends else "the end"
     parts = []
     for number, share in stage.shares:
@@ -30,4 +30,5 @@ def _describe_stage(stage: Stage, schedule: SetSchedule, steps: int | None) -> s
         of = "the steps" if schedule.whole_steps else "the prompts"
         mean = "" if schedule.whole_steps else f" ({float(fraction * schedule.per_step):.3g} a step)"
         parts.append(f"{schedule.sets[number].shown_name} {part} of {of}{mean}")
-    return f"steps {stage.first} to {last}: {', '.join(parts)}"
+    steps = f"step {last}" if last == stage.first else f"steps {stage.first} to {last}"
+    return f"{steps}: {', '.join(parts)}"

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.classes import Hyperparameters, build_arguments, find_class
 from cosmos_rl.optim.loss_scale import LossScale
+from cosmos_rl.optim.parts import on_whole_parts
 from cosmos_rl.optim.schedule import LrSchedule
+from cosmos_rl.policy.config.optimizers import find_kind
 from cosmos_rl.utils.logging import logger
 
 
@@ -93,6 +95,8 @@ class Optimizer:
             raise UserError(f'train.optm_kwargs: train.optm_name = "{settings.name}" refuses them: {error}') from error
         if printed.getvalue():
             logger.debug(f"{settings.name}: {printed.getvalue().strip()}")
+        spread = any(isinstance(param, DTensor) for param in self._params)
+        self._on_whole_parts = spread and not find_kind(settings.name).sharded
         self._bases = [float(group["lr"]) for group in self.torch_optimizer.param_groups]
         self.averages = callable(getattr(self.torch_optimizer, "eval", None))
         """Whether the weights to use are an average of those that are trained (schedule-free)."""
@@ -112,7 +116,9 @@ class Optimizer:
         return self.loss_scale.value
 
     def forget_moments(self) -> None:
-        """As before the first step; the learning rate goes by the schedule as before."""
+        """As before the first step, from the weights to use; the learning rate goes by the schedule as before."""
+        if self.averages:
+            self._switch("eval")
         self.torch_optimizer.state.clear()
         self.restore_counters([{} for _ in self._fresh])
 
@@ -157,7 +163,14 @@ class Optimizer:
             return {name: param.detach().clone() for name, param in params.items()}
 
     def _switch(self, mode: str) -> None:
-        getattr(self.torch_optimizer, mode)()
+        with self._parts():
+            getattr(self.torch_optimizer, mode)()
+
+    def _parts(self) -> contextlib.AbstractContextManager[None]:
+        """What the class steps on: the parameters, or where it does not know tensors over ranks their parts."""
+        if self._on_whole_parts:
+            return on_whole_parts(self.torch_optimizer)
+        return contextlib.nullcontext()
 
     def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""
@@ -205,7 +218,8 @@ class Optimizer:
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         refusal = self._judge_gradient(norm, expects_gradient)
         if refusal is None:
-            self.torch_optimizer.step()
+            with self._parts():
+                self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, refusal)
 

@@ -56,5 +56,8 @@ def test_a_rate_or_schedule_for_another_optimiser_is_remarked(
 def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_with_several_ranks(
     toml: Path, name: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f'train.optm_name: found "{name}" with several ranks'):
-        load_config(toml, [f"train.optm_name={name}", "policy.parallelism.dp_shard_size=2"])
+    options = [f"train.optm_name={name}", "policy.parallelism.dp_replicate_size=2"]
+    refusal = f'train.optm_name: found "{name}" with policy.parallelism.dp_shard_size = 2.*dp_replicate_size = 4, where'
+    with pytest.raises(ConfigError, match=refusal):
+        load_config(toml, [*options, "policy.parallelism.dp_shard_size=2"])
+    assert load_config(toml, [*options, "policy.parallelism.dp_shard_size=1"]).train.optm_name == name

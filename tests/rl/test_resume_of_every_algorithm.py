@@ -75,6 +75,11 @@ JOBS: dict[str, dict[str, Any]] = {
         JOB + "diversity_features": "tests.rl.test_resume_of_every_algorithm:points",
     },
     "diffusion_nft": {JOB + "kl_beta": 0.1, "policy.diffusers.weight_copy_decay_type": 1},
+    "diffusion_nft, schedule-free": {
+        **MOVING,
+        "policy.diffusers.weight_copy_decay_type": 1,
+        "train.optm_name": "AdamWScheduleFree",
+    },
     "epg": {**MOVING, JOB + "trainer_type": "epg", JOB + "advantage_temperature": 10.0},
     "pepg": {JOB + "trainer_type": "pepg", JOB + "kl_beta": 0.3, "policy.diffusers.weight_copy_decay_type": 2},
     "par": {JOB + "trainer_type": "par", "policy.diffusers.weight_copy_decay_type": 1},
@@ -151,6 +156,7 @@ def progress(run: Path) -> Any:
     [
         *((name, False) for name in JOBS),
         *((name, True) for name in ("flow_grpo, moving reference", "flow_grpo, moving window", "diffusion_nft", "epg")),
+        ("diffusion_nft, schedule-free", True),
     ],
 )
 def test_a_resume_in_the_middle_is_the_undisturbed_run(

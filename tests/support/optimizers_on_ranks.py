@@ -1,4 +1,5 @@
-"""One of two ranks that train a small sharded module, stop and continue: what the optimisers of `NAMES` make of it.
+"""One of two ranks that train a small module, stop and continue: what the optimisers of `SHARDED` make of it where each
+rank has a part of the weights, and those of `REPLICATED` where each has all of them.
 
 `python -m tests.support.optimizers_on_ranks OUT.json FOLDER 0`; the first rank writes the numbers.
 """
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.distributed.sharding import gather_to_cpu
@@ -20,26 +22,30 @@ from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 
-NAMES = ("AdamW", "Muon", "AdamWScheduleFree")
+SHARDED = ("AdamW", "Muon", "AdamWScheduleFree")
+REPLICATED = ("AdamW", "Adafactor", "Prodigy", "torch.optim.NAdam", "AdamWScheduleFree", "Muon")
 
 
-def build(name: str, *, shard: bool = True) -> tuple[nn.Module, Optimizer]:
+def build(name: str, mesh: DeviceMesh | None) -> tuple[nn.Module, Optimizer]:
     """Layers of uneven sizes, so that the ranks have unequal parts."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3), nn.LayerNorm(3))
-    if shard:
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    if mesh is not None:
+        fully_shard(module, mesh=mesh)
     settings = Hyperparameters(name, (0.9, 0.99), 1e-8, 0.1, "foreach", {})
     schedule = LrSchedule.build(20, 2, None, "none", 0.0, 0.0)
-    params = dict(module.named_parameters())
-    return module, Optimizer(params, settings=settings, lr=0.01, schedule=schedule, max_grad_norm=1.0)
+    params, rate = dict(module.named_parameters()), 1.0 if name == "Prodigy" else 0.01
+    return module, Optimizer(params, settings=settings, lr=rate, schedule=schedule, max_grad_norm=1.0)
 
 
 def descend(module: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    """The same gradient on both ranks."""
+    """Each rank has a half of the samples, and the gradient is their mean; one rank has all."""
+    rank = dist.get_rank() if isinstance(next(module.parameters()), DTensor) else None
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        module(torch.randn(8, 6, generator=generator)).square().sum().backward()
+        samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        if rank is not None:
+            samples = samples[4 * rank : 4 * rank + 4]
+        module(samples).square().sum(1).mean().mul(8.0).backward()
         optimizer.step(step)
 
 
@@ -51,12 +57,12 @@ def whole(module: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def measure(name: str, folder: Path) -> dict[str, float]:
+def measure(name: str, mesh: DeviceMesh, folder: Path) -> dict[str, float]:
     """How far two ranks are from one, and a continued run from an undisturbed one."""
-    alone, plain = build(name, shard=False)
-    calm, undisturbed = build(name)
-    stopped, first = build(name)
-    resumed, second = build(name)
+    alone, plain = build(name, None)
+    calm, undisturbed = build(name, mesh)
+    stopped, first = build(name, mesh)
+    resumed, second = build(name, mesh)
     descend(alone, plain, range(8))
     descend(calm, undisturbed, range(8))
     descend(stopped, first, range(5))
@@ -75,7 +81,11 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 def main(out: str, folder: str, _: str) -> None:
     """Measure all and write what was found."""
     dist.init_process_group("gloo")
-    found = {name: measure(name, Path(folder) / name) for name in NAMES}
+    one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "shards"))
+    found = {
+        "sharded": {name: measure(name, one, Path(folder) / "sharded" / name) for name in SHARDED},
+        "replicated": {name: measure(name, two, Path(folder) / "replicated" / name) for name in REPLICATED},
+    }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, f
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, images_at_once, world_size
 from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes per token, layer and unit of width that autograd keeps of a block: measured on SD3 and FLUX.1; blocks of others
@@ -94,7 +94,7 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
 def disk(config: Config, files: ModelFiles) -> Disk:
     """What one checkpoint and one export take on the disk, all ranks together."""
     pipeline, chosen = files.pipeline, files.selection
-    averages = find_kind(config.train.optm_name).place.startswith(AVERAGING_PACKAGE)
+    averages = find_kind(config.train.optm_name).averages
     per_weight = 4 * (1 + config.train.ema_enable + averages)
     shared = 0
     if config.policy.lora is None:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.optimizers import AVERAGING_PACKAGE, OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.plan import STEP_TRAINERS
 from cosmos_rl.policy.config.problems import format_value
-from cosmos_rl.policy.config.ranks import world_size
 from cosmos_rl.policy.config.schema import Config
 
 _LOW_FOR_PRODIGY = 0.1
@@ -18,16 +17,21 @@ def optimizer_rules(config: Config) -> Iterator[str]:
     name, short = train.optm_name, short_name(train.optm_name)
     if short == "Prodigy" and train.lr_patterns:
         yield "train.optm_lr: found a table; allowed with Prodigy: one number, as it estimates one rate for all weights"
-    if world_size(config.policy.parallelism) > 1 and not find_kind(name).sharded:
+    ranks = config.policy.parallelism
+    if ranks.dp_shard_size > 1 and not find_kind(name).sharded:
         known = ", ".join(other for other, kind in OPTIMIZERS.items() if kind.sharded)
         yield (
-            f"train.optm_name: found {format_value(name)} with several ranks, on whose parts of the weights it is "
-            f"wrong or untried; allowed: {known}, or one rank"
+            f"train.optm_name: found {format_value(name)} with policy.parallelism.dp_shard_size = "
+            f"{ranks.dp_shard_size}, on whose parts of the weights it is wrong or untried; allowed: {known}, or "
+            f"dp_shard_size = 1 with dp_replicate_size = {ranks.dp_shard_size * ranks.dp_replicate_size}, where every "
+            "rank has all weights"
         )
-    if find_kind(name).place.startswith(AVERAGING_PACKAGE) and job_kind(config).online:
+    trainer = getattr(train.train_policy, "trainer_type", "")
+    if find_kind(name).averages and trainer in STEP_TRAINERS:
         yield (
-            f"train.optm_name: found {format_value(name)}; allowed in reinforcement learning: others, as it takes the "
-            "gradient at other weights than those that make the samples"
+            f"train.optm_name: found {format_value(name)}; allowed with trainer_type = {format_value(trainer)}: "
+            "others, as it takes the gradient at other weights than those that make the samples, so that the "
+            "likelihood ratio is not 1 before the first step and the clip leaves samples out"
         )
     if train.optm_num_cycles > 1 and train.optm_decay_type != "cosine_with_restarts":
         yield (
@@ -50,7 +54,7 @@ def optimizer_notes(config: Config) -> Iterator[str]:
             f"warning: train.optm_lr = {max(rates)} with {train.optm_name}, which moves every weight by about as much "
             "in each step; usual are 1e-6 to 1e-3 (1.0 is meant for Prodigy)"
         )
-    if kind.place.startswith(AVERAGING_PACKAGE) and train.optm_decay_type not in (None, "none"):
+    if kind.averages and train.optm_decay_type not in (None, "none"):
         yield (
             f"train.optm_decay_type = {format_value(train.optm_decay_type)} with {train.optm_name}: its average is "
             'there in place of a falling rate; "none" is meant'

@@ -15,7 +15,12 @@ class OptimizerKind:
     like_adam: bool = True
     """A rate of 0.1 or more moves each weight by about as much in each step."""
     sharded: bool = True
-    """Whether it is right on weights that are split over ranks."""
+    """Whether it is right on weights that are split over ranks; on replicas of all weights every class is."""
+
+    @property
+    def averages(self) -> bool:
+        """It trains other weights than the ones to use, which are an average of them (schedule-free)."""
+        return self.place.startswith("schedulefree.")
 
 
 OPTIMIZERS = {
@@ -29,8 +34,6 @@ OPTIMIZERS = {
     "Prodigy": OptimizerKind("prodigyopt.Prodigy", "prodigyopt", like_adam=False, sharded=False),
 }
 OTHER_SPELLINGS = {"schedule_free": "AdamWScheduleFree", "schedulefree": "AdamWScheduleFree"}
-AVERAGING_PACKAGE = "schedulefree."
-"""Its classes train other weights than the ones to use, which are an average."""
 
 
 def short_name(name: str) -> str:

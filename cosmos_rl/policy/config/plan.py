@@ -7,6 +7,7 @@ from typing import Any
 
 from cosmos_rl.diffusion.solver_names import CHURNED
 from cosmos_rl.policy.config.chunks import rollout_chunk
+from cosmos_rl.policy.config.optimizers import find_kind
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.schema import Config
@@ -100,10 +101,11 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     steps = math.ceil(learnt / size) * job.mu_iterations
     dropout = _acts_dropout(config, transformer)
     passes = each_step * steps
+    averages = find_kind(config.train.optm_name).averages  # the old policy then never is the trained one
     old_forwards, old_while_copied, reference_forwards = passes, passes, 0
-    if not dropout:
+    if not dropout and not averages:
         old_while_copied -= each_step
-    always_copied = diffusers.weight_copy_decay_type == 0
+    always_copied = diffusers.weight_copy_decay_type == 0 and not averages
     if always_copied:
         old_forwards = old_while_copied
     if keeps_reference(job):

@@ -35,7 +35,8 @@ class MovingReference:
             logger.info(f"step {done}: the distance to the reference is {kl:.3g}, so it becomes the present model")
         if is_far or (interval is not None and done - self._last >= interval):
             self._last = done
-            self._policies.reset_reference()
+            with self._optimizer.average_parameters():
+                self._policies.reset_reference()
             if self._job.reset_optimizer_with_reference:
                 self._optimizer.forget_moments()
         return {"train/reference_age": float(done - self._last)}

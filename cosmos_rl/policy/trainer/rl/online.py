@@ -142,7 +142,8 @@ class OnlineTask(TaskBase):
             report = self._train(step, conditions)
         if size is not None:  # the guard's samples have a size of their own
             conditions = self._new_conditions()
-        guarded, alarm = self.guard.check(step + 1, conditions)
+        with self.optimizer.average_parameters():
+            guarded, alarm = self.guard.check(step + 1, conditions)
         return replace(report, metrics={**report.metrics, **guarded, "train/nfe": self._total_nfe()}, alarm=alarm)
 
     def _train(self, step: int, conditions: StepConditions) -> StepReport:
@@ -183,7 +184,8 @@ class OnlineTask(TaskBase):
         samples = self._samples(step)[self._context.dp_rank * local :][:local]
         conditions.encode_all([sample.key for sample in samples])
         _, purpose, _ = self._draws(step).key("rollout")
-        with self.policies.using(self.algorithm.rollout_policy), self.model.eval_mode():
+        weights, policy = self.optimizer.average_parameters(), self.policies.using(self.algorithm.rollout_policy)
+        with weights, policy, self.model.eval_mode():
             for first in range(0, len(samples), self.plan.chunk):
                 count_parts(first, len(samples))
                 chunk = samples[first : first + self.plan.chunk]
@@ -251,7 +253,10 @@ class OnlineTask(TaskBase):
             results.append(self._optimizer_step(draws, number, indices, batch, learnable, conditions, meter))
         means = meter.metrics(self._context, self._loss_weights)
         if any(result.applied for result in results):
-            self.algorithm.after_step(self.policies, self._optimizer_steps, means)
+            with self.optimizer.average_parameters():
+                self.algorithm.after_step(self.policies, self._optimizer_steps, means)
+            if self.optimizer.averages:  # gradients are taken at other weights than the old policy's
+                self.policies.old_equals_current = False
         norms = [result.grad_norm for result in results]
         metrics = {
             **means,
@@ -343,7 +348,8 @@ class OnlineTask(TaskBase):
 
     def start(self, step: int) -> None:
         """Let the guard measure the start: before the first step, or where a checkpoint knows nothing of it."""
-        self.guard.begin(step, self._new_conditions())
+        with self.optimizer.average_parameters():
+            self.guard.begin(step, self._new_conditions())
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""

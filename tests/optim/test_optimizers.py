@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_restarts_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs"), [(name, {}) for name in (*OPTIMIZERS, "torch.optim.NAdam")] + [("Prodigy", {"slice_p": 11})]
 )
-def test_the_estimate_knows_what_each_keeps(name: str, kwargs: dict[str, object]) -> None:
+def test_the_estimate_knows_what_each_keeps(name: str, kwargs: dict[str, Any]) -> None:
     if name.endswith("8bit"):
         pytest.importorskip("torchao")
         torch.compiler.set_stance("force_eager")
@@ -199,7 +200,7 @@ def test_the_estimate_knows_what_each_keeps(name: str, kwargs: dict[str, object]
         ("torch.optim.LBFGS", {"history": 5}, r"LBFGS has no such argument; did you mean history_size\?"),
     ],
 )
-def test_wrong_arguments_and_classes_are_named(name: str, kwargs: dict[str, object], message: str) -> None:
+def test_wrong_arguments_and_classes_are_named(name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(weights(), name, **kwargs)
 

@@ -27,7 +27,7 @@ from cosmos_rl.policy.model.original_names import adapters_from_original, find_n
 from cosmos_rl.policy.model.single_file import SingleFile
 from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from tests.support.exports import PROMPT, noise_for, policy_image
-from tests.support.family_runs import folder_of
+from tests.support.family_runs import ZOO, TrainedFamily, folder_of
 from tests.support.paths import ROOT
 from tests.support.trainer_runs import train_task
 
@@ -217,32 +217,50 @@ def test_two_experts_leave_as_two_files_each_and_start_from_them(tmp_path: Path)
     assert assemble(SingleFile(files[0], base), tmp_path / "made") != made
 
 
+def pipeline_of(family: TrainedFamily, **adapter: Any) -> DrivenModel:
+    """A tiny pipeline, its adapter with values of its own."""
+    frames: dict[str, Any] = {}
+    if family.frames is not None:
+        frames = {"is_video": True, "train_frames": family.frames[1], "inference_frames": family.frames[1]}
+    config = DiffusersConfig(inference_size=(32, 32), max_prompt_length=48, **frames)
+    table = {"r": 2, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False}
+    return DrivenModel(config, model_str=str(folder_of(family.name)), lora_config=LoraConfig(**table | adapter))
+
+
+ONE_EXPERT = [family for family in ZOO if family.name not in ("wan2.2", "cogview4")]  # the latter has no original names
+
+
 @pytest.mark.zoo
-def test_a_trained_adapter_of_flux_leaves_and_comes_back(tmp_path: Path) -> None:
-    table: Any = {"r": 2, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False}
-    config = DiffusersConfig(inference_size=(32, 32), max_prompt_length=48)
-    base = folder_of("flux")
-    model = DrivenModel(config, model_str=str(base), lora_config=LoraConfig(**table))
+@pytest.mark.parametrize("family", ONE_EXPERT, ids=lambda family: family.name)
+def test_the_files_of_each_family_are_its_start(family: TrainedFamily, tmp_path: Path) -> None:
+    model, base = pipeline_of(family), folder_of(family.name)
     [adapter] = exports.write_comfyui(model, tmp_path / "a.safetensors", torch.float32)
-    with safe_open(adapter, framework="pt") as opened:
-        header = opened.metadata()
-    assert header == {
-        "format": "pt",
-        "base_model": "flux",
-        "ss_sd_model_name": "flux",
-        "modelspec.architecture": "flux-1/lora",
-        "modelspec.title": "a",
-        "ss_network_dim": "Dynamic",  # joined layers have more
-        "ss_network_alpha": "Dynamic",
-    }
     [file] = exports.write_single_file(model, tmp_path / "m.safetensors", torch.float32)
     merged = weights_of(assemble(SingleFile(file, base), tmp_path / "made"))
-    again = DrivenModel(config, model_str=str(base), lora_config=LoraConfig(**table, lora_path=str(adapter)))
-    again.transformer.fuse_lora()
-    for key, value in lora.base_state(again.transformer).items():
+    again = pipeline_of(family, lora_path=str(adapter)).transformer
+    again.fuse_lora()
+    for key, value in lora.base_state(again).items():
         torch.testing.assert_close(merged[key], value)
     changed = [key for key, value in weights_of(base).items() if not torch.equal(value, merged[key])]
-    assert len(changed) == len(lora.list_linear_names(again.transformer)) // 3  # each with a down and an up matrix
+    assert len(changed) == len(lora.scales(again, "default"))
+
+
+@pytest.mark.zoo
+def test_the_header_of_an_adapter_says_rank_architecture_and_base(tmp_path: Path) -> None:
+    flux = next(family for family in ZOO if family.name == "flux")
+    for targets, rank in (("all-linear", "Dynamic"), (["attn.to_out.0"], "2")):  # joined layers have a higher rank
+        model = pipeline_of(flux, target_modules=targets)
+        [adapter] = exports.write_comfyui(model, tmp_path / f"my {rank}.safetensors", torch.float32)
+        with safe_open(adapter, framework="pt") as opened:
+            assert opened.metadata() == {
+                "format": "pt",
+                "base_model": "flux",
+                "ss_sd_model_name": "flux",
+                "modelspec.architecture": "flux-1/lora",
+                "modelspec.title": f"my {rank}",
+                "ss_network_dim": rank,
+                "ss_network_alpha": rank,
+            }
 
 
 @pytest.mark.slow

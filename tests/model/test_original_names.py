@@ -53,6 +53,7 @@ FAMILIES = [
     Family("AuraFlowTransformer2DModel", {"num_mmdit_layers": 2, "num_single_dit_layers": 2}),
     Family("SanaTransformer2DModel", {"num_layers": 2}, "", {"pos_embed": 1, "y_embedder.y_embedding": 1}),
     Family("HiDreamImageTransformer2DModel", {"num_layers": 1, "num_single_layers": 1}, "HiDreamImagePipeline"),
+    Family("CosmosTransformer3DModel", {"num_layers": 2}, "", {"pos_embedder.seq": 1, "accum_iteration": 1}),
     Family("WanTransformer3DModel", {"num_layers": 2}, "WanPipeline", partial=False),
     Family(
         "HunyuanVideoTransformer3DModel",
@@ -67,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SD3Transformer2DModel": {"dual_attention_layers": (0,), "qk_norm": "rms_norm"},
     "FluxTransformer2DModel": {"guidance_embeds": True},
     "WanTransformer3DModel": {"image_dim": 1280, "added_kv_proj_dim": 5120},
+    "CosmosTransformer3DModel": {"extra_pos_embed_type": None, "use_crossattn_projection": True},
     "HiDreamImageTransformer2DModel": {
         "patch_size": 2,
         "in_channels": 16,

@@ -20,7 +20,7 @@ from cosmos_rl.storage import atomic
 from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.")
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.")
 """Of the transformer's tensors in files that may have other parts."""
 _WAIT_S = 1800.0
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"

@@ -92,15 +92,21 @@ def from_original(names: Names, found: Mapping[str, Tensor], wanted: Mapping[str
     return state
 
 
+def name_tensor(names: Names, key: str) -> str:
+    """The original name of a tensor, or of the joined one that it is a part of, without the prefix."""
+    layer, leaf = _split(key)
+    name = find_place(names, layer, -1).name
+    if leaf == ".weight" and re.search(rf"(^|\.){names.scales}$", name):
+        leaf = ".scale"
+    return name + leaf
+
+
 def _group(names: Names, keys: Mapping[str, Tensor]) -> dict[str, list[tuple[str, bool]]]:
     """Original tensor -> the tensors that are its parts, in order, and whether their halves are swapped."""
     last, groups = last_block(keys), dict[str, list[tuple[int, str, bool]]]()
     for key in keys:
-        layer, leaf = _split(key)
-        place = find_place(names, layer, last)
-        if leaf == ".weight" and re.search(rf"(^|\.){names.scales}$", place.name):
-            leaf = ".scale"
-        groups.setdefault(place.name + leaf, []).append((place.part, key, place.halves_swapped))
+        place = find_place(names, _split(key)[0], last)
+        groups.setdefault(name_tensor(names, key), []).append((place.part, key, place.halves_swapped))
     return {key: [(name, swapped) for _, name, swapped in sorted(parts)] for key, parts in groups.items()}
 
 

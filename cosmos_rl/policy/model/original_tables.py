@@ -306,6 +306,29 @@ _MOCHI = Names(
     ),
     swapped=r"norm_out\.linear|.*\.ff(_context)?\.net\.0\.proj",
 )
+_COSMOS = Names(
+    prefix="net.",
+    rules=(
+        (r"^patch_embed\.proj$", "x_embedder.proj.1"),
+        (r"^time_embed\.t_embedder\.", "t_embedder.1."),
+        (r"^time_embed\.norm$", "t_embedding_norm"),
+        (r"^norm_out\.linear_([12])$", r"final_layer.adaln_modulation.\1"),
+        (r"^proj_out$", "final_layer.linear"),
+        (r"^transformer_blocks\.", "blocks."),
+        (r"\.norm1\.linear_([12])$", r".adaln_modulation_self_attn.\1"),
+        (r"\.norm2\.linear_([12])$", r".adaln_modulation_cross_attn.\1"),
+        (r"\.norm3\.linear_([12])$", r".adaln_modulation_mlp.\1"),
+        (r"\.attn1\.", ".self_attn."),
+        (r"\.attn2\.", ".cross_attn."),
+        (r"\.to_([qkv])$", r".\1_proj"),
+        (r"\.norm_([qk])$", r".\1_norm"),
+        (r"\.to_out\.0$", ".output_proj"),
+        (r"\.ff\.net\.0\.proj$", ".mlp.layer1"),
+        (r"\.ff\.net\.2$", ".mlp.layer2"),
+    ),
+    unused=r"accum_.*|pos_embedder\.(seq|dim_spatial_range|dim_temporal_range)|(.*\.)?_extra_state",
+)
+"""Of Cosmos-Predict2 and 2.5; diffusers' class serves Cosmos 1, of other names, too."""
 
 NAMES = {
     "SD3Transformer2DModel": _SD3,
@@ -318,6 +341,7 @@ NAMES = {
     "AuraFlowTransformer2DModel": _AURA_FLOW,
     "SanaTransformer2DModel": _SANA,
     "HiDreamImageTransformer2DModel": Names(adapters="PEFT"),
+    "CosmosTransformer3DModel": _COSMOS,
     "WanTransformer3DModel": _WAN,
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "LTXVideoTransformer3DModel": _LTX,

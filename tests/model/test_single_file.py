@@ -199,6 +199,16 @@ FEW = {
 }
 
 
+def test_a_file_in_eight_bits_is_read_at_its_precision(tmp_path: Path, tiny_sd3: Path) -> None:
+    state = load_file(tiny_sd3 / TRANSFORMER)
+    original = to_original(find_names("SD3Transformer2DModel", "", ""), state)
+    save_file({key: value.to(torch.float8_e4m3fn) for key, value in original.items()}, tmp_path / "x.safetensors")
+    made = assemble(SingleFile(tmp_path / "x.safetensors", tiny_sd3), tmp_path / "single_files")
+    transformer = DiffusionPipeline.from_pretrained(made, torch_dtype=torch.float32).transformer
+    for key, value in transformer.state_dict().items():
+        assert torch.equal(value, state[key].to(torch.float8_e4m3fn).float()), key
+
+
 def test_a_second_expert_is_refused_where_the_base_has_none(
     tmp_path: Path, tiny_sd3: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

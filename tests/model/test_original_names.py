@@ -17,6 +17,7 @@ from cosmos_rl.policy.model.adapter_files import read_tensors
 from cosmos_rl.policy.model.exports import name_tensors
 from cosmos_rl.policy.model.original_names import Pair, adapters_to_original, find_names, from_original, to_original
 from cosmos_rl.policy.model.original_tables import NAMES
+from tests.support.paths import ROOT
 
 RANK = 2
 
@@ -100,8 +101,16 @@ def kind_of(family: Family) -> str:
     return family.kind
 
 
-def test_every_family_is_tested() -> None:
+def test_every_family_is_tested_and_documented() -> None:
     assert {family.kind for family in FAMILIES} == NAMES.keys()
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+Transformer\w+)` \| .* \| in(, out)? \| (kohya|PEFT|—) \| (?:`(\w+)`)?", page, re.MULTILINE
+    )
+    assert {kind: (bool(out), form) for kind, out, form, _ in rows} == {
+        kind: (not names.lacking, names.adapters or "—") for kind, names in NAMES.items()
+    }
+    assert {kind: pipeline for kind, _, _, pipeline in rows} == {family.kind: family.pipeline for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=kind_of)

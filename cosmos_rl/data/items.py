@@ -68,12 +68,26 @@ def identify(dataset: Any, index: int, sample_id: int | None) -> Item | None:
     return method(index, sample_id)
 
 
-class Part(Sequence[Any]):
-    """The elements ``first`` ... ``last - 1`` of a data set."""
+def choose_indices(length: int, limit: int | None, *, spread: bool) -> Sequence[int]:
+    """At most ``limit`` of ``length`` places: the first ones, or spread over all at even distances."""
+    if limit is None or limit >= length:
+        return range(length)
+    if spread:
+        return [i * length // limit for i in range(limit)]
+    return range(limit)
 
-    def __init__(self, dataset: Sequence[Any], first: int, last: int) -> None:
+
+class Part(Sequence[Any]):
+    """The elements ``first`` ... ``last - 1`` of a data set, or those at ``chosen``, in that order."""
+
+    def __init__(
+        self, dataset: Sequence[Any], first: int = 0, last: int = 0, *, chosen: Sequence[int] | None = None
+    ) -> None:
         self._dataset = dataset
-        self._range = range(first, last)
+        self._range: Sequence[int] = range(first, last)
+        self._place = f"{first}:{last}"
+        if chosen is not None:
+            self._range, self._place = chosen, ",".join(map(str, chosen))
 
     def __len__(self) -> int:
         return len(self._range)
@@ -135,7 +149,7 @@ class Part(Sequence[Any]):
     def digest(self) -> str | None:
         """Of names and captions, where the data set knows it."""
         whole = getattr(self._dataset, "digest", None)
-        return whole and f"{whole}[{self._range.start}:{self._range.stop}]"
+        return whole and f"{whole}[{self._place}]"
 
 
 def list_captions(dataset: Any) -> list[Named]:

@@ -20,6 +20,7 @@ from cosmos_rl.data.published import PublishedFile, compute_digest, find_differe
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.validation_sets import list_validation_sets
 
 _SHOWN_DIGITS = 12
 
@@ -96,12 +97,14 @@ def prompt_lines(config: Config) -> list[str]:
 
 def _list_tables(config: Config) -> Iterator[tuple[str, PromptSource, str]]:
     """(dotted name, table, split unless it names one) of the tables that may name prompts."""
-    online, held_out = job_kind(config).data == "prompts", config.validation.dataset
+    online = job_kind(config).data == "prompts"
     if online:
         for source, key in list_sources(config.train.train_policy.dataset, "train.train_policy.dataset"):
             yield key, source, "train"
-    if config.validation.enable and (online or (held_out.local_dir and is_prompt_file(held_out.local_dir))):
-        yield "validation.dataset", held_out, "test"
+    for one in list_validation_sets(config):
+        held_out = one.config.validation.dataset
+        if online or (held_out.local_dir and is_prompt_file(held_out.local_dir)):
+            yield f"{one.key}.dataset", held_out, "test"
 
 
 def _describe(dataset: PromptSource, key: str, split: str) -> PromptList:

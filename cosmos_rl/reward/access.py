@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.validation_sets import list_validation_sets
 from cosmos_rl.utils.logging import logger
 
 _GENERATIONS = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")
@@ -84,7 +85,7 @@ def find_missing_access(config: Config) -> list[str]:
     job = online_table(config)
     if job.bypass_reward:
         return []
-    validates = config.validation.enable and config.validation.remote_reward is not None
+    validates = any(one.config.validation.remote_reward is not None for one in list_validation_sets(config))
     if not job.use_remote_reward and not validates:
         return []
     found = (_variable(what) for what in ("ENQUEUE_URL", "FETCH_URL"))

@@ -42,7 +42,12 @@ class Scorer(Protocol):
 
 
 def make_rewards(
-    config: Config, reward_fns: RewardFns | None, val_reward_fns: RewardFns | None = None, *, validation: bool
+    config: Config,
+    reward_fns: RewardFns | None,
+    val_reward_fns: RewardFns | None = None,
+    *,
+    validation: bool,
+    names: Sequence[str] = (),
 ) -> Rewards:
     """The rewards that ``config`` and the script ask for; connections are made with the first request.
 
@@ -51,6 +56,7 @@ def make_rewards(
         reward_fns: functions of the script, which take the place of those in the configuration.
         val_reward_fns: the same for validation alone.
         validation: those for validation. What is not set for it is as in training; what is set may be another reward.
+        names: of those to take; empty: all.
 
     Raises:
         UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service.
@@ -60,6 +66,8 @@ def make_rewards(
         return _NoRewards()
     functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)
     remote = _remote_table(config, job, validation)
+    if names:
+        functions, remote = _choose(functions, remote, names)
     scorers: list[Scorer] = []
     sends_latents = False
     try:
@@ -74,6 +82,22 @@ def make_rewards(
             scorer.close()
         raise
     return _AllRewards(scorers, each=job.normalise_rewards == "each", sends_latents=sends_latents)
+
+
+def _choose(
+    functions: Sequence[LocalReward], remote: RemoteRewardConfig | None, names: Sequence[str]
+) -> tuple[list[LocalReward], RemoteRewardConfig | None]:
+    """Those of the rewards that are named; of a reward of the service all scores that are read of it."""
+    entries = [] if remote is None else [entry for entry in remote.reward_fns if entry.is_asked]
+    known = {one.name for one in functions} | {entry.name for entry in entries}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        allowed = ", ".join(sorted(known)) or "none, as there is none"
+        raise UserError(f'rewards: found "{unknown[0]}"; allowed: {allowed}')
+    if remote is not None:
+        chosen = tuple(entry for entry in entries if entry.name in names)
+        remote = remote.model_copy(update={"reward_fns": chosen})
+    return [one for one in functions if one.name in names], remote
 
 
 def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:

@@ -1,5 +1,6 @@
 """The progress line: one per step, with the time that is left."""
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -57,4 +58,9 @@ class Console:
 
 def _format_numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Name -> value of what a line shows."""
-    return {name: format(metrics[key], form) for key, (name, form) in _SHOWN.items() if key in metrics}
+    found = {name: format(metrics[key], form) for key, (name, form) in _SHOWN.items() if key in metrics}
+    for key, value in metrics.items():
+        if match := re.fullmatch(r"val/([^/]+)/(reward/mean|loss_mean)", key):
+            name, form = _SHOWN[f"val/{match[2]}"]
+            found[f"{name} on {match[1]}"] = format(value, form)
+    return found

@@ -47,6 +47,8 @@ class Shown:
     """Whether it shows nothing, see `is_blank`."""
     fps: float | None = None
     """Frames per second of a video."""
+    of_set: str = ""
+    """Label of the validation set; empty: there is one."""
 
 
 def slugify(text: str) -> str:
@@ -55,8 +57,13 @@ def slugify(text: str) -> str:
 
 
 def build_caption(shown: Shown) -> str:
-    """The first 100 characters of the prompt, and the total score where there is one: ``a cat | avg: 0.8125``."""
+    """The first 100 characters of the prompt, and the total score where there is one: ``a cat | avg: 0.8125``.
+
+    Of several validation sets the label stands in front: ``[ocr] a cat``.
+    """
     prompt, total = shown.prompt[:MAX_CAPTION_CHARS], _finite(shown.scores.get(TOTAL))
+    if shown.of_set:
+        prompt = f"[{shown.of_set}] {prompt}"
     if total is None:
         return prompt
     return f"{prompt} | avg: {total:.4g}"
@@ -67,8 +74,8 @@ def save_gallery(
 ) -> list[Path]:
     """Write the images and ``index.json`` into ``folder``, whole or not at all; an older ``folder`` is replaced.
 
-    A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``, of a video ``clip`` too; a
-    missing score is null.
+    A row of the index has ``file``, ``prompt``, ``sample_id``, ``group`` and ``scores``, of a video ``clip`` too, of
+    several validation sets ``set``; a missing score is null.
 
     Args:
         remedy: what to do when the disk is full.
@@ -160,6 +167,8 @@ def _save(one: Shown, tensor: "Tensor", file: Path) -> None:
 def _build_row(file: Path, one: Shown) -> dict[str, object]:
     scores = {reward: _finite(score) for reward, score in one.scores.items()}
     row = {"file": file.name, "prompt": one.prompt, "sample_id": one.sample_id, "group": one.group, "scores": scores}
+    if one.of_set:
+        row["set"] = one.of_set
     clip = file.with_suffix(".mp4")
     if clip.exists():
         row["clip"] = clip.name

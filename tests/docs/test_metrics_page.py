@@ -110,7 +110,9 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
     )
     moving = (f"{job}kl_beta=0.1", f"{job}reference_reset_kl=0.1")
     plain = (*short, "--train.ckpt.enable_checkpoint=false")
-    forward = nft_train(write_nft_toml(), *plain, f"{job}trainer_type=epg", *moving, *gated)
+    sets = f'[{{name = "seen", dataset = {{local_dir = "{tmp_path}/prompts.txt", limit = 1}}}}]'
+    several = ("--validation.enable=true", f"--validation.sets={sets}")
+    forward = nft_train(write_nft_toml(), *plain, f"{job}trainer_type=epg", *moving, *gated, *several)
     runs = (sft, dpo, nft, clipped, masked, forward)
     logged = {name for run in runs for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
     assert [name for name in sorted(logged) if not is_documented(name)] == []

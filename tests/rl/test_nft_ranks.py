@@ -51,6 +51,13 @@ def of_recipe(folder: Path, base: Path) -> tuple[str, ...]:
     )
 
 
+def sets_of(folder: Path) -> tuple[str, ...]:
+    """Two validation sets, of which the second has less than a sample for each of 4 ranks."""
+    prompts = f'dataset = {{local_dir = "{prompt_file(folder, PROMPTS[:3], "val.txt")}"'
+    few = f'{{name = "few", {prompts}, limit = 1, spread = true}}, n_generation = 2, guidance_scale = 3.0}}'
+    return ("--validation.enable=true", "--validation.freq=2", f"--validation.sets=[{{{prompts}}}}}, {few}]")
+
+
 def jobs_of(folder: Path, base: Path, images: Path, ranks: int) -> dict[str, Job]:
     """Each with the same samples per step and per optimiser step, whatever the number of ranks.
 
@@ -65,7 +72,7 @@ def jobs_of(folder: Path, base: Path, images: Path, ranks: int) -> dict[str, Job
     small += ("--policy.diffusers.timesteps_fraction=0.7",)
     options: dict[str, tuple[Path, tuple[str, ...]]] = {
         "recipe": (RECIPE, of_recipe(folder, base)),
-        "missing": (lora, (*small, lossy, "--train.train_policy.max_missing_frac=0.5")),
+        "missing": (lora, (*small, lossy, "--train.train_policy.max_missing_frac=0.5", *sets_of(folder))),
         "full": (full, (*small, several, data, "--train.optm_lr=1e-4", "--rollout.n_generation=8")),
     }
     if ranks == 4:
@@ -158,6 +165,10 @@ def test_any_number_of_ranks_logs_the_same_numbers(runs: Runs, name: str, ranks:
         assert all(line["val/samples"] == 3 for line in one if line["step"] != 1)
         assert len(list((runs[name, ranks] / "media/validation/step_2").glob("*.png"))) == 3
         assert one[1]["guard/loss_ratio"] != 1.0
+    if name == "missing":
+        assert [line["step"] for line in one if line.get("val/few/samples") == 2] == [2, 3]
+        assert [line["step"] for line in one if line.get("val/val/samples") == 3] == [2, 3]
+        assert len(list((runs[name, ranks] / "media/validation/step_2").glob("*.png"))) == 5
 
 
 @pytest.mark.process

@@ -44,21 +44,30 @@ def kept(run: Path, step: int) -> dict[str, Any]:
     return json.loads((layout.policy_dir(run / "checkpoints", step) / layout.TRAINER_STATE).read_text())
 
 
-def options_of(folder: Path) -> tuple[str, ...]:
+def options_of(folder: Path, *, sets: bool = False) -> tuple[str, ...]:
+    """``sets``: two validation sets, the second only at the last step."""
     prompts = prompt_file(folder, ("a hat", "a lost hat"), "val.txt")
     few = ("--policy.diffusers.sample.num_steps=3", "--policy.diffusers.timesteps_fraction=0.7")
-    return (*GUARDED, *few, f"--validation.dataset.local_dir={prompts}", "--train.max_num_steps=3")
+    data = (f"--validation.dataset.local_dir={prompts}",)
+    if sets:
+        both = f'{{dataset = {{local_dir = "{prompts}"}}}}, {{name = "b", freq = 6, num_steps = 2, n_generation = 2}}'
+        both = both.replace("freq", f'dataset = {{local_dir = "{prompts}", limit = 1}}, freq')
+        data = (f"--validation.sets=[{both}]", "--validation.freq=2")
+    return (*GUARDED, *few, *data, "--train.max_num_steps=3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3: Path, name: str) -> None:
     lora, given = JOBS[name]
-    config, options = nft_toml(tmp_path, tiny_sd3, lora=lora), (*options_of(tmp_path), *given)
+    config = nft_toml(tmp_path, tiny_sd3, lora=lora)
+    options = (*options_of(tmp_path, sets=name == "copies"), *given)
     run = nft_train(config, *options)
     state, lines, progress = saved_state(run, 3), logged(run), kept(run, 3)
     assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "guard"}
     assert [line["step"] for line in lines] == [1, 2, 3]
+    if name == "copies":
+        assert [("val/val/samples" in line, "val/b/samples" in line) for line in lines[1:]] == [(1, 0), (1, 1)]
     for step in (2, 1):
         drop_steps_after(run, step)
         nft_train(config, *options, resume=(run, step))

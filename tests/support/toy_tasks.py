@@ -12,15 +12,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cosmos_rl.data.given import text_of
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.driver.contract import Level
+from cosmos_rl.policy.trainer.diffusers_trainer.common import choose_prompts
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode
 from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.build import DataLoss, build_algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
+from cosmos_rl.policy.trainer.rl.validation import LoadedSet
 from cosmos_rl.reward import batch_reward
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.storage import run_folder
@@ -87,7 +92,14 @@ def toy_trainer(
     data_loss: DataLoss | None = None,
 ) -> OnlineTask:
     """The shipped trainer on a toy model, validated on its own prompts; its export is the network's weights."""
-    guided = config.policy.diffusers.sample.guidance_scale > 1.0
+
+    def choose_encode(config: Config) -> Encode:
+        guided = config.policy.diffusers.sample.guidance_scale > 1.0
+        return lambda texts, negatives: model.encode_prompts(list(map(text_of, texts)), negatives if guided else None)
+
+    def load(one: ValidationSet) -> LoadedSet:
+        rewards = make_rewards(one.config, reward_fns, validation=True, names=one.rewards) if one.label else None
+        return LoadedSet(one, choose_prompts(prompts, one.config), choose_encode(one.config), rewards)
 
     def export() -> Callable[[Path], None]:
         weights = {name: value.detach().clone() for name, value in model.transformer.state_dict().items()}
@@ -102,8 +114,8 @@ def toy_trainer(
         model=model,
         prompts=prompts,
         rewards=make_rewards(config, reward_fns, validation=False),
-        encode=lambda texts, negatives: model.encode_prompts(texts, negatives if guided else None),
-        val_prompts=prompts if config.validation.enable else (),
+        encode=choose_encode(config),
+        validation=[load(one) for one in list_validation_sets(config)],
         held_out=held_out,
         data_loss=data_loss,
         export=export,

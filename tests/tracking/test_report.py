@@ -181,6 +181,34 @@ def test_every_metric_is_drawn_somewhere(tmp_path: Path) -> None:
     assert all(key in shown for key in keys)
 
 
+def test_several_validation_sets_have_curves_a_table_and_labelled_images(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    values = {"text": [0.1, 0.9, 0.5, 0.6], "parti-2": [3.0, None, 2.0, 2.5]}
+    for step in range(4):
+        row = {"reward/mean": 1.0} if step else {}
+        for label, scores in values.items():
+            if (score := scores[step]) is not None:
+                row |= {f"val/{label}/reward/{name}": score for name in ("mean", "std", "max", "min", "ocr_mean")}
+                row |= {f"val/{label}/samples": 4}
+        metrics.log(step, row)
+        shown = [Shown(digit(i, 1.0, i), "a cup", 0, "fixed", of_set=label) for i, label in enumerate(values)]
+        save_gallery(tmp_path / "media" / "validation" / f"step_{step}", shown)
+    page = report(tmp_path)
+    rows = {row.attributes["data-key"]: row for row in page.by_id("validation-sets").all("tr")[1:]}
+    assert list(rows) == [f"val/{label}/reward/{name}" for label in values for name in ("mean", "ocr_mean")]
+    read = [[cell.text for cell in row.all("td")] for row in rows.values()]
+    assert read[0] == read[1] == ["0.1 step 0", "0.9 step 1", "0.6 step 3"]
+    assert read[2] == read[3] == ["3 step 0", "3 step 0", "2.5 step 3"]
+    assert [cell.text for cell in rows["val/parti-2/reward/ocr_mean"].all("th")] == ["parti-2", "ocr"]
+    figures = {title: f for f in page.of_class("chart") for title in values if f"Rewards on “{title}”" in f.text}
+    assert list(figures) == list(values)
+    (line, same) = figures["text"].all("polyline")
+    assert len(line.attributes["points"].split()) == len(same.attributes["points"].split()) == 4
+    assert len(figures["parti-2"].all("polyline")[0].attributes["points"].split()) == 3
+    captions = [caption.text for caption in page.by_id("over-time").all("figcaption")]
+    assert captions == ["text: a cup", "parti-2: a cup"]
+
+
 def test_limits_that_were_crossed_and_alarms_stand_at_the_top(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, diversity in enumerate([1.0, 0.7, 0.45, 0.4], start=1):
@@ -226,7 +254,7 @@ def test_a_run_that_is_not_at_its_end_says_so(tmp_path: Path, age_s: float, stat
     root = write_nft_run(tmp_path / "run", steps=30, wanted=300)
     with (root / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "train/lo')  # being written
-    os.utime(root / "metrics.jsonl", (time.time() - age_s,) * 2)
+    os.utime(root / "metrics.jsonl", (time.time() - age_s, time.time() - age_s))
     page = report(root)
     assert page.of_class("state")[0].text.startswith(state)
     assert page.by_id("before-after").all("h2")[0].text == "Before and now"

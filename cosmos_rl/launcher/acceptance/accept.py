@@ -22,6 +22,7 @@ from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, onlin
 from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
 from cosmos_rl.policy.config.prompt_sets import find_reward_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
+from cosmos_rl.policy.config.validation_sets import unknown_rewards
 from cosmos_rl.policy.model.single_file import find_single_file
 from cosmos_rl.reward.protocol import list_requested_scores
 
@@ -114,6 +115,7 @@ def find_problems(
         )
     elif job_kind(config).online and not own_script:
         yield from find_reward_problems(online_table(config).dataset.sets, _list_rewards(config))
+        yield from unknown_rewards(config)
     if length.steps_per_epoch == 0:
         yield (
             f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"

@@ -18,6 +18,7 @@ from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.config.plan import list_teachers
+from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
 from cosmos_rl.tracking.loggers import require_installed
@@ -86,6 +87,7 @@ def _rewards(config: Config) -> list[str]:
         "train.train_policy.local_reward": online_table(config).local_reward,
         "validation.local_reward": config.validation.local_reward,
     }
+    tables |= {f"validation.sets.{i}.local_reward": one.local_reward for i, one in enumerate(config.validation.sets)}
     problems = list[str]()
     for key, table in tables.items():
         if table is not None:
@@ -129,9 +131,9 @@ def _prompt_data(config: Config, notes: list[str]) -> list[str]:
     sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
     sources = list_sources(config.train.train_policy.dataset, "train.train_policy.dataset")
     problems = [line for source, key in sources for line in _prompts(source, key, "train", sizes=sizes)]
-    if config.validation.enable:
-        guidance = config.policy.diffusers.sample.guidance_scale
-        problems += _prompts(config.validation.dataset, "validation.dataset", "test", guidance)
+    for one in list_validation_sets(config):
+        guidance, dataset = one.config.policy.diffusers.sample.guidance_scale, one.config.validation.dataset
+        problems += _prompts(dataset, f"{one.key}.dataset", "test", guidance)
     return problems
 
 
@@ -161,19 +163,20 @@ def _pair_data(config: Config, notes: list[str]) -> list[str]:
     for number, folder in enumerate(dataset.listed):
         place = f"{table}.folders.{number}" if dataset.folders else table
         problems += _pairs(config, place, folder.local_dir, notes)
-    if config.validation.enable:
-        problems += _held_out(config, notes)
+    for one in list_validation_sets(config):
+        problems += _held_out(one, notes)
     return problems
 
 
 def _preference_data(config: Config, notes: list[str]) -> list[str]:
     """Chosen and rejected images for training and validation."""
     problems = _preferences(config, "train.train_policy.dataset", config.train.train_policy.dataset, notes)
-    held_out = config.validation.dataset
-    if config.validation.enable:
+    for one in list_validation_sets(config):
+        held_out = one.config.validation.dataset
         if is_prompt_file(held_out.local_dir) and not is_preference_table(held_out.local_dir):
-            return problems + _held_out(config, notes)
-        problems += _preferences(config, "validation.dataset", held_out, notes)
+            problems += _held_out(one, notes)
+        else:
+            problems += _preferences(config, f"{one.key}.dataset", held_out, notes)
     return problems
 
 
@@ -241,11 +244,12 @@ def _hub(name: str, revision: str | None) -> list[str]:
     ]
 
 
-def _held_out(config: Config, notes: list[str]) -> list[str]:
+def _held_out(one: ValidationSet, notes: list[str]) -> list[str]:
     """Pairs, or a file of prompts."""
-    key, source = "validation.dataset.local_dir", config.validation.dataset.local_dir
+    config = one.config
+    key, source = f"{one.key}.dataset.local_dir", config.validation.dataset.local_dir
     if not source or not is_prompt_file(source):
-        return _pairs(config, "validation.dataset", source, notes)
+        return _pairs(config, f"{one.key}.dataset", source, notes)
     if not Path(source).expanduser().exists():
         return _missing(key, source)
     try:

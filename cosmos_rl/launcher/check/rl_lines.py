@@ -17,6 +17,7 @@ from cosmos_rl.policy.config.plan import (
     plan_online,
 )
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 
 
 def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[str]:
@@ -98,13 +99,21 @@ def _policies(config: Config, plan: OnlinePlan) -> Iterator[str]:
 
 
 def _validation(config: Config) -> Iterator[str]:
-    validation, sample = config.validation, config.policy.diffusers.sample
-    if validation.enable:
-        steps = sample.eval_num_steps or sample.num_steps
+    for one in list_validation_sets(config):
+        validation, sample = one.config.validation, one.config.policy.diffusers.sample
+        steps, details = sample.eval_num_steps or sample.num_steps, ""
+        if one.label:
+            details = f", guidance {sample.guidance_scale:g}"
+        if one.size is not None:
+            details += ", {} x {} pixels".format(*one.size)
         yield (
-            f"validation: {format_count(validation.n_generation, 'sample')} for each of its prompts, "
-            f"{steps} steps of the ODE, every {format_count(validation.freq, 'step')}"
+            f"{_name(one)}: {format_count(validation.n_generation, 'sample')} for each of its prompts, "
+            f"{steps} steps of the ODE{details}, every {format_count(validation.freq, 'step')}"
         )
+
+
+def _name(one: ValidationSet) -> str:
+    return f"validation {one.label}".strip()
 
 
 def reward_lines(config: Config, *, own_script: bool) -> list[str]:
@@ -124,9 +133,11 @@ def reward_lines(config: Config, *, own_script: bool) -> list[str]:
         lines.append(f"distance to the reference: for {job.kl_gate.share:.3g} of the samples, ranked against {names}")
     if job.diversity_features is not None:
         lines.append(f"advantages: times the distance from the nearest sample of the prompt ({job.diversity_features})")
-    validation = config.validation
-    if lines and validation.enable:
-        lines += [f"validation: {line}" for line in _score_lines(validation.remote_reward, validation.local_reward)]
+    for one in list_validation_sets(config) if lines else ():
+        validation, name = one.config.validation, _name(one)
+        lines += [f"{name}: {line}" for line in _score_lines(validation.remote_reward, validation.local_reward)]
+        if one.rewards:
+            lines.append(f"{name}: only {', '.join(one.rewards)}")
     return lines
 
 

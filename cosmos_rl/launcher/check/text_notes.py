@@ -12,6 +12,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.pipeline_files import Unknown, locate_base
 from cosmos_rl.policy.config import Config, DatasetConfig
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
+from cosmos_rl.policy.config.validation_sets import list_validation_sets
 
 
 def text_notes(config: Config, data: DataForm | None) -> list[str]:
@@ -25,8 +26,8 @@ def text_notes(config: Config, data: DataForm | None) -> list[str]:
         return []  # what cannot be read here the run reads by another way
     noun = job_kind(config).items
     sets = {noun: (config.train.train_policy.dataset, "train")}
-    if config.validation.enable:
-        sets[f"validation {noun}"] = (config.validation.dataset, "test")
+    for one in list_validation_sets(config):
+        sets[f"validation {noun} {one.label}".strip()] = (one.config.validation.dataset, "test")
     video = config.policy.diffusers.is_video
     lines = (
         describe_truncation(_texts(dataset, data, split, video=video), encoders, name)

@@ -13,7 +13,7 @@ from cosmos_rl.policy.config.policy import (
 from cosmos_rl.policy.config.problems import ConfigError, Problem
 from cosmos_rl.policy.config.prompt_sets import PromptSetConfig
 from cosmos_rl.policy.config.reward import LocalRewardConfig, LocalRewardFnConfig, RemoteRewardConfig, RewardFnConfig
-from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, RolloutConfig, ValidationConfig
+from cosmos_rl.policy.config.schema import Config, LoggingConfig, ProfilerConfig, RolloutConfig
 from cosmos_rl.policy.config.train import CheckpointConfig, TrainConfig
 from cosmos_rl.policy.config.train_policy import (
     CacheConfig,
@@ -27,6 +27,7 @@ from cosmos_rl.policy.config.train_policy import (
     TrainPolicyConfig,
     ValidationDatasetConfig,
 )
+from cosmos_rl.policy.config.validation import ValidationConfig, ValidationSetConfig
 
 __all__ = [
     "CACHED_AT_ONCE",
@@ -59,6 +60,7 @@ __all__ = [
     "TrainPolicyConfig",
     "ValidationConfig",
     "ValidationDatasetConfig",
+    "ValidationSetConfig",
     "config_from_tables",
     "cross_check",
     "data_ranks",

@@ -13,6 +13,7 @@ from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import DpoPolicyConfig, GrpoPolicyConfig
+from cosmos_rl.policy.config.validation_sets import validation_rules
 
 _PLACES = (
     "output_dir",
@@ -44,6 +45,7 @@ def cross_check(config: Config) -> list[str]:
         *optimizer_rules(config),
         *_saving_rules(config),
         *_data_rules(config),
+        *validation_rules(config),
         *rl_rules(config),
     ]
 
@@ -282,7 +284,7 @@ def _data_rules(config: Config) -> list[str]:
             "only with train.train_policy.dataloader_num_workers >= 1"
         )
     if job_kind(config).online:
-        if validation.enable and not (validation.dataset.local_dir or validation.dataset.name):
+        if validation.enable and not (validation.sets or validation.dataset.local_dir or validation.dataset.name):
             lines.append(
                 "validation.dataset.local_dir: missing; allowed with validation.enable = true: a file of prompts, or "
                 "validation.dataset.name, any word where the script passes its own val_dataset"
@@ -290,7 +292,8 @@ def _data_rules(config: Config) -> list[str]:
         return lines
     if isinstance(train_policy, DpoPolicyConfig) and (problem := train_policy.dpo_auto_beta.problem()):
         lines.append(problem)
-    if validation.enable and not (validation.dataset.local_dir or train_policy.dataset.test_size):
+    named = validation.sets or validation.dataset.local_dir or train_policy.dataset.test_size
+    if validation.enable and not named:
         lines.append(
             "validation.dataset.local_dir: missing; allowed with validation.enable = true: a folder of pairs or a "
             ".json file of prompts, any word where the script passes its own val_dataset (or hold out training samples "

@@ -132,6 +132,9 @@ def latents_keys(config: Config) -> list[str]:
         tables["train.train_policy.remote_reward.payload"] = job.remote_reward
     if validation.enable and validation.remote_reward is not None:
         tables["validation.remote_reward.payload"] = validation.remote_reward
+    for number, one in enumerate(validation.sets if validation.enable else ()):
+        if one.remote_reward is not None:
+            tables[f"validation.sets.{number}.remote_reward.payload"] = one.remote_reward
     if job.bypass_reward:
         return []
     return [key for key, table in tables.items() if table.payload == "latents"]

@@ -327,10 +327,12 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     remote, local, validation = job.remote_reward, job.local_reward, config.validation
     yield from _table("train.train_policy.remote_reward", remote, _remote_clips(remote))
     yield from _table("train.train_policy.local_reward", local, _local_clips(local))
-    if validation.remote_reward:
-        yield from _table("validation.remote_reward", validation.remote_reward, _remote_clips(validation.remote_reward))
-    if validation.local_reward:
-        yield from _table("validation.local_reward", validation.local_reward, _local_clips(validation.local_reward))
+    tables = {"validation": validation, **{f"validation.sets.{i}": one for i, one in enumerate(validation.sets)}}
+    for key, table in tables.items():
+        if table.remote_reward:
+            yield from _table(f"{key}.remote_reward", table.remote_reward, _remote_clips(table.remote_reward))
+        if table.local_reward:
+            yield from _table(f"{key}.local_reward", table.local_reward, _local_clips(table.local_reward))
     if validation.use_remote_reward not in (None, job.use_remote_reward):
         yield (
             f"validation.use_remote_reward: found {str(validation.use_remote_reward).lower()}; allowed: "

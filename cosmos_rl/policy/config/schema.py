@@ -5,13 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, RewardFunction, Table
+from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
 from cosmos_rl.policy.config.policy import ParallelismConfig, PolicyConfig
 from cosmos_rl.policy.config.presets import fill_in_preset
 from cosmos_rl.policy.config.problems import ConfigError, validate
-from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.train import TrainConfig
-from cosmos_rl.policy.config.train_policy import ValidationDatasetConfig
+from cosmos_rl.policy.config.validation import ValidationConfig
 
 
 class RolloutConfig(Table):
@@ -61,41 +60,6 @@ class RolloutConfig(Table):
     """vLLM: attention kernel."""
     multi_turn_config: NoEffect[AnyTable] = Field(default_factory=dict)
     """Conversations with tools."""
-
-
-class ValidationConfig(Table):
-    """`[validation]`: held-out loss and images while training."""
-
-    enable: StrictBool = False
-    """Validate at all."""
-    val_before_train: StrictBool = False
-    """Validate once before the first step."""
-    freq: PositiveInt = 20
-    """Steps between two validations; the last step is always validated."""
-    batch_size: PositiveInt | None = None
-    """Samples per forward pass (reinforcement learning: prompts); unset: as in training."""
-    n_generation: PositiveInt = 1
-    """Images per validation prompt."""
-    dataset: ValidationDatasetConfig = ValidationDatasetConfig()
-    """Where the validation data is."""
-    use_remote_reward: ForRl[StrictBool | None] = None
-    """Unset: as in training, which it must equal."""
-    remote_reward: ForRl[RemoteRewardConfig | None] = None
-    """Unset: as in training."""
-    local_reward: ForRl[LocalRewardConfig | None] = None
-    """Unset: as in training."""
-    temperature: NoEffect[StrictFloat] = 0.0
-    """Of language models, like all keys that follow."""
-    top_p: NoEffect[StrictFloat | None] = None
-    """Token sampling."""
-    top_k: NoEffect[StrictInt | None] = 1
-    """Token sampling."""
-    repetition_penalty: NoEffect[StrictFloat] = 1.0
-    """Token sampling."""
-    max_response_length: NoEffect[PositiveInt | None] = None
-    """Longest answer."""
-    reward_function: NoEffect[RewardFunction] = ()
-    """Built-in rewards for answers."""
 
 
 def _lower(value: object) -> object:

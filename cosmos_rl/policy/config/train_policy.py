@@ -106,6 +106,10 @@ class ValidationDatasetConfig(DatasetConfig):
     local_dir: str = ""
     """Folder of pairs as for training, or a file of prompts (`.txt`, `.jsonl`, `.json`, `.tsv`); reinforcement
     learning: as for training. Rows may have `negative_prompt` and `seed`."""
+    limit: PositiveInt | None = None
+    """Take so many of the prompts or pairs: the first ones, unless they are spread."""
+    spread: StrictBool = False
+    """Take them at even distances over the whole list."""
     test_size: NoEffect[PositiveInt | OpenFraction | None] = None
     """Counts in train.train_policy.dataset."""
     folders: NoEffect[tuple[FolderConfig, ...]] = ()

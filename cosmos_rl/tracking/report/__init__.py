@@ -14,7 +14,7 @@ from cosmos_rl.tracking.report import words
 from cosmos_rl.tracking.report.curves import Charts
 from cosmos_rl.tracking.report.images import choose_images
 from cosmos_rl.tracking.report.inlined import Inliner, clean
-from cosmos_rl.tracking.report.measures import warnings
+from cosmos_rl.tracking.report.measures import list_set_scores, warnings
 from cosmos_rl.tracking.report.record import Record, read_record
 from cosmos_rl.tracking.report.svg import format_number
 
@@ -50,6 +50,7 @@ def page(record: Record) -> str:
             images=images,
             sources=Inliner(images.list_placed()).find_sources,
             numbers=words.list_key_numbers(record),
+            set_scores=list_set_scores(record),
             sections=charts.sections(),
             others=charts.collect_others(),
             usage=words.describe_usage(record),

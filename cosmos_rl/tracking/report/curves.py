@@ -1,9 +1,19 @@
 """Which curves the page shows, and in which order."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cosmos_rl.tracking.report.measures import LIMIT, NORMS, is_guarded, list_reward_names, measure, read_limit
+from cosmos_rl.tracking.report.measures import (
+    LIMIT,
+    NORMS,
+    SET_LOSS,
+    is_guarded,
+    list_reward_names,
+    list_set_labels,
+    measure,
+    read_limit,
+)
 from cosmos_rl.tracking.report.record import Record
 from cosmos_rl.tracking.report.svg import Curve, Drawing, Limit, draw_chart
 
@@ -61,8 +71,11 @@ class Charts:
         names = dict.fromkeys(name for record in self._records for name in list_reward_names(record))
         for name in names:
             rewards += self._draw(f"Reward “{name}”", [f"reward/{name}_mean", f"val/reward/{name}_mean"])
+        for label in list_set_labels(self._keys):
+            rewards += self._draw_set(label)
         losses = [
             *self._draw("Loss", ["train/loss_mean", "val/loss_mean"]),
+            *self._draw("Loss on the validation sets", [key for key in self._keys if re.fullmatch(SET_LOSS, key)]),
             *self._draw("Policy loss", ["train/policy_loss_mean"]),
             *self._draw(
                 "Preferences fitted better than by the reference", ["train/accuracy_mean", "val/accuracy_mean"]
@@ -101,6 +114,13 @@ class Charts:
         """What ``sections`` left out, but for other views of what it shows."""
         others = [key for key in self._keys if key not in self._shown and not key.endswith(LIMIT)]
         return Section("", [figure for key in others for figure in self._draw(key, [key])][:MAX_OTHERS])
+
+    def _draw_set(self, label: str) -> list[Figure]:
+        """The rewards on one of several validation sets."""
+        start = f"val/{label}/reward/"
+        spread = [start + name for name in ("std", "max", "min")]
+        keys = [key for key in self._keys if key.startswith(start) and key not in spread]
+        return self._draw(f"Rewards on “{label}”", keys, also=spread)
 
     def _draw_guarded(self, key: str) -> list[Figure]:
         found = dict.fromkeys(read_limit(record, key) for record in self._records)

@@ -81,6 +81,7 @@ def _pair_galleries(galleries: Mapping[int, Gallery]) -> Pairs | None:
     first, last = min(galleries), max(galleries)
     later = {one.key: one for one in galleries[last]}
     both = [(one, later[one.key]) for one in galleries[first] if one.key in later]
+    both = [pair for pair in both if pair[0].of_set == both[0][0].of_set]  # scores of two sets do not mix
     chosen = pick_first_of_each_prompt(galleries[first], lambda one: one.key in later, _PAIRS)
     shown = [(Placed(one, _PAIR_SIDE), Placed(later[one.key], _PAIR_SIDE)) for one in chosen]
     scored = [(a.total, b.total) for a, b in both if a.total is not None and b.total is not None]

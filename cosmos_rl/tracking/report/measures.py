@@ -16,6 +16,9 @@ NORMS = {
     "train/velocity_norm_ratio_p90/": "The same in training: 90 % quantile by noise level",
 }
 """Prefixes of metrics that are drawn in one figure each."""
+SET_LOSS = r"val/([^/]+)/loss_mean"
+_SET_SCORE = r"val/([^/]+)/(?:reward/(?:mean|(.+)_mean)|loss_mean)"
+"""What a run with several validation sets is judged by on each."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"reward/(.+)_mean", Measure("Reward “{}”, training samples", 1)),
     (r"val/reward/(.+)_mean", Measure("Reward “{}”, validation prompts", 1)),
     (r"val/loss_mean", Measure("Loss on held-out data", -1)),
+    (r"val/([^/]+)/reward/mean", Measure("Reward on “{}”", 1)),
+    (r"val/([^/]+)/reward/(.+)_mean", Measure("Reward “{1}” on “{0}”", 1)),
+    (SET_LOSS, Measure("Loss on “{}”", -1)),
     (r"train/loss_mean", Measure("Training loss")),
     (r"train/accuracy_mean", Measure("Preferences fitted better than by the reference", 1)),
     (r"val/accuracy_mean", Measure("Held-out preferences fitted better than by the reference", 1)),
@@ -68,9 +74,42 @@ def measure(key: str) -> Measure:
     for pattern, found in _NAMED:
         match = re.fullmatch(pattern, key)
         if match:
-            name = (match[1] if match.groups() else "").replace("_", " ")
-            return Measure(found.title.format(name), found.better, found.unit)
+            names = [name.replace("_", " ") for name in match.groups()]
+            return Measure(found.title.format(*names), found.better, found.unit)
     return Measure(key)
+
+
+def list_set_labels(keys: Sequence[str]) -> list[str]:
+    """Of several validation sets, in the order in which they are logged."""
+    matches = (re.fullmatch(_SET_SCORE, key) for key in keys)
+    return list(dict.fromkeys(match[1] for match in matches if match and match[1] != "reward"))
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """How a number of one validation set went, each as (step, value)."""
+
+    label: str
+    what: str
+    key: str
+    first: tuple[int, float]
+    best: tuple[int, float]
+    last: tuple[int, float]
+
+
+def list_set_scores(record: Record) -> list[SetScore]:
+    """Rewards and losses of several validation sets, set by set; empty: there is one set."""
+    found = []
+    for label in list_set_labels(record.keys):
+        for key in record.keys:
+            match, known = re.fullmatch(_SET_SCORE, key), record.series(key).known
+            if match is None or match[1] != label or not known:
+                continue
+            sign = measure(key).better
+            best = max(known, key=lambda point: sign * point[1])
+            what = match[2] or ("total reward" if key.endswith("reward/mean") else "loss")
+            found.append(SetScore(label, what, key, known[0], best, known[-1]))
+    return found
 
 
 def list_reward_names(record: Record) -> list[str]:

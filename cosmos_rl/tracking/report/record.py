@@ -34,6 +34,8 @@ class Entry:
     scores: Mapping[str, float | None]
     clip: Path | None = None
     """The video of which ``file`` is the first frame."""
+    of_set: str = ""
+    """Label of its validation set; empty: there is one."""
 
     @property
     def total(self) -> float | None:
@@ -49,9 +51,9 @@ class Entry:
         return parts
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> tuple[str, int, str]:
         """The same in every gallery of the same prompts and noise."""
-        return self.sample_id, self.prompt
+        return self.of_set, self.sample_id, self.prompt
 
 
 Gallery = Sequence[Entry]
@@ -218,14 +220,17 @@ def find_same_images(record: Record) -> dict[int, Gallery]:
 
 
 def pick_first_of_each_prompt(gallery: Gallery, also: Callable[[Entry], bool], count: int) -> list[Entry]:
-    """Up to ``count`` entries for which ``also`` holds, in their order, each prompt once before any comes twice."""
+    """Up to ``count`` entries for which ``also`` holds, in their order, each prompt once before any comes twice; of
+    several validation sets in turns."""
     candidates = [one for one in gallery if also(one)]
-    first: dict[str, Entry] = {}
+    first: dict[tuple[str, str], Entry] = {}
     for one in candidates:
-        first.setdefault(one.prompt, one)
+        first.setdefault((one.of_set, one.prompt), one)
     chosen = list(first.values())
-    chosen += [one for one in candidates if first[one.prompt] is not one]
-    return chosen[:count]
+    chosen += [one for one in candidates if first[one.of_set, one.prompt] is not one]
+    sets = dict.fromkeys(one.of_set for one in chosen)
+    turns = itertools.zip_longest(*([one for one in chosen if one.of_set == label] for label in sets))
+    return [one for turn in turns for one in turn if one is not None][:count]
 
 
 def read_gallery(folder: Path) -> Gallery | None:
@@ -243,7 +248,8 @@ def _galleries(folder: Path) -> dict[int, Gallery]:
 
 def _read_entry(folder: Path, row: Mapping[str, Any]) -> Entry:
     clip = row.get("clip") and folder / row["clip"]
-    return Entry(folder / row["file"], row["prompt"], row["sample_id"], row["group"], row["scores"], clip or None)
+    about = (row["prompt"], row["sample_id"], row["group"], row["scores"])
+    return Entry(folder / row["file"], *about, clip or None, row.get("set", ""))
 
 
 def list_step_folders(folder: Path) -> dict[int, Path]:

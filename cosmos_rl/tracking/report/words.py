@@ -9,7 +9,14 @@ from typing import Any
 
 from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.report.images import Pairs
-from cosmos_rl.tracking.report.measures import format_change, list_main_keys, list_reward_names, measure, read_limit
+from cosmos_rl.tracking.report.measures import (
+    format_change,
+    list_main_keys,
+    list_reward_names,
+    list_set_labels,
+    measure,
+    read_limit,
+)
 from cosmos_rl.tracking.report.record import Record
 
 _ALGORITHMS = {
@@ -123,8 +130,10 @@ def describe_end(record: Record, now: str) -> str:
 
 def choose_tiles(record: Record, pairs: Pairs | None) -> list[Change]:
     """The two or three numbers that sum up the outcome, first → last."""
-    rewards = [key for key in ("val/reward/mean", "reward/mean") if _has_several(record, key)]
-    losses = [key for key in ("val/loss_mean", "train/loss_mean") if _has_several(record, key)]
+    first = list_set_labels(record.keys)[:1]
+    rewards = ["val/reward/mean", *(f"val/{label}/reward/mean" for label in first), "reward/mean"]
+    losses = ["val/loss_mean", *(f"val/{label}/loss_mean" for label in first), "train/loss_mean"]
+    rewards, losses = ([key for key in keys if _has_several(record, key)] for keys in (rewards, losses))
     keys = rewards[:1] or losses[:1]
     keys += [key for key in record.keys if re.fullmatch(r"guard/\w+_ratio", key) and record.series(key).ends]
     found = [change for change in (_measure_change(record, key) for key in keys[:3]) if change]

@@ -14,7 +14,7 @@ from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.report import load_environment, words
 from cosmos_rl.tracking.report.curves import Charts
 from cosmos_rl.tracking.report.inlined import Placed
-from cosmos_rl.tracking.report.measures import list_main_keys, measure, warnings
+from cosmos_rl.tracking.report.measures import list_main_keys, list_set_scores, measure, warnings
 from cosmos_rl.tracking.report.record import Gallery
 from cosmos_rl.tracking.watch.columns import LiveRecord
 from cosmos_rl.tracking.watch.feed import KINDS, UNREADABLE, RunFeed, State, describe_problem, read_state
@@ -51,7 +51,8 @@ class Shown:
     @property
     def newest(self) -> list[tuple[str, float]]:
         """Newest loss and rewards."""
-        keys = ("train/loss_mean", "reward/mean", "val/loss_mean", "val/reward/mean")
+        keys = ["train/loss_mean", "reward/mean", "val/loss_mean", "val/reward/mean"]
+        keys += [row.key for row in list_set_scores(self.record) if row.key.endswith(("reward/mean", "loss_mean"))]
         ends = ((measure(key).title, self.record.series(key).ends) for key in keys)
         return [(title, found[1][1]) for title, found in ends if found]
 
@@ -180,7 +181,7 @@ def _list_galleries(shown: Sequence[Shown]) -> list[ShownGallery]:
 def _group(gallery: Gallery) -> dict[str, list[Placed]]:
     groups: dict[str, list[Placed]] = {}
     for one in gallery:
-        placed = groups.setdefault(one.group, [])
+        placed = groups.setdefault(one.of_set or one.group, [])
         if len(placed) < _IMAGES:
             placed.append(Placed(one, 0))
     return groups

@@ -6,9 +6,9 @@ from typing import Any
 from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.cached_latents import CachedLatents
 from cosmos_rl.data.given import list_edited
-from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
+from cosmos_rl.data.items import BadSample, Item, Part, Readable, choose_indices, list_captions
 from cosmos_rl.data.picture_sizes import Measured, describe_buckets, describe_cuts, measure_all, measure_some
-from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_unused_keys, to_prompt_record
+from cosmos_rl.data.prompts import PromptRecord, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Stream, find_items
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -19,6 +19,7 @@ from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets, find_buckets
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
+    choose_prompts,
     expect_clean_frames,
     open_dataset,
     prepare_export,
@@ -52,6 +53,7 @@ def build_sft(
     if config.validation.enable:
         pairs, held_out = _hold_out(config, pairs, val_dataset)
         records = _read_validation_prompts(held_out, config)
+        held_out = _choose_pairs(held_out, config)
     clean_frames = expect_clean_frames(config)
     edited = []
     if not config.policy.diffusers.is_video:  # videos have their first frames
@@ -172,6 +174,14 @@ def _hold_out(config: Config, pairs: Any, val_dataset: Any) -> tuple[Any, Any]:
     return Part(pairs, count, length), Part(pairs, 0, count)
 
 
+def _choose_pairs(held_out: Any, config: Config) -> Any:
+    """Those of the held-out pairs that `validation.dataset` takes."""
+    dataset = config.validation.dataset
+    if dataset.limit is None or dataset.limit >= len(held_out):
+        return held_out
+    return Part(held_out, chosen=choose_indices(len(held_out), dataset.limit, spread=dataset.spread))
+
+
 def _read_validation_prompts(data: Sequence[Any], config: Config) -> list[PromptRecord] | None:
     """The validation prompts; None where validation has pairs."""
     try:
@@ -181,7 +191,7 @@ def _read_validation_prompts(data: Sequence[Any], config: Config) -> list[Prompt
     if isinstance(first, Item) or (isinstance(first, Mapping) and "visual" in first):
         return None
     records = [to_prompt_record(raw, i) for i, raw in enumerate(getattr(data, "records", data))]
-    check_sampling(records, config.policy.diffusers.sample.guidance_scale)
+    records = choose_prompts(records, config)
     unused = find_unused_keys(records)
     if unused:
         logger.warning(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")

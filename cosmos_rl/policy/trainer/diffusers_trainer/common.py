@@ -9,7 +9,8 @@ import torch
 
 from cosmos_rl.checkpoint.export import Adapter, LoraExport, PipelineExport
 from cosmos_rl.data.given import find_media_problems
-from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.items import choose_indices
+from cosmos_rl.data.prompts import PromptRecord, check_sampling
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu
@@ -164,6 +165,17 @@ def build_sharding(config: Config, context: Context) -> Sharding | None:
         return None
     reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
     return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
+
+
+def choose_prompts(records: Sequence[PromptRecord], config: Config) -> list[PromptRecord]:
+    """Those of the prompts that `validation.dataset` takes.
+
+    Raises:
+        UserError: a row says how its images are sampled, and that cannot be done.
+    """
+    check_sampling(records, config.policy.diffusers.sample.guidance_scale)
+    dataset = config.validation.dataset
+    return [records[i] for i in choose_indices(len(records), dataset.limit, spread=dataset.spread)]
 
 
 def open_dataset(given: Any, config: Config, name: str) -> Any:

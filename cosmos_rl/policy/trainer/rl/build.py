@@ -10,7 +10,7 @@ from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.prompts import PromptRecord, check_sampling, find_sampling_keys, to_prompt_record
+from cosmos_rl.data.prompts import PromptRecord, find_sampling_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Skipped, find_items, load_batches
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -19,26 +19,30 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
+from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     build_model,
+    choose_prompts,
     expect_clean_frames,
     open_dataset,
     prepare_export,
     require_counted_media,
     require_media,
 )
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPair
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, Encoding, TextPair
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts, pick_diversity_samples
 from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.teachers import load_teachers
+from cosmos_rl.policy.trainer.rl.validation import LoadedSet
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.table import Rewards
 from cosmos_rl.utils.logging import logger
 
 DataLoss = Callable[[int, int, Level], Iterator[Tensor]]
@@ -70,16 +74,12 @@ def build_online(
         logger.warning(
             f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them"
         )
-    val_prompts: Sequence[PromptRecord] = ()
-    if config.validation.enable:
-        val_prompts = _records(open_dataset(val_dataset, config, "val_dataset"))
-    check_sampling(val_prompts, config.policy.diffusers.sample.guidance_scale)
+    tested = [(one, _open_validation_set(one, val_dataset)) for one in list_validation_sets(config)]
+    val_prompts = [record for _, records in tested for record in records]
     clean_frames = expect_clean_frames(config)
     require_media((*prompts, *val_prompts), clean_frames, context)  # loading the model takes long
     rewards = make_rewards(config, reward_fns, validation=False)
-    val_rewards = None
-    if val_prompts:
-        val_rewards = make_rewards(config, reward_fns, val_reward_fns, validation=True)
+    val_rewards = [_make_validation_rewards(one, reward_fns, val_reward_fns) for one, _ in tested]
     model = build_model(config, context, rest_on_cpu=job.cached_text)
     for key in latents_keys(config):
         model.check_reward_latents(key)
@@ -90,15 +90,16 @@ def build_online(
     require_counted_media((*prompts, *val_prompts), model, context, clean_frames)
     encoding, held_out = Encoding(model, config), _open_held_out(config, job)
     if encoding.text_cache is not None:
-        encoding.keep_texts(_list_texts(config, prompts, val_prompts, held_out), context)
-    guided = config.policy.diffusers.sample.guidance_scale > 1.0
+        encoding.keep_texts(_list_texts(config, prompts, tested, held_out), context)
     parts = Parts(
         model=model,
         prompts=prompts,
         rewards=rewards,
-        encode=lambda texts, negatives: encoding.conditions(texts, negatives if guided else None),
-        val_prompts=val_prompts,
-        val_rewards=val_rewards,
+        encode=_choose_encode(config, encoding),
+        validation=[
+            LoadedSet(one, records, _choose_encode(one.config, encoding), own)
+            for (one, records), own in zip(tested, val_rewards, strict=True)
+        ],
         held_out=None if held_out is None else _encode_held_out(held_out, model, encoding),
         data_loss=_data_loss(config, job, context, model, encoding),
         export=lambda: prepare_export(model, keep=context.is_main),
@@ -108,6 +109,29 @@ def build_online(
     return task
 
 
+def _open_validation_set(one: ValidationSet, val_dataset: Any) -> list[PromptRecord]:
+    """The prompts of a validation set: those that the script gives for its configuration."""
+    try:
+        return choose_prompts(_records(open_dataset(val_dataset, one.config, "val_dataset")), one.config)
+    except UserError as error:
+        raise UserError(one.locate(str(error))) from error
+
+
+def _make_validation_rewards(
+    one: ValidationSet, reward_fns: RewardFns | None, val_reward_fns: RewardFns | None
+) -> Rewards:
+    try:
+        return make_rewards(one.config, reward_fns, val_reward_fns, validation=True, names=one.rewards)
+    except UserError as error:
+        raise UserError(one.locate(str(error))) from error
+
+
+def _choose_encode(config: Config, encoding: Encoding) -> Encode:
+    """With the negative prompts where the configuration samples with guidance."""
+    guided = config.policy.diffusers.sample.guidance_scale > 1.0
+    return lambda texts, negatives: encoding.conditions(texts, negatives if guided else None)
+
+
 def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
     return [to_prompt_record(dataset[i], i) for i in range(len(dataset))]
 
@@ -115,7 +139,7 @@ def _records(dataset: Sequence[Any]) -> list[PromptRecord]:
 def _list_texts(
     config: Config,
     prompts: Sequence[PromptRecord],
-    val_prompts: Sequence[PromptRecord],
+    tested: Sequence[tuple[ValidationSet, Sequence[PromptRecord]]],
     held_out: Sequence[Item] | None,
 ) -> dict[Sides | None, list[TextPair]]:
     """What the run will encode, by the size of its samples: the prompts that it takes, those of validation and of the
@@ -132,10 +156,13 @@ def _list_texts(
     texts: dict[Sides | None, list[TextPair]] = {
         size: [(prompts[index].prompt, "" if guided else None) for index in own] for size, own in indices.items()
     }
-    tested = [(record.prompt, record.negative_prompt if guided else None) for record in val_prompts]
-    tested += [(text, "" if guided else None) for text in _list_guard_texts(online_table(config), prompts, held_out)]
-    size = None if None in texts else config.policy.diffusers.inference_size
-    texts.setdefault(size, []).extend(tested)
+    usual = None if None in texts else config.policy.diffusers.inference_size
+    for one, records in tested:
+        with_negatives = one.config.policy.diffusers.sample.guidance_scale > 1.0
+        pairs = [(record.prompt, record.negative_prompt if with_negatives else None) for record in records]
+        texts.setdefault(one.size or usual, []).extend(pairs)
+    guard = _list_guard_texts(online_table(config), prompts, held_out)
+    texts.setdefault(usual, []).extend((text, "" if guided else None) for text in guard)
     return texts
 
 

@@ -42,7 +42,7 @@ from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.teachers import choose_policies, find_sets
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
-from cosmos_rl.policy.trainer.rl.validation import Validator
+from cosmos_rl.policy.trainer.rl.validation import LoadedSet, Validation
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.table import Rewards, RewardTable
@@ -69,9 +69,8 @@ class Parts:
     rewards: Rewards
     encode: Encode
     """Distinct prompts -> their conditions on the device."""
-    val_prompts: Sequence[PromptRecord] = ()
-    val_rewards: Rewards | None = None
-    """None: those of training."""
+    validation: Sequence[LoadedSet] = ()
+    """What the run is validated on."""
     held_out: HeldOut | None = None
     """Samples for the guard; None: samples of the model at the start."""
     data_loss: Callable[[int, int, Level], Iterator[Tensor]] | None = None
@@ -107,13 +106,7 @@ class OnlineTask(TaskBase):
         diffusers = config.policy.diffusers
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
-        self._val_scoring = Scoring(parts.val_rewards or parts.rewards, parts.model, job, self.plan.chunk)
-        self._validator = None
-        if parts.val_prompts:
-            trained = parts.rewards.weights
-            self._validator = Validator(
-                config, context, parts.model, evaluator, parts.val_prompts, self._val_scoring, trained
-            )
+        self._validation = Validation(job, context, parts.model, parts.validation, self._scoring, self.plan.chunk)
         self._levels_at: dict[Sides | None, Level] = {}
         probe = GuardProbe(
             job.reward_hacking_guard,
@@ -353,10 +346,10 @@ class OnlineTask(TaskBase):
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Samples of the validation prompts with the averaged weights, scored; changes no trained tensor."""
-        if self._validator is None:
-            return ValidationReport()
         with self.use_averaged_weights(), self.policies.using("default"), self.model.eval_mode():
-            validated = self._validator.run(self._new_conditions(), notify)
+            validated = self._validation.run(step, self.total_steps, notify)
+        if validated is None:
+            return ValidationReport()
         self._total_nfe()  # here, so that a checkpoint of this step holds them
         if validated.untrained:
             self.guard.note_validation(step, validated.untrained, validated.made_from)
@@ -422,8 +415,7 @@ class OnlineTask(TaskBase):
         """End what scores samples."""
         self._nearest.close()
         self._scoring.rewards.close()
-        if self._val_scoring.rewards is not self._scoring.rewards:
-            self._val_scoring.rewards.close()
+        self._validation.close()
 
     # ---- small parts -------------------------------------------------------------------------------------------
 

@@ -1,22 +1,24 @@
 """Validation of reinforcement learning: samples of fixed prompts from fixed noise, scored."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from cosmos_rl.data.prompts import PromptRecord, digest_prompts
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.policy.config import Config, validation_chunk
+from cosmos_rl.policy.config import GrpoPolicyConfig, validation_chunk
+from cosmos_rl.policy.config.validation_sets import ValidationSet
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
-from cosmos_rl.policy.trainer.diffusers_trainer.encoding import StepConditions
+from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.guard_probe import digest_texts
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.task import Notify, ValidationReport
-from cosmos_rl.rollout.sampler import Giving, RolloutSampler, build_validation_samples
+from cosmos_rl.reward.table import Rewards
+from cosmos_rl.rollout.sampler import Giving, RolloutSampler, RolloutSpec, build_validation_samples
 from cosmos_rl.tracking.media import Shown
 
 
@@ -31,37 +33,95 @@ class Validated:
     """Digest of what those scores depend on; others do not compare."""
 
 
-class Validator:
-    """Samples and scores all validation prompts, divided over the ranks."""
+@dataclass(frozen=True)
+class LoadedSet:
+    """A validation set, its prompts, and what judges the samples."""
+
+    chosen: ValidationSet
+    prompts: Sequence[PromptRecord]
+    encode: Encode
+    """Distinct prompts -> their conditions on the device, for the guidance of this set."""
+    rewards: Rewards | None = None
+    """None: those of training."""
+
+
+class Validation:
+    """All validation sets of a run."""
 
     def __init__(
         self,
-        config: Config,
+        job: GrpoPolicyConfig,
         context: Context,
         model: FlowModel,
-        sampler: RolloutSampler,
-        prompts: Sequence[PromptRecord],
-        scoring: Scoring,
-        trained: Mapping[str, float],
+        sets: Sequence[LoadedSet],
+        trained: Scoring,
+        chunk: int,
+    ) -> None:
+        """
+        Args:
+            trained: the rewards of training.
+            chunk: samples in one request for scores.
+        """
+        self._own: list[Rewards] = []
+        """Rewards that are not those of training."""
+        self._validators = []
+        for one in sets:
+            scoring = Scoring(one.rewards or trained.rewards, model, job, chunk)  # whatever scores which training set
+            self._own += [scoring.rewards] if scoring.rewards is not trained.rewards else []
+            self._validators.append(Validator(context, model, one, scoring, trained.rewards.weights))
+
+    def run(self, done: int, total: int, notify: Notify) -> Validated | None:
+        """The sets that are due after ``done`` of ``total`` steps, with the policy as it is; None: none is.
+
+        The objective, and what the guard looks at, are those of the first set.
+        """
+        found = [one.run(notify) if one.chosen.is_due(done, total) else None for one in self._validators]
+        made = [validated for validated in found if validated is not None]
+        if not made:
+            return None
+        metrics = {key: value for one in made for key, value in one.report.metrics.items()}
+        images = [image for one in made for image in one.report.images]
+        first = found[0] or Validated(ValidationReport(), {}, "")
+        return replace(first, report=ValidationReport(metrics, images, first.report.objective))
+
+    def close(self) -> None:
+        """End the rewards that only validation has."""
+        for rewards in self._own:
+            rewards.close()
+
+
+class Validator:
+    """Samples and scores the prompts of one set, divided over the ranks."""
+
+    def __init__(
+        self, context: Context, model: FlowModel, loaded: LoadedSet, scoring: Scoring, trained: Mapping[str, float]
     ) -> None:
         """``trained``: weights of the rewards of training."""
-        self._config, self._context, self._model = config, context, model
-        self._sampler, self._prompts, self._scoring, self._trained = sampler, prompts, scoring, trained
+        self.chosen = loaded.chosen
+        self._config, self._context, self._model = loaded.chosen.config, context, model
+        spec = RolloutSpec.evaluation(self._config.policy.diffusers)
+        self._sampler = RolloutSampler(model, spec, self._config.train.seed)
+        self._prompts, self._encode = loaded.prompts, loaded.encode
+        self._scoring, self._trained = scoring, trained
 
-    def run(self, conditions: StepConditions, notify: Notify) -> Validated:
+    def run(self, notify: Notify) -> Validated:
         """With the policy as it is."""
+        with self._model.at_size(self.chosen.size):
+            return self._run(StepConditions(self._encode), notify)
+
+    def _run(self, conditions: StepConditions, notify: Notify) -> Validated:
         config, context, model, scoring = self._config, self._context, self._model, self._scoring
-        names = scoring.rewards.names
+        names, about_set = scoring.rewards.names, {"set": self.chosen.label} if self.chosen.label else {}
         giving = Giving(model.conditional_frames)
         samples = build_validation_samples(self._prompts, config.validation.n_generation, giving)
         mine, own_media = samples[context.dp_rank :: context.dp_size], OwnMedia(context)
         conditions.encode_all([sample.key for sample in mine], [sample.negative for sample in mine])
 
         def make(indices: Sequence[int], number: int) -> tuple[Tensor, ...]:
-            notify("pre_per_step_validation_hook", {"batch_index": number})
+            notify("pre_per_step_validation_hook", {"batch_index": number, **about_set})
             rollouts = self._sampler.sample([samples[i] for i in indices], conditions, "validation/rollout", 0)
             table = scoring.wait(scoring.submit(rollouts))
-            about = {"batch_index": number, "val_score": batches.mean(table.total_N)}
+            about = {"batch_index": number, "val_score": batches.mean(table.total_N), **about_set}
             notify("post_per_step_validation_hook", about)
             return own_media.keep(indices, rollouts.media), rollouts.finite, batches.stack_columns(table, names)
 
@@ -70,11 +130,14 @@ class Validator:
         metrics = batches.compute_validation_metrics(reward_NF, names)
         scores = [batches.to_score_dict(row, names) for row in reward_NF]
         images = [
-            Shown(own_media[i], one.prompt, one.sample_id, "fixed", scores[i], whole, empty, model.fps)
+            Shown(
+                own_media[i], one.prompt, one.sample_id, "fixed", scores[i], whole, empty, model.fps, self.chosen.label
+            )
             for i, (one, whole, empty) in enumerate(zip(samples, finite.tolist(), blank.tolist(), strict=True))
             if own_media.are_images
         ]
-        report = ValidationReport(metrics, images, objective=-metrics["val/reward/mean"])
+        objective = -metrics["val/reward/mean"]
+        report = ValidationReport(self.chosen.rename(metrics), images, objective)
         untrained = self._find_untrained()
         return Validated(report, {name: reward_NF[:, i] for name, i in untrained.items()}, self._digest(untrained))
 

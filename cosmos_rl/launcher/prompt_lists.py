@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cosmos_rl.data.prompt_sets import (
     KNOWN,
@@ -18,7 +18,7 @@ from cosmos_rl.data.prompt_sets import (
 from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
 from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.config import Config, ValidationDatasetConfig
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.validation_sets import list_validation_sets
 
@@ -35,6 +35,8 @@ class PromptList:
     """Of the bytes of the file; of a folder of videos: of the captions."""
     prompts: int | None
     """None: not known before they are fetched."""
+    limit: int | None = None
+    """So many of them are taken at most; None: all."""
 
 
 def prompts(argv: Sequence[str]) -> int:
@@ -77,7 +79,8 @@ def list_prompts(config: Config) -> dict[str, PromptList]:
     found = {}
     for key, dataset, split in _list_tables(config):
         with suppress(UserError):  # reported by `inspect_environment`; for a script's own data any word may stand there
-            found[key] = _describe(dataset, key, split)
+            limit = dataset.limit if isinstance(dataset, ValidationDatasetConfig) else None
+            found[key] = replace(_describe(dataset, key, split), limit=limit)
     return found
 
 
@@ -91,6 +94,8 @@ def prompt_lines(config: Config) -> list[str]:
     lines = []
     for key, one in list_prompts(config).items():
         count = "not fetched yet" if one.prompts is None else f"{one.prompts:,} prompts"
+        if one.limit is not None:
+            count += f", of which at most {one.limit:,} are taken"
         lines.append(f"{key}: {one.source}, {count}, {_shorten(one.digest)}")
     return lines
 

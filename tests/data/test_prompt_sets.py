@@ -338,8 +338,15 @@ def test_which_prompts_a_run_takes_is_known_before_they_are_fetched(
             "source": "ocr, test",
             "digest": KNOWN["ocr"].splits["test"].digest,
             "prompts": 1018,
+            "limit": None,
         }
     }
+    sets = [{"dataset": {"name": "drawbench", "limit": 20}}, {"dataset": {"local_dir": str(own)}}]
+    tables |= {"validation": {"enable": True, "sets": sets}}
+    assert prompt_lines(Config.from_dict(tables))[1:] == [
+        "validation.sets.0.dataset: drawbench, test, 1,000 prompts, of which at most 20 are taken, sha256:9006b98feabb",
+        f"validation.sets.1.dataset: {own}, 2 prompts, {found['validation.dataset'].digest[:19]}",
+    ]
 
 
 def test_of_several_readers_one_fetches(cache: Path, publisher: Publisher) -> None:

@@ -66,7 +66,8 @@ def test_the_page_has_the_metrics_of_a_few_runs_and_no_others(
 
     validation = ("--validation.enable=true", "--validation.freq=1", "--train.ckpt.enable_checkpoint=false")
     short = ("--train.max_num_steps=1", "--train.ckpt.export_safetensors=false")
-    sft = train(write_toml(), *validation, *short, f"--validation.dataset.local_dir={image_folder}")
+    held_out = f'--validation.sets=[{{name = "pairs", dataset = {{local_dir = "{image_folder}"}}}}]'
+    sft = train(write_toml(), *validation, *short, held_out)
     table, rejected = tmp_path / "preferences.jsonl", str(image_folder / "000.png")
     chosen = [str(image_folder / f"{number:03d}.png") for number in range(1, 9)]
     table.write_text("\n".join(json.dumps({"prompt": "one", "chosen": c, "rejected": rejected}) for c in chosen))

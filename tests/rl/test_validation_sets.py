@@ -21,7 +21,7 @@ from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.tracking.media import Shown, build_caption, save_gallery
 from tests.support.nft_runs import nft_toml, nft_trainer, prompt_file
 from tests.support.toy_models import TEXT, PlaneModel
-from tests.support.toy_tasks import bump, metrics_of, rightwards, run_loop, toy_config, toy_trainer
+from tests.support.toy_tasks import bump, metrics_of, rightwards, run_loop, toy_config, toy_sft_config, toy_trainer
 
 TABLE = dict[str, Any]
 REWARDS = {"bump": bump, "rightwards": rightwards}
@@ -183,6 +183,17 @@ def test_what_cannot_be_is_refused_with_its_key(sets: list[TABLE], tables: TABLE
     except ConfigError as error:  # the value of one key
         problems = str(error)
     assert re.search(message, problems)
+
+
+def test_rewards_are_for_reinforcement_learning() -> None:
+    sets = {"validation.enable": True, "validation.sets": [FIRST | {"local_reward": {"scale": 2.0}}]}
+    problems = cross_check(toy_sft_config(sets))
+    assert "validation.sets.0.rewards: given; allowed only in reinforcement learning, which has rewards" in problems
+    assert (
+        "validation.sets.0.local_reward: given; allowed only in reinforcement learning, which has rewards" in problems
+    )
+    split = toy_sft_config({**sets, "train.train_policy.dataset.test_size": 2})
+    assert any("dataset.test_size: given together with validation.sets" in line for line in cross_check(split))
 
 
 def test_a_reward_that_there_is_not_is_named_with_those_that_there_are() -> None:

@@ -11,10 +11,12 @@ from cosmos_rl.data.items import Item, Readable
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.validation_sets import ValidationSet
 from cosmos_rl.policy.trainer.diffusers_trainer.dpo_trainer import DpoTrainer
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts
+from cosmos_rl.policy.trainer.diffusers_trainer.validation import TestedSet
 from tests.support.toy_tasks import POINT, toy_sft_config
 from tests.trainer.test_sft_plane import PlaneSftModel, ignore
 
@@ -66,12 +68,13 @@ def plane_dpo(mini_batch: int = COUNT, auto: dict[str, Any] | None = None, **mor
     }
     config, model = toy_sft_config(tables), PlaneSftModel()
     model.transformer = OneVelocity()
+    held_out = more.get("held_out")
     parts = SftParts(
         model,
-        more.pop("data", items_of(*preferences(0))),
+        more.get("data", items_of(*preferences(0))),
         MapStream(COUNT, COUNT, 0),
         Noising(model, Encoding(model, config), config),
-        **more,
+        validation=[] if held_out is None else [TestedSet(ValidationSet(config), held_out)],
     )
     trainer = DpoTrainer(config, Context(torch.device("cpu")), parts)
     trainer.start(0)

@@ -13,10 +13,12 @@ from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.streams import MapStream
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.policy.config.validation_sets import list_validation_sets
 from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
+from cosmos_rl.policy.trainer.diffusers_trainer.validation import TestedSet
 from tests.support.toy_models import Mixture, PlaneModel, PlaneNetwork
 from tests.support.toy_tasks import POINT, toy_sft_config
 
@@ -55,19 +57,24 @@ def points(count: int, seed: int) -> Readable:
     return Readable([Item(point, POINT.prompt) for point in drawn], ())
 
 
-def plane_sft(mini_batch: int, steps: int = 1, **validation: Any) -> SFTTrainer:
-    """Batches of 128 points."""
+def plane_sft(
+    mini_batch: int, steps: int = 1, more: dict[str, Any] | None = None, tested: Sequence[dict[str, Any]] = ()
+) -> SFTTrainer:
+    """Batches of 128 points; ``tested``: what the validation sets hold."""
     tables = {
         "train.train_batch_per_replica": 128,
         "train.train_policy.mini_batch": mini_batch,
         "train.max_num_steps": steps,
         "train.optm_lr": 1e-2,
         "policy.diffusers.weighting_scheme": "none",
+        "validation.enable": bool(tested),
+        **(more or {}),
     }
     config = toy_sft_config(tables)
     model = PlaneSftModel()
     noising = Noising(model, Encoding(model, config), config)
-    parts = SftParts(model, points(4096, 0), MapStream(4096, 128, 0), noising, **validation)
+    sets = [TestedSet(one, **own) for one, own in zip(list_validation_sets(config), tested, strict=True)]
+    parts = SftParts(model, points(4096, 0), MapStream(4096, 128, 0), noising, validation=sets)
     trainer = SFTTrainer(config, Context(torch.device("cpu")), parts)
     trainer.start(0)
     return trainer
@@ -78,14 +85,14 @@ def ignore(_name: str, _data: dict[str, Any]) -> None:
 
 
 def test_fine_tuning_finds_the_velocity_of_its_data() -> None:
-    trainer = plane_sft(mini_batch=128, steps=80, held_out=points(512, 1))
+    trainer = plane_sft(mini_batch=128, steps=80, tested=[{"pairs": points(512, 1)}])
     before = trainer.validate(0, ignore)
     for step in range(trainer.total_steps):
         trainer.train_step(step)
     after = trainer.validate(trainer.total_steps, ignore)
     trainer.model.transformer = PlaneNetwork(TARGET)  # the exact velocity
     with torch.no_grad():
-        best = trainer.held_out_metrics(ignore)["val/loss_mean"]
+        best = trainer.validate(trainer.total_steps, ignore).metrics["val/loss_mean"]
     assert before.objective is not None
     assert after.objective is not None
     assert before.objective > 1.3 * best
@@ -117,6 +124,27 @@ def test_the_gradient_of_a_step_is_that_of_the_mean_over_its_pairs() -> None:
 
 def test_validation_prompts_give_images_and_no_loss() -> None:
     records = [PromptRecord("a point", {"seed": 3}), PromptRecord("another")]
-    found = plane_sft(mini_batch=128, val_prompts=records).validate(0, ignore)
+    found = plane_sft(mini_batch=128, tested=[{"prompts": records}]).validate(0, ignore)
     assert (found.metrics, found.objective) == ({}, None)
     assert [image.prompt for image in found.images] == ["a point", "another"]
+
+
+def test_several_sets_of_pairs_have_a_loss_each_and_the_first_is_the_objective() -> None:
+    near, far = points(64, 1), points(96, 2)
+    sets = [{"name": "near", "dataset": {"local_dir": "a"}}, {"name": "far", "dataset": {"local_dir": "b"}, "freq": 4}]
+    tables = {"validation.sets": sets, "validation.freq": 2}
+    prompts = {"prompts": [PromptRecord("a point")]}
+    both = plane_sft(128, 6, tables, [{"pairs": near}, {"pairs": far}])
+    found = both.validate(4, ignore)
+    alone = [plane_sft(128, tested=[{"pairs": pairs}]).validate(0, ignore) for pairs in (near, far)]
+    assert found.metrics == {
+        key.replace("val/", f"val/{label}/"): value
+        for label, one in zip(("near", "far"), alone, strict=True)
+        for key, value in one.metrics.items()
+    }
+    assert found.metrics["val/near/loss_mean"] == found.objective != found.metrics["val/far/loss_mean"]
+    assert [image.of_set for image in found.images] == ["near", "far"]
+    assert [key for key in both.validate(2, ignore).metrics if "far" in key] == []
+    mixed = plane_sft(128, 6, tables, [prompts, {"pairs": far}]).validate(0, ignore)
+    assert mixed.objective is None
+    assert mixed.metrics["val/far/loss_mean"] == found.metrics["val/far/loss_mean"]

@@ -138,9 +138,9 @@ def test_fine_tuning_averages_follows_the_warm_up_validates_the_average_and_draw
         pass
 
     with torch.no_grad(), trainer.model.eval_mode():
-        live = trainer.held_out_metrics(silent)["val/loss_mean"]
+        live = trainer.validators[0].held_out_metrics(silent)["val/loss_mean"]
         with trainer.ema.average_parameters():
-            averaged = trainer.held_out_metrics(silent)["val/loss_mean"]
+            averaged = trainer.validators[0].held_out_metrics(silent)["val/loss_mean"]
     assert trainer.validate(3, silent).metrics["val/loss_mean"] == averaged != live
 
 

@@ -92,8 +92,6 @@ def validation_rules(config: Config) -> Iterator[str]:
             yield f"{key}.dataset.spread: found true; allowed only with limit, of how many prompts to take"
     if not validation.sets:
         return
-    if not job_kind(config).online:
-        yield f"validation.sets: found {len(validation.sets)} of them; allowed in reinforcement learning"
     if validation.dataset.local_dir or validation.dataset.name:
         yield "validation.dataset: given together with validation.sets; allowed: one of them"
     if not job_kind(config).online and config.train.train_policy.dataset.test_size is not None:
@@ -110,6 +108,9 @@ def _set_rules(config: Config, one: ValidationSetConfig, number: int, labels: Co
     key, label, sizes = f"validation.sets.{number}", label_of(one, number), config.policy.diffusers.training_sizes
     if labels[label] > 1:
         yield f'{key}.name: found "{label}" for {labels[label]} sets; allowed: another name for each'
+    if not job_kind(config).online:
+        own = [name for name in ("rewards", "remote_reward", "local_reward") if getattr(one, name)]
+        yield from (f"{key}.{name}: given; allowed only in reinforcement learning, which has rewards" for name in own)
     if label in _TAKEN:
         yield f'{key}.name: found "{label}", which is a part of the names of metrics; allowed: another name'
     if one.freq is not None and one.freq % config.validation.freq:

@@ -55,6 +55,14 @@ class ValidationReport:
     """What the best checkpoint has the lowest of."""
 
 
+def merge_reports(found: Sequence[ValidationReport | None]) -> ValidationReport:
+    """Those of several validation sets as one, whose objective is that of the first; None: a set was not due."""
+    made = [report for report in found if report is not None]
+    metrics = {key: value for report in made for key, value in report.metrics.items()}
+    objective = found[0].objective if found and found[0] is not None else None
+    return ValidationReport(metrics, [image for report in made for image in report.images], objective)
+
+
 Notify = Callable[[str, dict[str, Any]], None]
 """(hook name, data) -> None."""
 

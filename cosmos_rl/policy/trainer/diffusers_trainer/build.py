@@ -1,6 +1,7 @@
 """From a configuration to a fine-tuning task: pipeline, captioned images, held-out pairs or validation prompts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl.data.bucket_stream import BucketStream
@@ -10,11 +11,13 @@ from cosmos_rl.data.items import BadSample, Item, Part, Readable, choose_indices
 from cosmos_rl.data.picture_sizes import Measured, describe_buckets, describe_cuts, measure_all, measure_some
 from cosmos_rl.data.prompts import PromptRecord, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Stream, find_items
+from cosmos_rl.data.text_lengths import Named
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.plan import plan_sft
+from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.trainer.base import count_steps
 from cosmos_rl.policy.trainer.diffusers_trainer.buckets import Buckets, find_buckets
 from cosmos_rl.policy.trainer.diffusers_trainer.common import (
@@ -29,6 +32,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPair
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
+from cosmos_rl.policy.trainer.diffusers_trainer.validation import TestedSet
 from cosmos_rl.utils.logging import logger
 
 
@@ -49,32 +53,30 @@ def build_sft(
         UserError: data or model do not fit the configuration.
     """
     job = config.train.train_policy
-    pairs, held_out, records = open_dataset(dataset, config, "dataset"), None, None
-    if config.validation.enable:
-        pairs, held_out = _hold_out(config, pairs, val_dataset)
-        records = _read_validation_prompts(held_out, config)
-        held_out = _choose_pairs(held_out, config)
-    clean_frames = expect_clean_frames(config)
+    pairs, opened = open_dataset(dataset, config, "dataset"), list[_OpenedSet]()
+    for one in list_validation_sets(config):
+        pairs, own = _open_set(one, pairs, val_dataset)
+        opened.append(own)
+    clean_frames, records = expect_clean_frames(config), [record for own in opened for record in own.records]
     edited = []
     if not config.policy.diffusers.is_video:  # videos have their first frames
-        edited = [*list_edited(pairs), *(list_edited(held_out) if records is None else ())]
-    require_media([*edited, *(records or ())], clean_frames, context)  # loading the model takes long
-    trained, tested = find_buckets(pairs, config, context), None
-    if held_out is not None and records is None:
-        tested = find_buckets(held_out, config, context)
+        edited = [*list_edited(pairs), *(one for own in opened for one in list_edited(own.pairs))]
+    require_media([*edited, *records], clean_frames, context)  # loading the model takes long
+    trained = find_buckets(pairs, config, context)
+    tested = [None if own.pairs is None else find_buckets(own.pairs, config, context) for own in opened]
     stream = _pair_stream(config, len(pairs), trained)
     model = build_model(config, context, rest_on_cpu=job.cached_latents or job.cached_text)
     model.warns_of_cuts = context.is_main
     if context.is_main:
         _report_sizes(config, pairs, stream)
         model.warn_about_truncation(list_captions(pairs), "captions")
-        validation = [(repr(record.prompt[:40]), record.prompt) for record in records or ()]
-        model.warn_about_truncation(validation or list_captions(held_out), "validation captions")
-    require_counted_media(records or (), model, context, clean_frames)
+        for own in opened:
+            model.warn_about_truncation(own.captions, f"validation captions {own.chosen.label}".rstrip())
+    require_counted_media(records, model, context, clean_frames)
     encoders, encoding = model.build_token_counters(), Encoding(model, config)
     if encoding.text_cache is not None:
-        tests = None if records is not None else held_out
-        encoding.keep_texts(_list_texts(config, stream, (pairs, trained), (tests, tested)), context)
+        held_out = [(own.pairs, sizes) for own, sizes in zip(opened, tested, strict=True)]
+        encoding.keep_texts(_list_texts(config, stream, (pairs, trained), held_out), context)
     if encoding.latent_cache is not None and model.conditional_frames[1] == 0:  # else the first frames are needed too
         pairs = CachedLatents(pairs, encoding.latent_cache)
     parts = SftParts(
@@ -82,13 +84,42 @@ def build_sft(
         pairs=Readable(pairs, encoders),
         stream=stream,
         noising=Noising(model, encoding, config),
-        held_out=None if held_out is None or records is not None else Readable(held_out, encoders),
+        validation=[own.finish(sizes, encoders) for own, sizes in zip(opened, tested, strict=True)],
         buckets=trained,
-        held_out_buckets=tested,
-        val_prompts=records or (),
         export=lambda: prepare_export(model, keep=context.is_main),
     )
     return trainer(config, context, parts)
+
+
+@dataclass(frozen=True)
+class _OpenedSet:
+    """A validation set before the model is there."""
+
+    chosen: ValidationSet
+    pairs: Any = None
+    records: Sequence[PromptRecord] = ()
+
+    @property
+    def captions(self) -> list[Named]:
+        """Its texts with what messages call them."""
+        return [(repr(one.prompt[:40]), one.prompt) for one in self.records] or list(list_captions(self.pairs))
+
+    def finish(self, buckets: Buckets | None, encoders: Any) -> TestedSet:
+        """What the trainer takes."""
+        pairs = None if self.pairs is None else Readable(self.pairs, encoders)
+        return TestedSet(self.chosen, pairs, self.records, buckets)
+
+
+def _open_set(one: ValidationSet, pairs: Any, val_dataset: Any) -> tuple[Any, _OpenedSet]:
+    """The training data that is left, and the validation set."""
+    try:
+        pairs, held_out = _hold_out(one.config, pairs, val_dataset)
+        records = _read_validation_prompts(held_out, one.config)
+    except UserError as error:
+        raise UserError(one.locate(str(error))) from error
+    if records is not None:
+        return pairs, _OpenedSet(one, records=records)
+    return pairs, _OpenedSet(one, _choose_pairs(held_out, one.config))
 
 
 def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) -> None:
@@ -116,15 +147,19 @@ def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) 
 
 
 def _list_texts(
-    config: Config, stream: Stream, training: tuple[Any, Buckets | None], validation: tuple[Any, Buckets | None]
+    config: Config,
+    stream: Stream,
+    training: tuple[Any, Buckets | None],
+    validation: Sequence[tuple[Any, Buckets | None]],
 ) -> dict[Sides | None, list[TextPair]]:
     """What the run will encode of data sets that know their captions, by the size of its samples.
 
     Args:
-        training, validation: a data set and its sizes.
+        training: a data set and its sizes.
+        validation: the same of each validation set.
     """
     texts = [*_locate_captions(*training, set(find_items(stream, count_steps(stream, config))))]
-    texts += _locate_captions(*validation)
+    texts += [found for one in validation for found in _locate_captions(*one)]
     if config.train.train_policy.caption_dropout > 0.0:
         sizes: list[Sides | None] = [None]
         if training[1] is not None:

@@ -16,7 +16,7 @@ from cosmos_rl.policy.trainer.own_media import OwnMedia
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.guard_probe import digest_texts
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
-from cosmos_rl.policy.trainer.task import Notify, ValidationReport
+from cosmos_rl.policy.trainer.task import Notify, ValidationReport, merge_reports
 from cosmos_rl.reward.table import Rewards
 from cosmos_rl.rollout.sampler import Giving, RolloutSampler, RolloutSpec, build_validation_samples
 from cosmos_rl.tracking.media import Shown
@@ -66,7 +66,8 @@ class Validation:
         """Rewards that are not those of training."""
         self._validators = []
         for one in sets:
-            scoring = Scoring(one.rewards or trained.rewards, model, job, chunk)  # whatever scores which training set
+            # without the prompt sets of training, whose rewards are not those of validation
+            scoring = Scoring(one.rewards or trained.rewards, model, job, chunk)
             self._own += [scoring.rewards] if scoring.rewards is not trained.rewards else []
             self._validators.append(Validator(context, model, one, scoring, trained.rewards.weights))
 
@@ -76,13 +77,10 @@ class Validation:
         The objective, and what the guard looks at, are those of the first set.
         """
         found = [one.run(notify) if one.chosen.is_due(done, total) else None for one in self._validators]
-        made = [validated for validated in found if validated is not None]
-        if not made:
+        if not any(found):
             return None
-        metrics = {key: value for one in made for key, value in one.report.metrics.items()}
-        images = [image for one in made for image in one.report.images]
         first = found[0] or Validated(ValidationReport(), {}, "")
-        return replace(first, report=ValidationReport(metrics, images, first.report.objective))
+        return replace(first, report=merge_reports([one and one.report for one in found]))
 
     def close(self) -> None:
         """End the rewards that only validation has."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.load import dump_toml, load_config
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS
 from tests.support.ranks import train_on_ranks
-from tests.support.states import assert_same_state, drop_steps_after, saved_state
+from tests.support.states import assert_same_state, drop_steps_after, saved_state, trace
 from tests.support.trainer_runs import train
 
 NAMES = [
@@ -267,6 +268,20 @@ def test_two_ranks_end_like_one_and_resume_exactly(tmp_path: Path) -> None:
     assert found["AdamWScheduleFree"]["from one rank"] < 1e-4
     assert found["Muon"]["from one rank"] < 5e-3  # it orthogonalises in bfloat16; eight steps of 0.01 each
     assert found["AdamWScheduleFree"]["kinds"] == 2
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_prodigy_on_two_replicas_trains_an_adapter_as_on_one_rank(
+    write_toml: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ("--train.optm_name=Prodigy", "--train.optm_lr=1.0", "--train.global_batch_size=4")
+    options += ("--train.train_policy.mini_batch=2", "--train.max_num_steps=4")
+    one = train(write_toml(), *options)
+    replicas = (*options, "--policy.parallelism.dp_replicate_size=2", "--policy.parallelism.dp_shard_size=1")
+    two = train_on_ranks(2, write_toml(), tmp_path / "two", *replicas)
+    np.testing.assert_allclose(trace(two), trace(one), rtol=1e-5, atol=1e-6)
+    assert saved_state(two, 4).keys() == saved_state(one, 4).keys()
 
 
 @pytest.fixture(autouse=True)

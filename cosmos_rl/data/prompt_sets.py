@@ -80,11 +80,6 @@ def _load_one(dataset: PromptSource, key: str, split: str) -> list[PromptRecord]
         return read_prompts(found)
     split = dataset.first_split or split
     path = _list_places(dataset.name, split)[0]
-    if split not in list_splits(dataset.name):
-        raise UserError(
-            f'{key}.split: found "{split}"; allowed: one of {", ".join(list_splits(dataset.name))}, or put your own '
-            f"into {path}"
-        )
     if dataset.name == _MOCK:
         return _make_mock(path)
     return _fetch(PUBLISHED[dataset.name].splits[split], path)
@@ -99,7 +94,7 @@ def prompt_file(dataset: PromptSource, key: str, *, split: str) -> Path | None:
     """The file that `load_prompts` would read; None for a named set that has not been fetched yet.
 
     Raises:
-        UserError: nothing is named, an unknown set, no such file, or another one than is published.
+        UserError: nothing is named, an unknown set or split, no such file, or another one than is published.
     """
     split = dataset.first_split or split
     if dataset.local_dir:
@@ -109,6 +104,11 @@ def prompt_file(dataset: PromptSource, key: str, *, split: str) -> Path | None:
     _require_known(dataset.name, f"{key}.name")
     found = find_kept(dataset.name, split)
     published = KNOWN[dataset.name].splits.get(split)
+    if found is None and split not in list_splits(dataset.name):
+        raise UserError(
+            f'{key}.split: found "{split}"; allowed: one of {", ".join(list_splits(dataset.name))}, or put your own '
+            f"into {_list_places(dataset.name, split)[0]}"
+        )
     if found is not None and published is not None:
         _require_published(published, found)
     return found

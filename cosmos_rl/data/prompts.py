@@ -26,6 +26,8 @@ _SAMPLING_KEYS = ("negative_prompt", "seed")
 """Keys of a row that say how its validation images are sampled."""
 BEGINNING = "first_frames_of"
 """Key of a row that names a video which its samples may begin like."""
+_NUMBERS = ("seed", "height", "width")
+"""Keys of a row that have whole numbers, which a file of columns writes as text."""
 _MOST_SEED = 2**63
 
 
@@ -195,10 +197,18 @@ def _parse_columns(text: str) -> list[tuple[str, Any]]:
     """Rows by the names in the first line, in lower case; nothing is quoted, and what is empty is left out."""
     lines = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     names = [name.strip().lower() for name in lines[0][1]] if lines else []
-    return [
-        (f"line {number}", {name: value.strip() for name, value in zip(names, values, strict=False) if value.strip()})
-        for number, values in lines[1:]
-    ]
+    rows = []
+    for number, values in lines[1:]:
+        cells = [(name, value.strip()) for name, value in zip(names, values, strict=False)]
+        rows.append((f"line {number}", {name: _read_cell(name, value) for name, value in cells if value}))
+    return rows
+
+
+def _read_cell(name: str, value: str) -> str | int:
+    """Whole numbers where a row's key has one; any other text is left for the checks of the key."""
+    if name in _NUMBERS and value.isascii() and value.isdigit():
+        return int(value)
+    return value
 
 
 def _refuse_wrong(rows: Sequence[tuple[str, Any]], name: str, expected: str) -> None:

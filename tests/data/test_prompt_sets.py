@@ -18,7 +18,7 @@ import torch
 from cosmos_rl.data import prompt_sets
 from cosmos_rl.data.given import choose_given, find_media_problems, load_given
 from cosmos_rl.data.images import to_uint8
-from cosmos_rl.data.prompt_sets import KNOWN, load_prompts
+from cosmos_rl.data.prompt_sets import KNOWN, load_prompts, prompt_file
 from cosmos_rl.data.prompts import PromptRecord, read_prompts, to_prompt_record
 from cosmos_rl.data.published import PUBLISHED
 from cosmos_rl.data.videos import load_clip
@@ -79,6 +79,10 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
     assert read_prompts(put(tmp_path / "x.tsv", 'Prompt\tTag\tNote\r\na "big" cup\tred\t\r\n\nb\t\tx\r\n')) == [
         PromptRecord('a "big" cup', {"tag": "red"}),
         PromptRecord("b", {"note": "x"}),
+    ]
+    assert read_prompts(put(tmp_path / "y.tsv", "prompt\tseed\theight\tnote\na\t7\t512\t7\nb\t-1\n")) == [
+        PromptRecord("a", {"seed": 7, "height": 512, "note": "7"}),
+        PromptRecord("b", {"seed": "-1"}),
     ]
     assert read_prompts(put(tmp_path / "x.txt", '\ufeffa sign "Hi"\r\n\n  b \n \n')) == [
         PromptRecord('a sign "Hi"'),
@@ -227,6 +231,8 @@ def test_unknown_names_and_splits_are_named_with_what_there_is(cache: Path) -> N
         texts()
     with pytest.raises(UserError, match='dataset.split: found "tarin"; allowed: one of train, test'):
         texts(name="ocr", split="tarin")
+    with pytest.raises(UserError, match='dataset.split: found "train"; allowed: one of test, or'):
+        prompt_file(DatasetConfig(name="drawbench"), KEY, split="train")
 
 
 def test_without_a_network_the_message_says_where_to_put_the_file(cache: Path) -> None:

@@ -104,6 +104,7 @@ def test_a_beta_that_follows_the_margins_is_that_of_their_mean() -> None:
     [
         ({JOB + "dpo_auto_beta": {"target_factor": 0.2}, JOB + "trainer_type": "epg"}, "dpo_auto_beta.target_factor"),
         ({JOB + "dpo_auto_beta": {"target_factor": 0.2, "least": 9.0, "most": 3.0}}, "dpo_auto_beta.least"),
+        ({JOB + "dpo_auto_beta": {"least": 9.0}}, "dpo_auto_beta.least"),
     ],
 )
 def test_a_beta_that_could_not_follow_is_refused(changes: dict[str, Any], key: str) -> None:

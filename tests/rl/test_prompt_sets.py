@@ -42,7 +42,7 @@ def test_other_sets_are_refused_on_resume_and_more_steps_are_not(tmp_path: Path,
     config, two = nft_toml(tmp_path, tiny_sd3), ({"weight": 3.0}, {"first_step": 2})
     saved = nft_trainer(config, *set_options(tmp_path, *two), start=False).fingerprint()
     compare(tmp_path, saved, nft_trainer(config, *set_options(tmp_path, *two, steps=9), start=False).fingerprint())
-    for other in (({"weight": 2.0}, two[1]), (two[0], {"first_step": 3}), (two[0], {**two[1], "label": "x"})):
+    for other in (({"weight": 3.0000001}, two[1]), (two[0], {"first_step": 3}), (two[0], {**two[1], "label": "x"})):
         now = nft_trainer(config, *set_options(tmp_path, *other), start=False).fingerprint()
         with pytest.raises(UserError, match=r"was saved with prompt sets .* 'first: 5 prompts \(\w{12}\), weight 3"):
             compare(tmp_path, saved, now)
@@ -85,6 +85,9 @@ def test_check_prints_sets_stages_and_shares(tmp_path: Path, tiny_sd3: Path, cap
         assert text in report, text
     assert main(["check", "--config", str(config), *options, "--train.train_policy.dataset.mix=steps"]) == 0
     assert "first 3/4 of the steps, counting 1/4 of the steps" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", "--config", str(config), *options, "--train.max_num_steps=2"]) == 0
+    report = " ".join(capsys.readouterr().out.split())
+    assert "never drawn, as the run ends before their first_step: counting" in report
     length = run_length(load_config(config, list(options)), own_data=False)
     assert (length.samples, length.steps, length.saves) == (8, 6, 6)
 
@@ -122,6 +125,8 @@ def test_sets_next_to_one_set_in_another_job_or_with_epochs_are_refused(tmp_path
         with pytest.raises(ConfigError) as error:
             load_config(config, [*options, f"--{extra}"] if extra else options)
         assert message in str(error.value)
+    with pytest.raises(ConfigError, match='dataset.mix: found "steps"; allowed with .*dataset.sets only'):
+        load_config(config, ["--train.train_policy.dataset.mix=steps"])
     path = tmp_path / "sft.toml"
     path.write_text('policy.model_name_or_path = "x"\ntrain.train_policy.dataset.sets = [{ name = "ocr" }]\n')
     with pytest.raises(ConfigError, match="dataset.sets: found 1 of them; allowed only in reinforcement learning"):

@@ -18,6 +18,9 @@ def set_lines(config: Config) -> Iterator[str]:
     for stage in schedule.stages:
         if steps is None or stage.first < steps:
             yield _describe_stage(stage, schedule, steps)
+    never = [one.shown_name for one in dataset.sets if steps is not None and one.first_step >= steps]
+    if never:
+        yield f"never drawn, as the run ends before their first_step: {', '.join(never)}"
 
 
 def _describe_stage(stage: Stage, schedule: SetSchedule, total: int | None) -> str:

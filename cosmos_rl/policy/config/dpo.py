@@ -26,8 +26,11 @@ class AutoBetaConfig(Table):
         return {"target": self.target_factor, "decay": self.decay, "least": self.least, "most": self.most}
 
     def problem(self) -> str | None:
-        """What contradicts itself, with its key; None: nothing."""
+        """What contradicts itself or does not act, with its key; None: nothing."""
+        key, usual = "train.train_policy.dpo_auto_beta", AutoBetaConfig()
         if self.least > self.most:
-            key = "train.train_policy.dpo_auto_beta"
             return f"{key}.least: found {self.least}; allowed: at most {key}.most = {self.most}"
+        for name in ("decay", "least", "most"):
+            if self.target_factor is None and getattr(self, name) != getattr(usual, name):
+                return f"{key}.{name}: found {getattr(self, name)}, which acts only with {key}.target_factor"
         return None

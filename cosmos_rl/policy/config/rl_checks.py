@@ -206,6 +206,8 @@ def _prompt_sets(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     if tested:
         yield f"validation.dataset.sets: found {len(tested)} of them; allowed only in {key}"
     if not dataset.sets:
+        if dataset.mix != "prompts":
+            yield f'{key}.mix: found "{dataset.mix}"; allowed with {key}.sets only, which it divides'
         return
     for name in ("local_dir", "name"):
         if getattr(dataset, name):

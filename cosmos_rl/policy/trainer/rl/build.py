@@ -11,6 +11,7 @@ from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, find_sampling_keys, to_prompt_record
+from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.data.streams import MapStream, Skipped, find_items, load_batches
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
@@ -173,9 +174,10 @@ def _list_guard_texts(
     guard = job.reward_hacking_guard
     if not guard.enable:
         return []
-    texts = [sample.prompt for sample in pick_diversity_samples(prompts, guard.samples)]
+    known = interleave_sets(prompts)
+    texts = [sample.prompt for sample in pick_diversity_samples(known, guard.samples)]
     if held_out is None:
-        return texts + [record.prompt for record in prompts[: guard.samples]]
+        return texts + [record.prompt for record in known[: guard.samples]]
     return texts + [item.prompt for item in held_out]
 
 

@@ -65,7 +65,7 @@ class SizedPrompts:
         described = zip(sets, members, digests, strict=True)
         self._sets = [job.dataset.mix]
         self._sets += [
-            f"{one.shown_name}: {len(own)} prompts ({digest}), weight {one.weight:g}, {one.shown_steps}"
+            f"{one.shown_name}: {len(own)} prompts ({digest}), weight {one.weight!r}, {one.shown_steps}"
             for one, own, digest in described
         ]
         return SetStream(members, SetSchedule(sets, per_step, job.dataset.mix == "steps"), steps, *options)

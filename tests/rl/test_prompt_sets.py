@@ -14,6 +14,7 @@ from cosmos_rl.launcher.acceptance.length import run_length
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import ConfigError, load_config
 from cosmos_rl.policy.trainer.loop import TrainLoop
+from cosmos_rl.policy.trainer.rl.build import _list_texts
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.policy.trainer.same_run import compare
 from cosmos_rl.storage import run_folder
@@ -65,6 +66,17 @@ def test_rows_with_sizes_are_refused_with_several_sets(tmp_path: Path, tiny_sd3:
     assert message in str(error.value)
     assert main(["check", "--env", "--config", str(config), *options]) == 2
     assert f"{SETS}.1: {message}" in capsys.readouterr().err
+
+
+def test_the_guard_knows_all_sets_and_its_texts_are_encoded_before_the_run(tmp_path: Path, tiny_sd3: Path) -> None:
+    guard = "--train.train_policy.reward_hacking_guard."
+    options = (*set_options(tmp_path, {}, {"first_step": 5}, steps=1), f"{guard}enable=true", f"{guard}samples=4")
+    config, cache = nft_toml(tmp_path, tiny_sd3), f"--train.train_policy.cache.dir={tmp_path / 'cache'}"
+    task = nft_trainer(config, *options, cache, "--train.train_policy.cache.text=true", start=False)
+    measured = {sample.prompt for sample in (*task.guard.probe._own_samples, *task.guard.probe._samples)}
+    assert {text for text in measured if text[0] == "b"} == {"b 0", "b 1"}  # the run itself never draws them
+    listed = _list_texts(task._config, task._prompts, (), None)
+    assert measured <= {text for pairs in listed.values() for text, _ in pairs}
 
 
 # ---- what the launcher says ------------------------------------------------------------------------------------------

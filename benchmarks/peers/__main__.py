@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,8 +20,13 @@ from benchmarks.peers import changes  # noqa: E402
 from benchmarks.peers.patch import copy_with_changes  # noqa: E402
 from cosmos_rl.errors import UserError  # noqa: E402
 
+if TYPE_CHECKING:
+    from benchmarks.peers.accuracy import Judges
+    from benchmarks.peers.loops import Bench
+
 BUDGET = 12_800
-PARTS = ("step", "accuracy")
+PARTS = ("draws", "step", "accuracy")
+SAME_EPOCHS = 8
 
 
 def main() -> int:
@@ -31,7 +38,7 @@ def main() -> int:
     parser.add_argument("--digits", type=Path, default=Path("outputs/digits"), help="where the start is kept, or made")
     parser.add_argument("--pairs", type=int, default=3, help="epochs of each side in the comparison of steps")
     parser.add_argument("--budget", type=int, default=BUDGET, help="network evaluations, a backward pass as two")
-    parser.add_argument("--only", choices=PARTS, help="one of the two tables")
+    parser.add_argument("--only", choices=PARTS, help="one of the three tables")
     given = parser.parse_args()
     try:
         for checkout, wanted in ((given.nft, changes.NFT), (given.grpo, changes.GRPO)):
@@ -63,34 +70,46 @@ def _compare(given: argparse.Namespace) -> None:
     import torch
     from compare_algorithms import digit_probability, fine_tune
 
-    from benchmarks.peers import accuracy, recipe, step
-    from benchmarks.peers.loops import Bench, Grpo, Nft, Ours
+    from benchmarks.peers import accuracy, recipe, same_draws, step
+    from benchmarks.peers.loops import Bench
 
     torch.set_num_threads(1)
     digits.mkdir(parents=True, exist_ok=True)
     base, data = fine_tune(digits, 0), digits / "data"
-    if given.only != "accuracy":
-        bench = Bench(base, data, digit_probability, 0)
+    bench, judges = Bench(base, data, digit_probability, 0), accuracy.Judges(data, digit_probability)
+    if given.only in (None, "draws"):
+        lines = same_draws.measure(nft, bench, recipe.NFT["beta 0.3"], SAME_EPOCHS, judges)
+        print(*lines, sep="\n", flush=True)
+    if given.only in (None, "step"):
         print(*step.measure(nft, bench, given.pairs), sep="\n", flush=True)
-    if given.only == "step":
-        return
+    if given.only in (None, "accuracy"):
+        _race(nft, grpo, bench, given, judges)
+
+
+def _race(nft: Path, grpo: Path, bench: "Bench", given: argparse.Namespace, judges: "Judges") -> None:
     import quickstart
 
-    judges = accuracy.Judges(data, digit_probability)
-    start = judges.look(quickstart.sampler(base))
+    from benchmarks.peers import accuracy, recipe
+    from benchmarks.peers.loops import Grpo, Nft, Ours
+
+    start = judges.look(quickstart.sampler(bench.base))
     makers = {
         **{f"ours, {name}": partial(Ours, recipe=one) for name, one in recipe.OURS.items()},
         **{f"DiffusionNFT, {name}": partial(Nft, nft, recipe=one) for name, one in recipe.NFT.items()},
         **{f"flow_grpo, {name}": partial(Grpo, grpo, recipe=one) for name, one in recipe.GRPO.items()},
     }
-    found = []
+    found: list[dict[str, accuracy.Outcome]] = []
     for seed in given.seeds:
-        found.append(accuracy.race(makers, Bench(base, data, digit_probability, seed), given.budget, judges))
-        right = ", ".join(f"{name} {one.look.judge_2:.3f}" for name, one in found[-1].items())
+        found.append(accuracy.race(makers, replace(bench, seed=seed), given.budget, judges))
+        right = ", ".join(f"{name} {one.end.look.judge_2:.3f}" for name, one in found[-1].items())
         print(f"seed {seed}, judge 2: {right}", flush=True)
-    print(accuracy.HEADER, "|---" * 12 + "|", accuracy.start_row(start), sep="\n")
+    print(accuracy.HEADER, "|---" * 13 + "|", accuracy.start_row(start), sep="\n")
     for name in makers:
         print(accuracy.table_row(name, [outcomes[name] for outcomes in found], start), flush=True)
+    best = f"ours, {recipe.BEST}"
+    pairs = [(f"ours, {name}", f"DiffusionNFT, {name}") for name in recipe.NFT]
+    pairs += [(best, name) for name in makers if not name.startswith("ours")]
+    print(*(accuracy.compare(found, *pair) for pair in pairs), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

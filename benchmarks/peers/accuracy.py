@@ -33,15 +33,24 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A run, next to the start."""
+class Stage:
+    """A run at some point, with what it has spent until then."""
 
     look: Look
-    training_reward: float
-    """Of the last three epochs."""
     epochs: int
     evaluations: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run."""
+
+    half: Stage
+    """After half of the evaluations."""
+    end: Stage
+    training_reward: float
+    """Of the last three epochs."""
 
 
 class Judges:
@@ -109,24 +118,36 @@ def race(makers: Mapping[str, Maker], bench: Bench, budget: int, judges: Judges)
         loops[name] = maker(_with_record(bench, rewards[name]))
     seconds, epochs = dict.fromkeys(makers, 0.0), dict.fromkeys(makers, 0)
 
-    def missing(name: str) -> float:
+    def missing(name: str, wanted: float) -> float:
         done = loops[name].counter.evaluations
-        return budget - done - done / max(epochs[name], 1) / 2
+        return wanted - done - done / max(epochs[name], 1) / 2
 
-    while waiting := [name for name in loops if missing(name) > 0]:
-        name = max(waiting, key=missing)
-        spent = loops[name].epoch()
-        seconds[name] += spent.rollout + spent.update
-        epochs[name] += 1
+    def advance(wanted: float) -> dict[str, Stage]:
+        while waiting := [name for name in loops if missing(name, wanted) > 0]:
+            name = max(waiting, key=lambda one: missing(one, wanted))
+            spent = loops[name].epoch()
+            seconds[name] += spent.rollout + spent.update
+            epochs[name] += 1
+        return {
+            name: Stage(_look(loop, judges), epochs[name], loop.counter.evaluations, seconds[name])
+            for name, loop in loops.items()
+        }
+
+    halves, ends = advance(budget / 2), advance(budget)
     found = {}
     for name, loop in loops.items():
-        evaluations = loop.counter.evaluations
-        with loop.result() as pipe:
-            look = judges.look(pipe)
         latest = statistics.mean(rewards[name][-3 * len(rewards[name]) // epochs[name] :])
-        found[name] = Outcome(look, latest, epochs[name], evaluations, seconds[name])
+        found[name] = Outcome(halves[name], ends[name], latest)
         loop.close()
     return found
+
+
+def _look(loop: Loop, judges: Judges) -> Look:
+    done = loop.counter.forwards, loop.counter.backwards
+    with loop.result() as pipe:
+        look = judges.look(pipe)
+    loop.counter.forwards, loop.counter.backwards = done  # those of the judges' images are nobody's
+    return look
 
 
 def _with_record(bench: Bench, record: list[float]) -> Bench:
@@ -139,8 +160,9 @@ def _with_record(bench: Bench, record: list[float]) -> Bench:
 
 
 HEADER = (
-    "| run | judge 2 | judge 1 | reward | reward in training | spread | held-out loss ratio | epochs | evaluations "
-    "| CPU s | points of judge 2 per 10k evaluations | per 100 CPU s |"
+    "| run | judge 2 | at half the evaluations | judge 1 | reward | reward in training | spread | held-out loss ratio "
+    "| epochs | evaluations | CPU s | points of judge 2 per 10k evaluations, in the first half "
+    "| per 100 CPU s, in the first half |"
 )
 
 
@@ -150,24 +172,32 @@ def table_row(name: str, outcomes: Sequence[Outcome], start: Look) -> str:
     def mean(values: Sequence[float], digits: int = 3) -> str:
         return f"{statistics.mean(values):.{digits}f}"
 
-    looks = [one.look for one in outcomes]
+    ends, halves = [one.end for one in outcomes], [one.half for one in outcomes]
+    looks = [end.look for end in ends]
     right = [look.judge_2 for look in looks]
-    gained = 100 * (statistics.mean(right) - start.judge_2)
-    evaluations = statistics.mean(one.evaluations for one in outcomes)
-    seconds = statistics.mean(one.seconds for one in outcomes)
+
+    def gained(cost: Callable[[Stage], float], unit: float) -> str:
+        """Points a unit of the cost, of the whole run and of its first half."""
+        rates = []
+        for stages in (ends, halves):
+            points = 100 * (statistics.mean(stage.look.judge_2 for stage in stages) - start.judge_2)
+            rates.append(unit * points / statistics.mean(cost(stage) for stage in stages))
+        return f"{rates[0]:.1f}, {rates[1]:.1f}"
+
     cells = [
         name,
         f"{mean(right)} ({min(right):.3f} ... {max(right):.3f})",
+        mean([half.look.judge_2 for half in halves]),
         mean([look.judge_1 for look in looks]),
         mean([look.reward for look in looks]),
         mean([one.training_reward for one in outcomes]),
         mean([look.spread for look in looks]),
         mean([look.loss / start.loss for look in looks], 2),
-        mean([one.epochs for one in outcomes], 0),
-        f"{evaluations:.0f}",
-        f"{seconds:.0f}",
-        f"{1e4 * gained / evaluations:.1f}",
-        f"{100 * gained / seconds:.1f}",
+        mean([end.epochs for end in ends], 0),
+        mean([end.evaluations for end in ends], 0),
+        mean([end.seconds for end in ends], 1),
+        gained(lambda stage: stage.evaluations, 1e4),
+        gained(lambda stage: stage.seconds, 100),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -175,6 +205,19 @@ def table_row(name: str, outcomes: Sequence[Outcome], start: Look) -> str:
 def start_row(start: Look) -> str:
     """The pipeline that all start from."""
     return (
-        f"| the start | {start.judge_2:.3f} | {start.judge_1:.3f} | {start.reward:.3f} | | {start.spread:.3f} "
+        f"| the start | {start.judge_2:.3f} | | {start.judge_1:.3f} | {start.reward:.3f} | | {start.spread:.3f} "
         "| 1 | | | | | |"
     )
+
+
+def compare(found: Sequence[Mapping[str, Outcome]], ours: str, theirs: str) -> str:
+    """How far apart two runs are, seed by seed, with the standard error of the mean."""
+
+    def points(stage: Callable[[Outcome], Stage]) -> str:
+        apart = [100 * (stage(one[ours]).look.judge_2 - stage(one[theirs]).look.judge_2) for one in found]
+        if len(apart) < 2:
+            return f"{apart[0]:+.1f}"
+        return f"{statistics.mean(apart):+.1f} +- {statistics.stdev(apart) / len(apart) ** 0.5:.1f}"
+
+    end, half = points(lambda one: one.end), points(lambda one: one.half)
+    return f"{ours} less {theirs}: judge 2 {end} points, at half the evaluations {half}"

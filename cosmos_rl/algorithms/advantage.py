@@ -224,6 +224,25 @@ def select_rows(advantage_N: Tensor, group_N: Tensor, *, whole_groups: bool, dro
     return kept_N
 
 
+def keep_largest(advantage_N: Tensor, kept_N: Tensor, share: float) -> Tensor:
+    """Of the samples that are trained on, the ``share`` with the largest ``|advantage|``, bool ``[N]``.
+
+    A sample near the mean of its group has almost no gradient and costs as much as one that is far from it. The number
+    is rounded, and at least 1 where there are any; of equal ones the first are kept. Max-variance down-sampling (arXiv
+    2504.13818) keeps the most extreme of each group; here all groups of a step compete.
+
+    Args:
+        advantage_N: ``[N]`` as the loss uses them.
+        kept_N: bool ``[N]``, what `select_rows` leaves.
+        share: in (0, 1].
+    """
+    count = max(round(share * int(kept_N.sum())), 1)
+    order = torch.where(kept_N, advantage_N.abs(), -1.0).argsort(descending=True, stable=True)[:count]
+    chosen_N = torch.zeros_like(kept_N)
+    chosen_N[order] = True
+    return chosen_N & kept_N
+
+
 @dataclass(frozen=True)
 class _Groups:
     """Rewards (or advantages) sorted into ``P`` groups."""

@@ -4,6 +4,7 @@ Indices count from the noise and ascend. Only steps with noise have a log-probab
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -90,3 +91,14 @@ class StepSelection:
     def _end(self) -> int:
         """Windows and random steps lie before it."""
         return min(self.end or self.noisy_steps, self.noisy_steps)
+
+
+def spread_levels(positions: Sequence[int], count: int, total: int, shift: int) -> list[list[int]]:
+    """``count`` of ``total`` noise levels for the sample at each position of an optimiser step, spread evenly.
+
+    ``(position + shift + floor(k total / count)) mod total``: those of a sample are as far apart as can be, and
+    ``total`` samples in a row have every level ``count`` times. With a shift drawn evenly from all levels each sample
+    has each level with the same probability, as if its own were drawn without the others'.
+    """
+    offsets = [k * total // count for k in range(count)]
+    return [[(position + shift + offset) % total for offset in offsets] for position in positions]

@@ -265,6 +265,21 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
             'train.train_policy.on_missing_reward: found "zero"; allowed: one of "neutral", "drop_group", "raise"',
         ),
         (["train.train_policy.max_missing_frac=2.0"], "train.train_policy.max_missing_frac: found 2.0"),
+        (["train.train_policy.learnt_share=0.0"], "train.train_policy.learnt_share: found 0.0"),
+        (
+            ["train.train_policy.trainer_type=online_dpo", "train.train_policy.learnt_share=0.5"],
+            'train.train_policy.learnt_share: found 0.5; allowed: 1.0 with "online_dpo"',
+        ),
+        (
+            [
+                "train.train_policy.trainer_type=flow_grpo",
+                "policy.diffusers.sample.solver=flow",
+                "policy.diffusers.sample.deterministic_sampling=false",
+                "policy.diffusers.timesteps_fraction=0.5",
+                "policy.diffusers.even_levels=true",
+            ],
+            'policy.diffusers.even_levels: found true; allowed: false with "flow_grpo"',
+        ),
         (["validation.use_remote_reward=false"], "validation.use_remote_reward: found false; allowed: true"),
         (
             ["train.train_policy.conversation_column_name=x"],
@@ -312,6 +327,15 @@ def test_a_clip_that_is_not_given_suits_the_reward(path: Path) -> None:
     wide, usual = load_config(path, [fns]).train.train_policy.remote_reward.reward_fns
     assert (wide.lower, wide.upper, wide.has_wide_clip) == (-15.0, 9.0, True)
     assert (usual.lower, usual.upper, usual.has_wide_clip) == (-5.0, 5.0, False)
+
+
+@pytest.mark.parametrize(("share", "learnt", "steps"), [(1.0, 144, 4), (0.5, 72, 2), (0.3, 44, 2), (0.0001, 1, 1)])
+def test_the_plan_counts_the_share_that_is_learnt_from(path: Path, share: float, learnt: int, steps: int) -> None:
+    """346 of 1152 samples on 8 ranks: the last rank fills up its 44."""
+    job = "train.train_policy"
+    config = load_config(path, [f"{job}.learnt_share={share}", f"{job}.batch_size_per_optimize=36"])
+    plan = plan_online(config)
+    assert (plan.samples, plan.learnt, plan.optimizer_steps) == (144, learnt, steps)
 
 
 def test_prompts_by_name_are_read_by_reinforcement_learning_alone(path: Path) -> None:

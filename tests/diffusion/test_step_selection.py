@@ -1,9 +1,12 @@
 """Which sampling steps are trained."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 
-from cosmos_rl.diffusion.step_selection import StepSelection
+from cosmos_rl.diffusion.step_selection import StepSelection, spread_levels
 
 
 def choices(selection: StepSelection, count: int = 200) -> list[tuple[int, ...]]:
@@ -70,3 +73,32 @@ def test_a_decaying_window_stays_ever_shorter() -> None:
 def test_steps_that_there_are_not_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="trained steps: found .* allowed"):
         StepSelection(9, **options)
+
+
+@pytest.mark.parametrize(("count", "total", "apart"), [(1, 6, 6), (2, 6, 3), (3, 10, 3), (9, 10, 1), (10, 10, 1)])
+def test_spread_levels_are_far_apart_and_equally_frequent(count: int, total: int, apart: int) -> None:
+    chosen = [spread_levels(range(4, 4 + 2 * total), count, total, shift) for shift in range(total)]
+    for samples in chosen:
+        assert Counter(level for levels in samples for level in levels) == dict.fromkeys(range(total), 2 * count)
+        for levels in samples:
+            gaps = [(b - a) % total or total for a, b in zip(levels, levels[1:] + levels[:1], strict=True)]
+            assert min(gaps) == apart
+    for place in zip(*chosen, strict=True):  # over the shifts every sample has every level alike
+        assert Counter(level for levels in place for level in levels) == dict.fromkeys(range(total), count)
+
+
+def test_spread_levels_leave_a_mean_over_levels_where_it_is_with_less_variance() -> None:
+    """The gradient of a step is such a mean; here of a sample's own share plus a part that depends on the level."""
+    rng = np.random.default_rng(0)
+    samples, count, total = 20, 2, 10
+    value = (
+        rng.normal(size=(samples, 1)) * 0.1 + np.linspace(-1, 1, total) ** 3 + rng.normal(size=(samples, total)) * 0.1
+    )
+    even, drawn = [], []
+    for _ in range(2000):
+        levels = spread_levels(range(samples), count, total, int(rng.integers(total)))
+        even.append(np.mean([value[i, one].mean() for i, one in enumerate(levels)]))
+        levels = [rng.permutation(total)[:count] for _ in range(samples)]
+        drawn.append(np.mean([value[i, one].mean() for i, one in enumerate(levels)]))
+    assert np.mean(even) == pytest.approx(value.mean(), abs=4 * np.std(even) / 2000**0.5)
+    assert np.var(even) < 0.2 * np.var(drawn)

@@ -49,6 +49,7 @@ def test_the_batch_arithmetic_of_the_recipe(
         (["--policy.diffusers.weight_copy_decay_type=0", "--train.train_policy.mu_iterations=2"], 4, 8),
         (["--policy.diffusers.weight_copy_decay_type=0", "--policy.lora.lora_dropout=0.1"], 4, 4),
         (["--policy.diffusers.weight_copy_decay_type=1"], 4, 4),
+        (["--policy.diffusers.weight_copy_decay_type=1", "--train.train_policy.learnt_share=0.5"], 2, 2),
         (["--policy.diffusers.weight_copy_decay_type=1", "--policy.diffusers.sample.guidance_scale=2.0"], 4, 4),
     ],
 )
@@ -67,6 +68,12 @@ def test_forward_and_backward_passes_are_those_of_a_run(
     rollouts = passes * plan.rollout_forwards * plan.chunk
     # a backward pass counts as two forward passes
     assert second - first == rollouts + 4 * (plan.forwards + 2 * plan.backwards)
+
+
+def test_a_share_that_is_learnt_from_is_said(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(capsys, "--config", write_nft_toml(), "--train.train_policy.learnt_share=0.5")[1]
+    assert "learnt from: 4 samples per rank, those of the step with the largest advantages of either sign" in report
+    assert "1 micro-batch of 4 at each level" in report or "1 micro-batches of 4 at each level" in report
 
 
 def test_a_decay_type_that_begins_with_copies_says_what_it_saves(

@@ -144,6 +144,18 @@ def test_groups_of_equal_rewards_teach_nothing(one_step: Callable[..., Any]) -> 
     assert trainer._optimizer_steps == 0
 
 
+def test_a_share_of_the_samples_is_learnt_from(one_step: Callable[..., Any]) -> None:
+    """Those that differ most from their group, whichever group that is; advantages are those of all samples."""
+    values = [0.1, 0.5, 0.5, 0.5, 0.2, 0.7, 0.3, 0.4]
+    record, metrics, trainer = one_step(values, options=("--train.train_policy.learnt_share=0.5",))
+    assert record.advantages == pytest.approx(normalised([values[:4], values[4:]]), rel=1e-5)
+    assert record.kept == [True, False, False, False, True, True, False, False] or sum(record.kept) == 4
+    assert np.flatnonzero(record.kept).tolist() == sorted(np.argsort(-np.abs(record.advantages), kind="stable")[:4])
+    assert metrics["train/samples_used"] == 4
+    learnt = [a for a, kept in zip(record.advantages, record.kept, strict=True) if kept]
+    assert sorted(set(learnt_values(trainer))) == pytest.approx(sorted({a / 10 + 0.5 for a in learnt}), rel=1e-5)
+
+
 def test_a_step_that_teaches_nothing_is_reported_at_once(
     one_step: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,9 @@ share shows only here."""
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -296,6 +298,28 @@ def test_sigmas_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
         assert set(own) <= set(sigmas.tolist())
     assert torch.equal(rows.level.t, (1000 * rows.level.sigma).long())
     assert not torch.equal(rows.level.sigma, drawn(1).level.sigma)
+
+
+def test_even_levels_are_balanced_over_an_optimiser_step_and_do_not_depend_on_ranks() -> None:
+    algorithm = replace(DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=2), even_levels=True)
+    sigmas, ids = torch.linspace(1.0, 0.2, 5), [7, 31, 2, 50, 11, 12, 44, 9, 80, 3]
+    levels = Level((1000 * sigmas).long(), sigmas)
+
+    def drawn(step: int, first: int, last: int) -> list[list[float]]:
+        """Sigmas of each sample."""
+        size = last - first
+        zeros, ones = torch.zeros(size, 2), torch.ones(size)
+        share = Share(ids[first:last], ["a"] * size, {"clean": zeros}, torch.arange(size), ones, ones, first=first)
+        rows = algorithm.rows(share, levels=levels, draws=Draws(seed=0, step=step), number=0)
+        at = [round(float(sigma), 6) for sigma in rows.level.sigma]
+        index = [sigmas.tolist().index(float(sigma)) for sigma in rows.level.sigma]
+        assert rows.noise_ids == [share.sample_ids[row % size] * 5 + one for row, one in enumerate(index)]
+        return [at[row::size] for row in range(size)]
+
+    alone = drawn(0, 0, 10)
+    assert alone == drawn(0, 0, 4) + drawn(0, 4, 10)
+    assert Counter(sigma for sample in alone for sigma in sample) == dict.fromkeys((1.0, 0.8, 0.6, 0.4, 0.2), 4)
+    assert len({tuple(drawn(step, 0, 1)[0]) for step in range(40)}) == 5  # no level is a sample's own
 
 
 def test_each_optimiser_step_draws_its_own_sigmas() -> None:

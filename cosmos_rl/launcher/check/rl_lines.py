@@ -37,6 +37,9 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
         f"rollout: {chunks} of {plan.chunk} samples x {sample.num_steps} sampling "
         f'steps ("{sample.solver}") = {plan.rollout_forwards} forward passes{guided}'
     )
+    if job.learnt_share < 1:
+        largest = "those of the step with the largest advantages of either sign"
+        yield f"learnt from: {plan.learnt} samples per rank, {largest}"
     yield _trained(config, plan)
     passes = ""
     if job.mu_iterations > 1:

@@ -44,7 +44,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class OnlinePlan(StepPlan):
-    """One step of reinforcement learning in which every sample is trained on."""
+    """One step of reinforcement learning in which no sample is left out but by train.train_policy.learnt_share."""
 
     group: int
     """Samples of a prompt."""
@@ -93,7 +93,7 @@ def plan_online(config: Config, transformer: Mapping[str, Any] | None = None) ->
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     samples = total // ranks
     chunk, sigmas = rollout_chunk(config), trained_steps(config)
-    learnt, in_pairs = samples, job.trainer_type in PAIR_TRAINERS
+    learnt, in_pairs = math.ceil(max(round(job.learnt_share * total), 1) / ranks), job.trainer_type in PAIR_TRAINERS
     if in_pairs:
         learnt = max(math.ceil(total // group / ranks), 1)
     size = job.batch_size_per_optimize or learnt

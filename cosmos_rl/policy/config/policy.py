@@ -174,6 +174,9 @@ class DiffusersConfig(Table):
     the model can do."""
     timesteps_fraction: ForRl[PositiveFraction] = 1.0
     """Share of the sample.num_steps sampling steps that are trained, rounded down."""
+    even_levels: ForRl[StrictBool] = False
+    """Trainers on finished samples: a sample's trained noise levels are far apart, and each level is as frequent in an
+    optimiser step; false: those of each sample are drawn by themselves."""
     nft_beta: ForRl[PositiveFloat] = 1.0
     """How far DiffusionNFT's implicit policies lie from the old one."""
     weight_copy_decay_type: ForRl[Literal[0, 1, 2]] = 0

@@ -126,6 +126,11 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f'policy.diffusers.sample.solver: found "{sample.solver}"; allowed: one with noise ("flow", "cps", ...), '
             f'and deterministic_sampling = false, for "{job.trainer_type}", which learns from the noise of the steps'
         )
+    if config.policy.diffusers.even_levels:
+        yield (
+            f'policy.diffusers.even_levels: found true; allowed: false with "{job.trainer_type}", whose levels '
+            f"{key} chooses"
+        )
     count, last = trained_steps(config), last_trained_step(config)
     if not 1 <= count <= last:
         yield (
@@ -153,6 +158,11 @@ def _levels(diffusers: DiffusersConfig) -> Iterator[str]:
 
 
 def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    if job.learnt_share < 1 and job.trainer_type in PAIR_TRAINERS:
+        yield (
+            f"train.train_policy.learnt_share: found {job.learnt_share:g}; allowed: 1.0 with "
+            f'"{job.trainer_type}", which learns from the best and the worst sample of each prompt'
+        )
     if config.rollout.n_generation < 2:
         yield "rollout.n_generation: found 1; allowed: 2 or more, as an advantage compares samples of one prompt"
     if job.normalise_rewards == "gdpo" and job.advantage_temperature is not None:

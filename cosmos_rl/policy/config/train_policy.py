@@ -363,6 +363,9 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     deviation (GARDO)."""
     drop_equal_groups: StrictBool = False
     """Leave out prompts whose samples all have the same advantage, so that they teach nothing."""
+    learnt_share: PositiveFraction = 1.0
+    """Share of a step's samples that are learnt from: those with the largest advantages of either sign, over all
+    ranks."""
     mu_iterations: PositiveInt = 1
     """Passes over the samples of a step."""
     batch_size_per_optimize: PositiveInt | None = None

@@ -13,6 +13,7 @@ from cosmos_rl.algorithms.advantage import (
     combine_advantages,
     gdpo_advantages,
     group_advantages,
+    keep_largest,
     mean_group_std,
     scale_by_diversity,
     select_rows,
@@ -24,6 +25,8 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.config.plan import GALLERY
 from cosmos_rl.policy.trainer.data_parallel import split_evenly
+from cosmos_rl.policy.trainer.rl.algorithm import Share
+from cosmos_rl.policy.trainer.rl.teachers import find_sets
 from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.combine import clip_scores
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
@@ -160,6 +163,7 @@ def score_batch(
         used_N = apply_mode(advantage_N, job.advantage_mode).clamp(job.advantage_low, job.advantage_high)
         whole_groups = job.on_missing_reward == "drop_group"
         kept_N = select_rows(used_N, group_N, whole_groups=whole_groups, drop_equal_groups=job.drop_equal_groups)
+    kept_N = keep_largest(used_N, kept_N, job.learnt_share)
     rejected = None
     if in_pairs:
         rejected = pair_best_with_worst(torch.where(kept_N, advantage_N, torch.nan), group_N)
@@ -256,6 +260,31 @@ def _exchange(value: Tensor, needed: Sequence[int], context: Context) -> Tensor:
             if index in place:
                 found[place[index]] = given
     return found
+
+
+def take_share(
+    indices: Sequence[int],
+    batch: ScoredBatch,
+    learnable: Learnable,
+    value_N: Tensor,
+    job: GrpoPolicyConfig,
+    context: Context,
+) -> Share:
+    """This rank's samples of an optimiser step on those at ``indices``, over all ranks."""
+    own = split_evenly(indices, context.dp_rank, context.dp_size)
+    samples = [batch.samples[index] for index in own.indices]
+    return Share(
+        [sample.sample_id for sample in samples],
+        [sample.key for sample in samples],
+        learnable.data,
+        learnable.rows(own.indices),
+        value_N[list(own.indices)],
+        torch.tensor(own.weights),
+        learnable.rejected_rows(own.indices),
+        None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
+        find_sets(job, samples),
+        first=context.dp_rank * len(samples),
+    )
 
 
 def explain_missing(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:

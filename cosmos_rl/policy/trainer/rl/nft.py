@@ -14,6 +14,7 @@ from cosmos_rl.algorithms.decay import old_policy_decay
 from cosmos_rl.algorithms.forward_process import norm_penalty
 from cosmos_rl.algorithms.nft import nft_loss, norm_ratio, velocity_kl
 from cosmos_rl.diffusion.schedule import mix
+from cosmos_rl.diffusion.step_selection import spread_levels
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import online_table
@@ -35,6 +36,8 @@ class DiffusionNft:
     num_sigmas: int
     """Sigmas at which each sample is trained."""
     adaptive_weight: bool = True
+    even_levels: bool = False
+    """Spread the sigmas evenly over samples, in place of a draw for each."""
     norm_weight: float = 0.0
     """Of the penalty on velocities that are larger than the reference's."""
 
@@ -50,7 +53,8 @@ class DiffusionNft:
         job, diffusers = online_table(config), config.policy.diffusers
         bounds = (job.advantage_low, job.advantage_high)
         decay, levels = diffusers.weight_copy_decay_type, diffusers.trained_levels
-        return cls(diffusers.nft_beta, *bounds, decay, levels, norm_weight=job.norm_penalty)
+        further = {"even_levels": diffusers.even_levels, "norm_weight": job.norm_penalty}
+        return cls(diffusers.nft_beta, *bounds, decay, levels, **further)
 
     @property
     def rollout_policy(self) -> PolicyName:
@@ -80,11 +84,8 @@ class DiffusionNft:
 
     def rows(self, share: Share, *, levels: Level, draws: Draws, number: int) -> Rows:
         """``num_sigmas`` of the levels for each sample: one of every sample, then the next one."""
-        seed, purpose, step = draws.key(f"{self.purpose}/{number}")
-        total, drawn = len(levels.sigma), []
-        for sample_id in share.sample_ids:
-            generator = randomness.generator(seed, f"{purpose}/levels", step, sample_id)
-            drawn.append(torch.randperm(total, generator=generator)[: self.num_sigmas].tolist())
+        total = len(levels.sigma)
+        drawn = self._choose_levels(share, total, draws.key(f"{self.purpose}/{number}"))
         pairs = [(row, drawn[row][j]) for j in range(self.num_sigmas) for row in range(len(drawn))]
         order = torch.tensor([row for row, _ in pairs])
         data = {name: value[share.row[order]] for name, value in share.data.items()}
@@ -101,6 +102,17 @@ class DiffusionNft:
             kl_weight=None if share.kl_weight is None else share.kl_weight[order],
             prompt_set=None if share.prompt_set is None else share.prompt_set[order],
         )
+
+    def _choose_levels(self, share: Share, total: int, key: tuple[int, str, int]) -> list[list[int]]:
+        """Indices of the ``num_sigmas`` levels of each sample."""
+        seed, purpose, step = key
+        if self.even_levels:
+            generator = randomness.generator(seed, f"{purpose}/levels", step)
+            shift = int(torch.randint(total, (), generator=generator))
+            positions = range(share.first, share.first + len(share.sample_ids))
+            return spread_levels(positions, self.num_sigmas, total, shift)
+        generators = (randomness.generator(seed, f"{purpose}/levels", step, one) for one in share.sample_ids)
+        return [torch.randperm(total, generator=one)[: self.num_sigmas].tolist() for one in generators]
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:
         """Clean latents, noised to the rows' sigmas."""

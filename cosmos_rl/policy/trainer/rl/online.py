@@ -28,10 +28,10 @@ from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import TaskBase, WriteExport
-from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
+from cosmos_rl.policy.trainer.data_parallel import optimizer_batches
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.rl import batch as batches
-from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.gardo import KlGate, NearestSample
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
@@ -40,7 +40,7 @@ from cosmos_rl.policy.trainer.rl.meter import Meter, count_moving, warn_if_broke
 from cosmos_rl.policy.trainer.rl.moving_reference import MovingReference
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
-from cosmos_rl.policy.trainer.rl.teachers import choose_policies, find_sets
+from cosmos_rl.policy.trainer.rl.teachers import choose_policies
 from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
 from cosmos_rl.policy.trainer.rl.validation import LoadedSet, Validation
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
@@ -272,7 +272,7 @@ class OnlineTask(TaskBase):
         """The gradient of the samples at ``indices`` of the step, over all ranks, and one step along it."""
         context, algorithm, step = self._context, self.algorithm, draws.step
         value_N = algorithm.values(batch.used_N).float()
-        share = self._share(indices, batch, learnable, value_N)
+        share = batches.take_share(indices, batch, learnable, value_N, self._job, context)
         rows = algorithm.rows(share, levels=self._levels, draws=draws, number=number)
         conditions.encode_all(rows.prompts)
         self._seed_dropout(draws, number)
@@ -305,21 +305,6 @@ class OnlineTask(TaskBase):
         if result.applied:
             self.policies.old_equals_current = False
         return result
-
-    def _share(self, indices: Sequence[int], batch: ScoredBatch, learnable: Learnable, value_N: Tensor) -> Share:
-        own = split_evenly(indices, self._context.dp_rank, self._context.dp_size)
-        samples = [batch.samples[index] for index in own.indices]
-        return Share(
-            [sample.sample_id for sample in samples],
-            [sample.key for sample in samples],
-            learnable.data,
-            learnable.rows(own.indices),
-            value_N[list(own.indices)],
-            torch.tensor(own.weights),
-            learnable.rejected_rows(own.indices),
-            None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
-            find_sets(self._job, samples),
-        )
 
     def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:
         """Add ``total_weight`` times the gradient of real samples; this rank's share of their mean loss."""

@@ -20,7 +20,7 @@ def peak_lines(config: Config, memory: estimate.Memory, card: int | None) -> Ite
     phase = max(memory.phases, key=lambda name: memory.phases[name])
     part, size = max(memory.at_peak.items(), key=lambda pair: pair[1])
     yield f"the peak, while {phase}, is above {limit}; the largest part of it: {part}, {format_bytes(size)}"
-    yield f"what lowers it: {_remedy(config, part)}"
+    yield f"what lowers it: {_remedy(config, part, phase)}"
 
 
 def _exceeded(peak: int, card: int | None) -> str:
@@ -29,12 +29,12 @@ def _exceeded(peak: int, card: int | None) -> str:
     return next((f"a GPU of {size} GB" for size in _CARDS_GB if peak > size * 10**9), "")
 
 
-def _remedy(config: Config, part: str) -> str:
+def _remedy(config: Config, part: str, phase: str) -> str:
     """The next key to change."""
     if part == estimate.ENCODERS:
         return _for_encoders(config)
     if part == estimate.WORK:
-        return _for_work(config)
+        return _for_work(config, phase)
     policy, train = config.policy, config.train
     if part == estimate.VAE and not policy.diffusers.offload:
         return "policy.diffusers.offload = true"
@@ -79,11 +79,13 @@ def _for_encoders(config: Config) -> str:
     return "none; the text encoders alone do not fit (another model, or a cache that was filled on a larger GPU)"
 
 
-def _for_work(config: Config) -> str:
+def _for_work(config: Config, phase: str) -> str:
     if not config.policy.model_gradient_checkpointing:
         return "policy.model_gradient_checkpointing = true"
     if config.train.train_policy.mini_batch > 1:
         return f"train.train_policy.mini_batch = 1, now {config.train.train_policy.mini_batch}"
+    if phase == "forward and backward" and not config.train.activation_offload:
+        return "train.activation_offload = true"
     if config.train.train_policy.type == "grpo" and rollout_chunk(config) > 1:
         return f"a smaller rollout.n_generation_mini_batch; now {rollout_chunk(config)} samples are made at once"
     return _for_size(config)

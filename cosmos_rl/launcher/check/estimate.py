@@ -78,7 +78,7 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
     phases, host = rank.phases(), saved + export
     held = rank.held()
     if not on_cpu:
-        host += rank.parts[ENCODERS] + rank.parts[VAE] - rank.resident + rank.rl.host
+        host += rank.parts[ENCODERS] + rank.parts[VAE] - rank.resident + rank.rl.host + rank.work.offloaded
     else:
         again = config.train.ckpt.enable_checkpoint and (saves is None or saves > 1)
         if again:  # the next steps begin while the copies are being written
@@ -270,7 +270,8 @@ class _Rank:
 
     def _learning(self) -> int:
         rows = self.rl.targets + self.rl.conditions + (self.rl.latents + self.rl.learnt) * self.on_cpu
-        return self.state + self.trained + self.gathered + self.work.activations + rows
+        activations = self.work.activations + self.work.offloaded * self.on_cpu
+        return self.state + self.trained + self.gathered + activations + rows
 
     def _stepping(self) -> int:
         gradients = self.trained
@@ -333,6 +334,8 @@ class _Work:
 
     activations: int
     """Of a micro-batch, forward and backward."""
+    offloaded: int
+    """Of these, in host memory; not counted among them."""
     encoding: int
     """Of the VAE, for the images of a micro-batch."""
     sampling: int
@@ -346,10 +349,10 @@ class _Work:
 def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -> _Work:
     kind, without = job_kind(config), []
     online = kind.online
-    activations = encoding = sampling = decoding = 0
+    activations = offloaded = encoding = sampling = decoding = 0
     rl = None
     try:
-        activations = _activations(config, pipeline)
+        activations, offloaded = _activations(config, pipeline), _offloaded(config, pipeline)
         if online:
             sampling = round(_MADE_BY_A_BLOCK * _block(config, pipeline, chunk_rows(config)))
     except Unknown as why:
@@ -367,7 +370,7 @@ def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -
             rl = kept_memory(config, pipeline, chosen.trained, max(config.policy.parallelism.dp_shard_size, 1))
         except Unknown as why:
             without.append(f"copies of the policy and latents ({why})")
-    return _Work(activations, encoding, sampling, decoding, rl, without)
+    return _Work(activations, offloaded, encoding, sampling, decoding, rl, without)
 
 
 def tokens(config: Config, pipeline: PipelineFiles) -> int:
@@ -381,11 +384,26 @@ def tokens(config: Config, pipeline: PipelineFiles) -> int:
 
 
 def _activations(config: Config, pipeline: PipelineFiles) -> int:
-    rows, dtype = job_kind(config).rows * config.train.train_policy.mini_batch, config.train.param_dtype
+    rows = job_kind(config).rows * config.train.train_policy.mini_batch
     block, layers = _block(config, pipeline, rows), find_blocks(pipeline).layers
     if not config.policy.model_gradient_checkpointing:
         return round(layers * block)
-    return round(layers * block / _KEPT_BY_A_BLOCK[dtype] * _KEPT_BY_A_CHECKPOINT * BYTES[dtype] + block)
+    if config.train.activation_offload:
+        layers = 1  # that comes back
+    return round(layers * _checkpoint(config, pipeline) + block)
+
+
+def _checkpoint(config: Config, pipeline: PipelineFiles) -> float:
+    """Bytes that checkpointing keeps of a layer for the backward pass."""
+    rows, dtype = job_kind(config).rows * config.train.train_policy.mini_batch, config.train.param_dtype
+    return _block(config, pipeline, rows) / _KEPT_BY_A_BLOCK[dtype] * _KEPT_BY_A_CHECKPOINT * BYTES[dtype]
+
+
+def _offloaded(config: Config, pipeline: PipelineFiles) -> int:
+    """Bytes of that in host memory."""
+    if not config.train.activation_offload:
+        return 0
+    return round(find_blocks(pipeline).layers * _checkpoint(config, pipeline))
 
 
 def _block(config: Config, pipeline: PipelineFiles, rows: int) -> float:

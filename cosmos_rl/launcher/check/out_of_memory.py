@@ -22,6 +22,7 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
     remedies = [*_suggest_for_phase(config, phase), *_suggest_for_samples(config)]
     if not on_cpu:
         remedies += _suggest_for_encoders(config)
+        remedies += _suggest_for_activations(config)
     remedies += _suggest_for_model(config)
     if not on_cpu:
         shards, lora = config.policy.parallelism.dp_shard_size, config.policy.lora
@@ -65,6 +66,11 @@ def _suggest_for_encoders(config: Config) -> Iterator[str]:
         yield "train.train_policy.enable_dataset_cache = true: the encoders leave the GPU"
     if not config.policy.diffusers.offload:
         yield "policy.diffusers.offload = true: the encoders leave the GPU while they are not used"
+
+
+def _suggest_for_activations(config: Config) -> Iterator[str]:
+    if config.policy.model_gradient_checkpointing and not config.train.activation_offload:
+        yield "train.activation_offload = true: what gradient checkpointing keeps waits in host memory"
 
 
 def _suggest_for_model(config: Config) -> Iterator[str]:

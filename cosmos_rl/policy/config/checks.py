@@ -39,6 +39,7 @@ def cross_check(config: Config) -> list[str]:
     return [
         *_value_rules(config),
         *_model_rules(config),
+        *_memory_rules(config),
         *_lora_rules(config),
         *_sft_batch_rules(config),
         *_schedule_rules(config),
@@ -177,6 +178,15 @@ def _bucket_rules(diffusers: DiffusersConfig) -> list[str]:
             f"validation and must be one of them, as {near}"
         )
     return lines
+
+
+def _memory_rules(config: Config) -> list[str]:
+    if config.train.activation_offload and not config.policy.model_gradient_checkpointing:
+        return [
+            "train.activation_offload: found true with policy.model_gradient_checkpointing = false; allowed: false, as "
+            "it moves what checkpointing keeps"
+        ]
+    return []
 
 
 def _lora_rules(config: Config) -> list[str]:

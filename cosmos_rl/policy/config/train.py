@@ -104,8 +104,9 @@ class TrainConfig(Table):
     """Free gathered parameters after the forward pass; "default": all but the last block's."""
     fsdp_offload: Planned[StrictBool] = False
     """Keep sharded parameters, gradients and moments in host memory."""
-    activation_offload: Planned[StrictBool] = False
-    """Keep activations in host memory until the backward pass."""
+    activation_offload: StrictBool = False
+    """Keep the inputs of the transformer's blocks in host memory until the backward pass; needs
+    policy.model_gradient_checkpointing."""
     compile: Planned[StrictBool] = False
     """Compile the transformer."""
 

@@ -32,6 +32,7 @@ _ELSEWHERE = frozenset(
         "train.timestamp",
         "train.resume",
         "train.device",
+        "train.activation_offload",
         "train.epoch",
         "train.max_num_steps",
         "train.max_nonfinite_steps",

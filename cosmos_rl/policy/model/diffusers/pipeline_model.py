@@ -24,6 +24,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.model import lora
+from cosmos_rl.policy.model.checkpointing import checkpoint_blocks
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
@@ -72,6 +73,7 @@ class PipelineModel(FlowModel):
         param_dtype: str = "float32",
         device: torch.device | str = "cpu",
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
         seed: int = 0,
         sharding: Sharding | None = None,
         policy: PolicyConfig | None = None,
@@ -88,6 +90,7 @@ class PipelineModel(FlowModel):
             param_dtype: dtype of forward and backward, and of a frozen base under LoRA.
             device: where the transformer lives.
             gradient_checkpointing: recompute activations in the backward pass.
+            activation_offload: what checkpointing keeps for that waits in host memory.
             seed: seed of fresh adapters.
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
@@ -108,16 +111,14 @@ class PipelineModel(FlowModel):
             setattr(self, name, part)
         self.init_output_process()
         self.transformer = self._join_denoisers()
-        for name, module in self.denoisers.items():
-            if sharding is None:  # diffusers leaves what is missing without values
-                folder = self.base_folder / name
-                check_names(folder, set(find_weight_files(folder)), set(module.state_dict()))
+        if sharding is None:
+            self._require_all_weights()
         self._placement = Placement(self.device, at_rest=config.offload or rest_on_cpu)
         self._texts_apart = texts_apart and sharding is None
         self._freeze_and_place()
         self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
-            self._checkpoint_gradients()
+            checkpoint_blocks(self.denoisers.values(), offload=activation_offload)
         self.train_sampling_steps = int(self.scheduler.config.get("num_train_timesteps", 1000))
         self.text_encoders, self.tokenizers = [], []
         self._encoders_counted: list[TextEncoder] | None = None
@@ -253,14 +254,6 @@ class PipelineModel(FlowModel):
             return None
         return self.lora_config.quantize_base
 
-    def _checkpoint_gradients(self) -> None:
-        for module in self.denoisers.values():
-            if getattr(module, "_supports_gradient_checkpointing", False):
-                module.enable_gradient_checkpointing()
-            else:
-                name = type(module).__name__
-                logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
-
     def _load_pipeline(self, *, whole: bool) -> Any:
         """The pipeline from its files; with ``whole`` false its denoisers are shells without memory."""
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -286,6 +279,12 @@ class PipelineModel(FlowModel):
         self._require_switches(type(pipeline))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+    def _require_all_weights(self) -> None:
+        """Diffusers leaves what is missing without values."""
+        for name, module in self.denoisers.items():
+            folder = self.base_folder / name
+            check_names(folder, set(find_weight_files(folder)), set(module.state_dict()))
 
     def _join_denoisers(self) -> Any:
         parts = {name: getattr(self.pipeline, name) for name in self._trained}

@@ -1,0 +1,27 @@
+"""Blocks of a denoiser whose activations are computed again in the backward pass."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from cosmos_rl.utils.logging import logger
+
+
+def checkpoint_blocks(denoisers: Iterable[Any], *, offload: bool) -> None:
+    """Keep nothing of a block until the backward pass but its inputs, with ``offload`` in host memory."""
+    for denoiser in denoisers:
+        if not getattr(denoiser, "_supports_gradient_checkpointing", False):
+            name = type(denoiser).__name__
+            logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
+        elif offload:
+            denoiser.enable_gradient_checkpointing(_checkpoint_in_host_memory)
+        else:
+            denoiser.enable_gradient_checkpointing()
+
+
+def _checkpoint_in_host_memory(block: Any, *args: Any) -> Any:
+    """As diffusers' own; the checkpoint's inputs go through the hooks around it, what is inside through its own."""
+    with save_on_cpu(pin_memory=True):  # copies on a CPU too, so that there is one way
+        return checkpoint(block.__call__, *args, use_reentrant=False)

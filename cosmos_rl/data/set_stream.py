@@ -2,7 +2,7 @@
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.data.prompts import PromptRecord
@@ -73,24 +73,33 @@ class SetStream:
     def _find(self, chosen: int, number: int) -> int:
         """Index of the prompt that a set gives as its ``number``-th."""
         epoch, place = divmod(number, len(self.members[chosen]))
-        return self.members[chosen][self._own[chosen].order(epoch)[place]]
+        return self.members[chosen][self._order(chosen, epoch)[place]]
+
+    @functools.cached_property
+    def _order(self) -> Callable[[int, int], Sequence[int]]:
+        """(set, epoch) -> the order of its prompts; kept of two epochs of each set, which one step may touch."""
+        return functools.lru_cache(maxsize=2 * len(self.members))(lambda chosen, epoch: self._own[chosen].order(epoch))
 
 
 def group_by_set(records: Sequence[PromptRecord], count: int) -> list[list[int]]:
     """Of each of ``count`` sets the indices of its prompts.
 
     Raises:
-        UserError: a set has none.
+        UserError: a set has none, or a prompt is of no set.
     """
     members: list[list[int]] = [[] for _ in range(count)]
     for index, record in enumerate(records):
-        if 0 <= record.prompt_set < count:
-            members[record.prompt_set].append(index)
+        if not 0 <= record.prompt_set < count:
+            raise UserError(
+                f"data set element {index}: prompt_set: found {record.prompt_set}; allowed: 0 to {count - 1}, the "
+                "numbers of train.train_policy.dataset.sets"
+            )
+        members[record.prompt_set].append(index)
     for number, found in enumerate(members):
         if not found:
             raise UserError(
-                f"train.train_policy.dataset.sets.{number}: the data set has no prompts of it; a script gives records "
-                f"with prompt_set = {number}, as load_prompts of cosmos_rl.data.prompt_sets does"
+                f"train.train_policy.dataset.sets.{number}: the data set has no prompts of it; a script gives "
+                f"PromptRecord(text, prompt_set={number}), as load_prompts of cosmos_rl.data.prompt_sets does"
             )
     return members
 

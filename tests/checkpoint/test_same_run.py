@@ -12,6 +12,7 @@ from cosmos_rl.checkpoint.layout import COMMIT_MARKER, TRAINER_STATE, build_mark
 from cosmos_rl.data.pair_files import Pair, digest_pairs
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.digest import pipeline_digest
+from cosmos_rl.policy.trainer.same_run import log_changes
 from tests.support.pairs import other_captions, other_names
 from tests.support.trainer_runs import train
 
@@ -126,3 +127,14 @@ def test_a_base_that_is_not_here_has_no_digest(tmp_path: Path, tiny_sd3: Path) -
     assert pipeline_digest(str(tmp_path), None) is None
     assert pipeline_digest("nobody/nothing", None) is None
     assert len(pipeline_digest(str(tiny_sd3), None) or "") == 16
+
+
+def test_of_a_list_of_tables_only_the_keys_that_differ_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    before = {
+        "sets": [{"local_dir": "a" * 99, "rewards": ["x"]}, {"local_dir": "b", "rewards": ["y"]}],
+        "one": [{"k": 1}],
+    }
+    now = {"sets": [{"local_dir": "a" * 99, "rewards": ["x"]}, {"local_dir": "b", "rewards": ["z"]}], "one": []}
+    with caplog.at_level("WARNING", logger="cosmos"):
+        log_changes(before, now)
+    assert caplog.messages == ['Changed since the checkpoint: sets.1.rewards ["y"] -> ["z"]; one [{"k": 1}] -> []']

@@ -144,3 +144,5 @@ def test_records_are_sorted_by_set_and_a_set_without_any_is_named() -> None:
     assert [record.prompt for record in interleave_sets(records)] == ["b", "a", "c"]
     with pytest.raises(UserError, match=r"train.train_policy.dataset.sets.2: the data set has no prompts of it"):
         group_by_set(records, 3)
+    with pytest.raises(UserError, match="data set element 0: prompt_set: found 1; allowed: 0 to 0, the numb"):
+        group_by_set(records, 1)

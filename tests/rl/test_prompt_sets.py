@@ -132,6 +132,7 @@ def test_sets_next_to_one_set_in_another_job_or_with_epochs_are_refused(tmp_path
     for extra, message in (
         ("", "dataset.sets: given together with local_dir; allowed: one of them"),
         ('validation.dataset.sets=[{name = "ocr"}]', "validation.dataset.sets: found 1 of them; allowed only in"),
+        ("train.train_policy.dataset.split=test", "dataset.sets: given together with split; allowed: one of them"),
         ("train.ckpt.save_freq_in_epoch=1", "train.ckpt.save_freq_in_epoch: found 1; allowed: unset with"),
     ):
         with pytest.raises(ConfigError) as error:

@@ -219,7 +219,7 @@ def _prompt_sets(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         if dataset.mix != "prompts":
             yield f'{key}.mix: found "{dataset.mix}"; allowed with {key}.sets only, which it divides'
         return
-    for name in ("local_dir", "name"):
+    for name in ("local_dir", "name", "split", "test_size"):
         if getattr(dataset, name):
             yield f"{key}.sets: given together with {name}; allowed: one of them"
     yield from set_rules(dataset.sets, config.train.max_num_steps)

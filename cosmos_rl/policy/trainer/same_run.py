@@ -1,7 +1,7 @@
 """What a resumed run must have in common with its checkpoint, and what may differ but is worth a line."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,30 @@ def compare(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
 
 def log_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """One line with all values that are not those of the checkpoint."""
-    changed = [
-        f"{name} {format_value(saved[name])} -> {format_value(value)}"
-        for name, value in now.items()
-        if name in saved and saved[name] != value
-    ]
+    changed = [line for name, value in now.items() if name in saved for line in _differences(name, saved[name], value)]
     if changed:
         logger.warning(f"Changed since the checkpoint: {'; '.join(changed)}")
+
+
+def _differences(name: str, before: object, now: object) -> Iterator[str]:
+    """What differs, each with its dotted name; of tables and lists of tables only the keys that do."""
+    if before == now:
+        return
+    old, new = _parts(before), _parts(now)
+    if old is None or new is None or old.keys() != new.keys():
+        yield f"{name} {format_value(before)} -> {format_value(now)}"
+        return
+    for key in new:
+        yield from _differences(f"{name}.{key}", old[key], new[key])
+
+
+def _parts(value: object) -> Mapping[Any, object] | None:
+    """Of a table or a list of tables what it holds, by key or number; of anything else None."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return dict(enumerate(value))
+    return None
 
 
 def _counts(path: str) -> bool:

@@ -181,10 +181,12 @@ def test_joined_adapters_are_the_same_product() -> None:
     assert not (back["transformer_blocks.0.attn.to_k"][1] @ back["transformer_blocks.0.attn.to_k"][0]).any()
 
 
-def two_experts(**lora: Any) -> DrivenModel:
+def two_experts(trained: Any = "all", **lora: Any) -> DrivenModel:
     """The tiny pipeline of Wan 2.2, its adapters with values of their own."""
     table = {"r": 2, "lora_alpha": 6.0, "target_modules": ("attn1.to_q", "ffn.net.0.proj"), "init_lora_weights": False}
-    config = DiffusersConfig(inference_size=(32, 32), is_video=True, train_frames=5, inference_frames=5)
+    config = DiffusersConfig(
+        inference_size=(32, 32), is_video=True, train_frames=5, inference_frames=5, trained_denoiser=trained
+    )
     return DrivenModel(config, model_str=str(folder_of("wan2.2")), lora_config=LoraConfig(**table | lora))
 
 
@@ -215,6 +217,24 @@ def test_two_experts_leave_as_two_files_each_and_start_from_them(tmp_path: Path)
             torch.testing.assert_close(found[key], value)
     assert not torch.equal(*(load_file(file)["blocks.0.self_attn.q.weight"] for file in files))
     assert assemble(SingleFile(files[0], base), tmp_path / "made") != made
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("form", ["comfyui", "peft"])
+def test_the_only_trained_expert_leaves_as_one_file_and_starts_from_it(tmp_path: Path, form: str) -> None:
+    model = two_experts("transformer_2")
+    write, name = {
+        "comfyui": (exports.write_comfyui, "w.safetensors"),
+        "peft": (exports.write_peft, "w"),
+    }[form]
+    assert write(model, tmp_path / name, torch.float32) == [tmp_path / name]
+    again = two_experts("transformer_2", lora_path=str(tmp_path / name), init_lora_weights=True)
+    [(expert, module)] = again.denoisers.items()
+    assert expert == "transformer_2"
+    state = lora.adapter_state(model.denoisers[expert], "default")
+    for key, value in lora.adapter_state(module, "default").items():
+        torch.testing.assert_close(value, state[key])
+        assert value.any()
 
 
 def pipeline_of(family: TrainedFamily, **adapter: Any) -> DrivenModel:

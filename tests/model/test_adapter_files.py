@@ -271,15 +271,46 @@ def test_joined_layers_of_flux_are_divided(form: str) -> None:
         assert [found.factors.get(layer) for layer in layers] == [alpha and alpha / RANK] * len(layers)
 
 
+BOTH, LOW = ["transformer", "transformer_2"], ["transformer_2"]
+
+
 @pytest.mark.parametrize(
-    ("given", "second"),
+    ("given", "trained", "first", "second"),
     [
-        ("a/x_high_noise.safetensors", "a/x_low_noise.safetensors"),
-        ("Wan2.2-HighNoise.safetensors", "Wan2.2-LowNoise.safetensors"),
-        ("x.safetensors", "x.safetensors/transformer_2"),
-        ("high/lora", "high/lora/transformer_2"),
+        ("a/x_high_noise.safetensors", BOTH, "a/x_high_noise.safetensors", "a/x_low_noise.safetensors"),
+        ("x_low_noise.safetensors", BOTH, "x_high_noise.safetensors", "x_low_noise.safetensors"),
+        ("Wan2.2-HighNoise.safetensors", BOTH, "Wan2.2-HighNoise.safetensors", "Wan2.2-LowNoise.safetensors"),
+        ("X-HIGH-NOISE.safetensors", BOTH, "X-HIGH-NOISE.safetensors", "X-LOW-NOISE.safetensors"),
+        ("x-high-4.safetensors", BOTH, "x-high-4.safetensors", "x-low-4.safetensors"),
+        (
+            "highlight_high_noise.safetensors",
+            BOTH,
+            "highlight_high_noise.safetensors",
+            "highlight_low_noise.safetensors",
+        ),
+        (
+            "high_noise_of_high_noise_high.safetensors",
+            BOTH,
+            "high_noise_of_high_noise_high.safetensors",
+            "high_noise_of_low_noise_high.safetensors",
+        ),
+        ("my_highres.safetensors", BOTH, "my_highres.safetensors", "my_highres.safetensors"),
+        ("flow_noise.safetensors", BOTH, "flow_noise.safetensors", "flow_noise.safetensors"),
+        ("x.safetensors", LOW, None, "x.safetensors"),
+        ("x_low_noise.safetensors", LOW, None, "x_low_noise.safetensors"),
+        ("high/lora", BOTH, "high/lora", "high/lora/transformer_2"),
+        ("high/lora", LOW, None, "high/lora/transformer_2"),
     ],
 )
-def test_the_adapter_of_the_second_expert_is_next_to_that_of_the_first(given: str, second: str) -> None:
-    assert lora.adapter_place(given, "transformer") == given
-    assert lora.adapter_place(given, "transformer_2") == second
+def test_the_adapter_of_an_expert_is_in_the_file_that_names_it(
+    given: str, trained: list[str], first: str | None, second: str
+) -> None:
+    if first is not None:
+        assert lora.adapter_place(given, "transformer", trained) == first
+    assert lora.adapter_place(given, "transformer_2", trained) == second
+
+
+def test_the_only_trained_expert_takes_a_folder_of_peft(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert lora.adapter_place(str(tmp_path), "transformer_2", LOW) == str(tmp_path)
+    assert lora.adapter_place(str(tmp_path), "transformer_2", BOTH) == str(tmp_path / "transformer_2")

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,10 @@ def fold_config(peft_config: Any) -> dict[str, Any]:
 
 
 _PATH_KEY = "policy.lora.lora_path"
-_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}
+_WORD = r"(?:(?<![A-Za-z])(?:high|low|HIGH|LOW)|High|Low)"
+_EXPERT_WORDS = (_WORD + r"(?=[-_. ]?[Nn](?:oise|OISE))", _WORD + r"(?![A-Za-z])")
+"""The word that names an expert of Wan 2.2 in the name of a file, as in `HighNoise`; else one that stands alone. Not
+that of `highlight` or `highres`."""
 
 
 def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
@@ -184,17 +187,30 @@ def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
     raise UserError(f"{key} = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
 
 
-def adapter_place(exported: str, denoiser: str) -> str:
-    """Where an exported adapter, by file or folder, has the one of a denoiser: ``transformer``, or another expert's.
+def adapter_place(exported: str, denoiser: str, trained: Collection[str]) -> str:
+    """Where an exported adapter, by file or folder, has the one of a denoiser.
 
-    A file whose name says ``high`` is that of the first expert, the one next to it that says ``low`` of the second.
+    Of several experts a file has the one that its name says, ``high_noise`` or ``low_noise``, and the other one's is
+    next to it; a name that says none is each one's. The only trained expert takes any file, and the folder of PEFT.
+
+    Args:
+        exported: ``policy.lora.lora_path``.
+        denoiser: ``transformer`` or ``transformer_2``.
+        trained: all trained ones.
     """
     path = Path(exported)
-    if denoiser == "transformer":
+    if path.suffix != ".safetensors":
+        of_peft = len(trained) == 1 and (path.expanduser() / "adapter_model.safetensors").is_file()
+        return exported if denoiser == "transformer" or of_peft else str(path / denoiser)
+    found = [match for word in _EXPERT_WORDS for match in list(re.finditer(word, path.name))[-1:]]
+    if len(trained) == 1 or not found:
         return exported
-    if path.suffix == ".safetensors" and re.search("high|High|HIGH", path.name):
-        return str(path.with_name(re.sub("high|High|HIGH", lambda found: _LOW[found[0]], path.name)))
-    return str(path / denoiser)
+    match, wanted = found[0], "high" if denoiser == "transformer" else "low"
+    if match[0].isupper():
+        wanted = wanted.upper()
+    elif match[0].istitle():
+        wanted = wanted.title()
+    return str(path.with_name(path.name[: match.start()] + wanted + path.name[match.end() :]))
 
 
 def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, convert: Convert | None = None) -> None:

@@ -310,7 +310,7 @@ class PipelineModel(FlowModel):
             lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:
                 for name, module in self.denoisers.items():
-                    folder = lora.adapter_place(self.lora_config.lora_path, name)
+                    folder = lora.adapter_place(self.lora_config.lora_path, name, self._trained)
                     lora.warm_start(module, self.primary_adapter, folder, convert=self._convert_adapter)
 
     def _load_sharded(self, name: str, module: Any, sharding: Sharding) -> None:
@@ -342,9 +342,8 @@ class PipelineModel(FlowModel):
         """
         for name, module in self.denoisers.items():
             if self.lora_config is not None:
-                lora.warm_start(
-                    module, self.primary_adapter, lora.adapter_place(place, name), key, self._convert_adapter
-                )
+                own = lora.adapter_place(place, name, self._trained)
+                lora.warm_start(module, self.primary_adapter, own, key, self._convert_adapter)
                 continue
             folder = Path(place).expanduser() / name
             if not folder.is_dir():

@@ -141,6 +141,12 @@ def _model_rules(config: Config) -> list[str]:
         lines.append(
             f"policy.diffusers.inference_size: found [{height}, {width}]; allowed: [height, width], multiples of 8"
         )
+    lines += [
+        f"policy.{name}: given together with policy.model_name_or_path = {format_value(policy.model_name_or_path)}; "
+        "allowed: only with a .safetensors file"
+        for name in ("single_file_base", "single_file_low_noise")
+        if getattr(policy, name) is not None and not policy.model_name_or_path.endswith(".safetensors")
+    ]
     lines += _bucket_rules(policy.diffusers)
     if policy.parallelism.dp_shard_size == 0:
         lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")

@@ -153,8 +153,9 @@ def test_files_of_other_kinds_are_named(
 def test_the_base_is_known_by_the_names_of_the_tensors() -> None:
     large = [f"joint_blocks.{i}.context_block.attn.qkv.weight" for i in range(38)]
     assert find_bases(large) == ["stabilityai/stable-diffusion-3.5-large"]
-    prefixed = [f"model.diffusion_model.{key}" for key in large[:24]]
-    assert find_bases(prefixed) == ["stabilityai/stable-diffusion-3-medium-diffusers"]
+    for prefix in ("diffusion_model.", "model.model.", "model.diffusion_model."):
+        prefixed = [f"{prefix}{key}" for key in large[:24]]
+        assert find_bases(prefixed) == ["stabilityai/stable-diffusion-3-medium-diffusers"]
     two = [*prefixed, "model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight"]
     assert find_bases(two) == ["stabilityai/stable-diffusion-3.5-medium"]
 
@@ -218,6 +219,15 @@ def test_a_second_expert_is_refused_where_the_base_has_none(
     low = f"--policy.single_file_low_noise={file}"
     assert main(["check", "--env", "--config", str(write_toml()), *options, low]) == 2
     assert f'policy.single_file_low_noise = "{file}": {tiny_sd3} has no second expert' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["single_file_base", "single_file_low_noise"])
+def test_what_belongs_to_a_single_file_is_refused_with_a_pipeline(
+    key: str, tiny_sd3: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--config", str(write_toml()), f"--policy.{key}={tiny_sd3}"]) == 2
+    message = capsys.readouterr().err
+    assert f'policy.{key}: given together with policy.model_name_or_path = "{tiny_sd3}"; allowed: only with' in message
 
 
 def test_the_documented_merge_gives_the_adapters_image(

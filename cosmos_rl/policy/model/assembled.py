@@ -15,13 +15,11 @@ from torch import Tensor
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.digest import pipeline_digest, read_ends
 from cosmos_rl.policy.model.original_names import from_original, original_names, to_original
-from cosmos_rl.policy.model.single_file import SECOND_EXPERT, SingleFile
+from cosmos_rl.policy.model.single_file import SECOND_EXPERT, SingleFile, find_prefix
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.locks import hold_lock
 from cosmos_rl.utils.logging import logger
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.")
-"""Of the transformer's tensors in files that may have other parts."""
 _WAIT_S = 1800.0
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 
@@ -136,7 +134,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     """The transformer's tensors without a prefix; what else the file holds is named and left out."""
     with safe_open(file, framework="pt") as opened:
         keys = list(opened.keys())
-        prefix = next((prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in keys)), "")
+        prefix = find_prefix(keys)
         own = [key for key in keys if key.startswith(prefix)]
         others = sorted({key.split(".")[0] for key in set(keys) - set(own)})
         found = {key.removeprefix(prefix): opened.get_tensor(key) for key in own}

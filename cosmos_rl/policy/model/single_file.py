@@ -14,6 +14,8 @@ from cosmos_rl.policy.config import PolicyConfig
 from cosmos_rl.policy.model.digest import find_folder
 
 SECOND_EXPERT = "transformer_2"
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.")
+"""Of the transformer's tensors in files that may have other parts."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,15 @@ def _write_import_command(file: Path) -> str:
     return f"cosmos-rl import {shlex.quote(str(file))} {base} --out {shlex.quote(str(file.with_suffix('')))}"
 
 
+def find_prefix(keys: Sequence[str]) -> str:
+    """What the names of the transformer's tensors begin with in a file; may be empty."""
+    return next((prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in keys)), "")
+
+
 def find_bases(keys: Sequence[str]) -> Sequence[str]:
     """The published pipelines whose transformers have these names of tensors; none: it is not known."""
-    names = [key.removeprefix("model.diffusion_model.") for key in keys]
+    prefix = find_prefix(keys)
+    names = [key.removeprefix(prefix) for key in keys]
     for row in _ROWS:
         if not all(any(re.search(mark, name) for name in names) for mark in row.marks):
             continue

@@ -1,4 +1,4 @@
-"""Every family's names go to those of its authors and back, by diffusers' own converters, at the published widths."""
+"""Every family's names go to those of its authors and back, by diffusers' own converters, at its default widths."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ RANK = 2
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers at its published width, with few blocks."""
+    """A class of transformers at the widths of its defaults, with few blocks."""
 
     kind: str
     blocks: Mapping[str, int]

@@ -171,7 +171,7 @@ def _list_guard_texts(
     job: GrpoPolicyConfig, prompts: Sequence[PromptRecord], held_out: Sequence[Item] | None
 ) -> list[str]:
     """The prompts that the guard measures with, see `GuardProbe`."""
-    guard, prompts = job.reward_hacking_guard, interleave_sets(prompts)
+    guard = job.reward_hacking_guard
     if not guard.enable:
         return []
     known = interleave_sets(prompts)

@@ -230,28 +230,6 @@ def test_prompts_are_encoded_at_the_sizes_that_they_name_or_at_all(
     assert sizes_of_texts(path, build_online, monkeypatch, option) == sorted(wanted)
 
 
-def test_of_several_sets_the_prompts_that_the_guard_takes_are_encoded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes the first of each set, though a short run draws from one only."""
-    path, sets = family_toml(tmp_path, ORDINARY[0], job="nft"), []
-    for name, first_step in (("a", 0), ("b", 50)):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(20)))
-        sets.append(f'{{local_dir = "{tmp_path / name}.txt", first_step = {first_step}}}')
-    guard = "--train.train_policy.reward_hacking_guard="
-    texts = sizes_of_texts(
-        path,
-        build_online,
-        monkeypatch,
-        f"--train.train_policy.dataset.sets=[{', '.join(sets)}]",
-        "--train.train_policy.dataset.local_dir=",
-        "--train.max_num_steps=1",
-        f"{guard}{{enable = true, samples = 6}}",
-    )
-    assert {f"{name} {number}" for name in "ab" for number in range(3)} <= {text for _, text in texts}
-    assert not any(text == "b 9" for _, text in texts)
-
-
 def test_texts_that_do_not_fit_into_the_cache_are_left_out_with_a_warning(
     write_toml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

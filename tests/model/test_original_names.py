@@ -12,10 +12,18 @@ from accelerate import init_empty_weights
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.adapter_files import read_tensors
 from cosmos_rl.policy.model.exports import name_tensors
-from cosmos_rl.policy.model.original_names import Pair, adapters_to_original, find_names, from_original, to_original
+from cosmos_rl.policy.model.original_names import (
+    Pair,
+    adapters_to_original,
+    find_names,
+    find_unknown,
+    from_original,
+    to_original,
+)
 from cosmos_rl.policy.model.original_tables import NAMES
 from tests.support.paths import ROOT
 
@@ -124,6 +132,39 @@ def test_a_transformer_goes_to_its_original_names_and_back_by_diffusers(family: 
     for back in (ours, theirs):
         assert back.keys() == state.keys()
         assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("key", ["new.weight", "transformer_blocks.0.new.weight", "blocks.0.attn1.new.weight", "new"])
+@pytest.mark.parametrize("kind", [kind for kind, names in NAMES.items() if names.same != ".*"])
+def test_a_tensor_that_no_row_knows_is_refused(kind: str, key: str) -> None:
+    message = r"^x: the original name of {} is not known here; keep the names of diffusers: a pipeline folder"
+    with pytest.raises(UserError, match=message.format(re.escape(key))):
+        to_original(NAMES[kind], {key: torch.zeros(1)}, "x")
+    layer = key.removesuffix(".weight")
+    with pytest.raises(UserError, match=message.format(re.escape(layer))):
+        adapters_to_original(NAMES[kind], {layer: (torch.zeros(1, 2), torch.zeros(3, 1))}, {layer: 3}, "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "unknown"),
+    [
+        ("SanaTransformer2DModel", {"num_layers": 1, "guidance_embeds": True}, {"time_embed"}),
+        ("CosmosTransformer3DModel", {"num_layers": 1}, {"learnable_pos_embed"}),  # Cosmos 1
+        ("WanTransformer3DModel", {"num_layers": 1, "image_dim": 8, "pos_embed_seq_len": 3}, set[str]()),
+    ],
+)
+def test_the_variants_of_a_class_are_known_or_refused(kind: str, options: dict[str, Any], unknown: set[str]) -> None:
+    with init_empty_weights():
+        state = getattr(diffusers, kind)(**options).state_dict()
+    assert {name.partition(".")[0] for name in find_unknown(NAMES[kind], state)} == unknown
+
+
+def test_the_positions_of_first_and_last_frame_have_their_name_in_wan() -> None:
+    with init_empty_weights():
+        state = diffusers.WanTransformer3DModel(num_layers=1, image_dim=8, pos_embed_seq_len=3).state_dict()
+    original = to_original(NAMES["WanTransformer3DModel"], state)
+    assert original["img_emb.emb_pos"].shape == (1, 3, 8)
+    assert from_original(NAMES["WanTransformer3DModel"], original, state).keys() == state.keys()
 
 
 def adapters_of(model: Any, layers: str) -> dict[str, Pair]:

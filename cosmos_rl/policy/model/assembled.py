@@ -101,7 +101,8 @@ def read_transformer(file: Path, base: Path) -> dict[str, Tensor]:
         _require_equal_shapes(other, found, wanted)
     elif names is not None:
         found = {name: value for name, value in found.items() if re.fullmatch(names.unused, name) is None}
-        original = {name.removeprefix(names.prefix): value for name, value in to_original(names, wanted).items()}
+        original = to_original(names, wanted, f"{file}: is read by the names of its authors")
+        original = {name.removeprefix(names.prefix): value for name, value in original.items()}
         _require_equal_shapes(other, found, original)
         found = from_original(names, found, wanted)
     else:

@@ -76,7 +76,7 @@ def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[P
             for key, value in folded.items()
             if key.endswith(_DOWN)
         }
-        originals = adapters_to_original(names, pairs, layer_rows(module))
+        originals = adapters_to_original(names, pairs, layer_rows(module), "--format comfyui")
         files[name] = name_tensors(names, originals)
         headers[name] = _describe(model, names.architecture and f"{names.architecture}/lora") | _describe_ranks(
             originals
@@ -139,7 +139,7 @@ def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> li
                 f"of diffusers do not have; {instead}"
             )
     files = {
-        name: to_original(found[name], {key: value.to(dtype) for key, value in merged.items()})
+        name: to_original(found[name], {key: value.to(dtype) for key, value in merged.items()}, "--format single-file")
         for name, merged in merge_adapters(model).items()
     }
     return _write_files(files, out, {name: _describe(model, names.architecture) for name, names in found.items()})

@@ -5,7 +5,7 @@ joined along their outputs, in the order query, key, value, feed-forward.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +66,45 @@ def find_names(class_name: str, purpose: str, instead: str) -> Names:
     return names
 
 
-def to_original(names: Names, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a transformer under their original names, prefix included."""
+def find_unknown(names: Names, keys: Iterable[str]) -> list[str]:
+    """The tensors, or layers, whose original names no row says; by diffusers' names."""
+    return [key for key in keys if not _is_known(names, _split(key)[0])]
+
+
+def _is_known(names: Names, layer: str) -> bool:
+    if re.fullmatch(names.same, layer):
+        return True
+    name = layer
+    for pattern, original in names.rules:
+        if pattern.endswith("$") and re.search(pattern, name):
+            return True
+        name = re.sub(pattern, original, name)
+    return False
+
+
+def _require_known(names: Names, keys: Iterable[str], purpose: str) -> None:
+    unknown = find_unknown(names, keys)
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise UserError(
+            f"{purpose}: the original name of {unknown[0]}{more} is not known here; keep the names of diffusers: a "
+            "pipeline folder, or --format diffusers"
+        )
+
+
+_PURPOSE = "original names"
+
+
+def to_original(names: Names, state: Mapping[str, Tensor], purpose: str = _PURPOSE) -> dict[str, Tensor]:
+    """All tensors of a transformer under their original names, prefix included.
+
+    Args:
+        purpose: what they are for, for the message.
+
+    Raises:
+        UserError: the original names of some are not known here.
+    """
+    _require_known(names, state, purpose)
     joined = {}
     for key, parts in _group(names, state).items():
         values = [_swap_halves(state[name]) if swapped else state[name] for name, swapped in parts]
@@ -110,11 +147,17 @@ def _group(names: Names, keys: Mapping[str, Tensor]) -> dict[str, list[tuple[str
     return {key: [(name, swapped) for _, name, swapped in sorted(parts)] for key, parts in groups.items()}
 
 
-def adapters_to_original(names: Names, adapters: Mapping[str, Pair], rows: Rows) -> dict[str, Pair]:
+def adapters_to_original(
+    names: Names, adapters: Mapping[str, Pair], rows: Rows, purpose: str = _PURPOSE
+) -> dict[str, Pair]:
     """Adapters under the original names of their layers, without the prefix.
 
     Those of the parts of one layer become one of the sum of their ranks, whose up matrix has blocks: the same product.
+
+    Raises:
+        UserError: the original names of some layers are not known here; ``purpose`` is for the message.
     """
+    _require_known(names, adapters, purpose)
     joined = {}
     for name, places in _group_layers(names, rows).items():
         members = [layer for layer, _ in places if layer in adapters]

@@ -14,7 +14,11 @@ class Names:
     """The original names of one class of transformers."""
 
     rules: Sequence[tuple[str, str]] = ()
-    """Regular expression over diffusers' name of a layer -> the original one; all that match apply, in this order."""
+    """Regular expression over diffusers' name of a layer -> the original one; all that match apply, in this order.
+    Those that end in ``$`` say how the original name ends, the others only how it begins."""
+    same: str = r"(?!)"
+    """Layers, by diffusers' names, whose original names end in the same way. What neither this nor a rule that ends in
+    ``$`` knows is refused."""
     prefix: str = ""
     """Of all names in a file."""
     swapped: str = r"(?!)"
@@ -33,6 +37,7 @@ class Names:
 
 
 _SD3 = Names(
+    same=r"context_embedder",
     architecture="stable-diffusion-3",
     prefix="model.diffusion_model.",
     rules=(
@@ -61,6 +66,10 @@ _SD3 = Names(
     swapped=r"norm_out\.linear|transformer_blocks\.{last}\.norm1_context\.linear",
 )
 _LTX = Names(
+    same=(
+        r"(transformer_blocks\.\d+\.)?scale_shift_table|time_embed\.(emb\.timestep_embedder\.linear_[12]|linear)|proj_out|"
+        r"caption_projection\.linear_[12]|transformer_blocks\.\d+\.(attn[12]\.to_([qkv]|out\.0)|ff\.net\.(0\.proj|2))"
+    ),
     prefix="model.diffusion_model.",
     rules=(
         (r"^proj_in$", "patchify_proj"),
@@ -70,6 +79,7 @@ _LTX = Names(
     adapters="PEFT",
 )
 _WAN = Names(
+    same=r"patch_embedding|blocks\.\d+\.attn[12]\.norm_[qk]",
     architecture="wan2.1",
     rules=(
         (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
@@ -81,6 +91,7 @@ _WAN = Names(
         (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
         (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
         (r"^condition_embedder\.image_embedder\.norm2$", "img_emb.proj.4"),
+        (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
         (r"^scale_shift_table$", "head.modulation"),
         (r"^proj_out$", "head.head"),
         (r"\.scale_shift_table$", ".modulation"),
@@ -155,6 +166,10 @@ _FLUX2 = Names(
     scales=r"(query_norm|key_norm)",
 )
 _HUNYUAN_VIDEO = Names(
+    same=(
+        r"x_embedder\.proj|context_embedder\.time_text_embed\.text_embedder\.linear_[12]|"
+        r"context_embedder\.token_refiner\.refiner_blocks\.\d+\.norm[12]"
+    ),
     architecture="hunyuan-video",
     rules=(
         (r"^x_embedder\.", "img_in."),
@@ -200,6 +215,7 @@ _HUNYUAN_VIDEO = Names(
     adapters="PEFT",
 )
 _SANA = Names(
+    same=r"transformer_blocks\.\d+\.scale_shift_table",
     rules=(
         (r"^patch_embed\.proj$", "x_embedder.proj"),
         (r"^time_embed\.emb\.timestep_embedder\.linear_1$", "t_embedder.mlp.0"),
@@ -224,6 +240,9 @@ _SANA = Names(
     adapters="",
 )
 _LUMINA2 = Names(
+    same=(
+        r"x_embedder|time_caption_embed\.caption_embedder\.[01]|(layers|noise_refiner|context_refiner)\.\d+\.ffn_norm[12]"
+    ),
     architecture="lumina-2",
     rules=(
         (r"^time_caption_embed\.caption_embedder\.", "cap_embedder."),
@@ -243,6 +262,10 @@ _LUMINA2 = Names(
     adapters="PEFT",
 )
 _Z_IMAGE = Names(
+    same=(
+        r"(x|cap)_pad_token|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|t_embedder\.mlp\.[02]|cap_embedder\.[01]|"
+        r"(layers|noise_refiner|context_refiner)\.\d+\.(feed_forward\.w[123]|(attention|ffn)_norm[12]|adaLN_modulation\.0)"
+    ),
     architecture="Z-Image",
     rules=(
         (r"^all_final_layer\.2-1\.", "final_layer."),
@@ -254,6 +277,7 @@ _Z_IMAGE = Names(
     unused=r"norm_final\.weight",
 )
 _AURA_FLOW = Names(
+    same=r"register_tokens",
     rules=(
         (r"^pos_embed\.pos_embed$", "positional_encoding"),
         (r"^pos_embed\.proj$", "init_x_linear"),
@@ -282,6 +306,7 @@ _AURA_FLOW = Names(
     swapped=r"norm_out\.linear",
 )
 _MOCHI = Names(
+    same=r"pos_frequencies|time_embed\.pooler\.to_(kv|q|out)",
     rules=(
         (r"^patch_embed\.proj$", "x_embedder.proj"),
         (r"^time_embed\.timestep_embedder\.linear_1$", "t_embedder.mlp.0"),
@@ -307,6 +332,7 @@ _MOCHI = Names(
     swapped=r"norm_out\.linear|.*\.ff(_context)?\.net\.0\.proj",
 )
 _COSMOS = Names(
+    same=r"time_embed\.t_embedder\.linear_[12]|crossattn_proj\.0",
     prefix="net.",
     rules=(
         (r"^patch_embed\.proj$", "x_embedder.proj.1"),
@@ -334,13 +360,15 @@ NAMES = {
     "SD3Transformer2DModel": _SD3,
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
-    "ChromaTransformer2DModel": replace(_FLUX, architecture="chroma"),
-    "QwenImageTransformer2DModel": Names(architecture="Qwen-Image"),
+    "ChromaTransformer2DModel": replace(
+        _FLUX, architecture="chroma", same=r"distilled_guidance_layer\.(in_proj|norms\.\d+|out_proj)"
+    ),
+    "QwenImageTransformer2DModel": Names(architecture="Qwen-Image", same=r".*"),
     "ZImageTransformer2DModel": _Z_IMAGE,
     "Lumina2Transformer2DModel": _LUMINA2,
     "AuraFlowTransformer2DModel": _AURA_FLOW,
     "SanaTransformer2DModel": _SANA,
-    "HiDreamImageTransformer2DModel": Names(adapters="PEFT"),
+    "HiDreamImageTransformer2DModel": Names(adapters="PEFT", same=r".*"),
     "CosmosTransformer3DModel": _COSMOS,
     "WanTransformer3DModel": _WAN,
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,

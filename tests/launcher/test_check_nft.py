@@ -257,3 +257,24 @@ def test_the_bundled_script_follows_the_kind_of_job(write_nft_toml: Toml, write_
     assert script_for(None, load_config(write_toml())) == SFT.script
     assert script_for("mine.py", load_config(write_toml())) == "mine.py"
     assert main(["check", "--config", str(write_nft_toml()), DIFFUSION_NFT.script]) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("train.train_policy.dataset.name=pickscoer", 'dataset.name: found "pickscoer"; allowed: '),
+        ("train.train_policy.dataset.split=trian", 'dataset.split: found "trian"; allowed: one of train, test'),
+        (
+            'validation={enable = true, sets = [{dataset = {name = "ocr"}}, {dataset = {name = "parti_promts"}}]}',
+            "validation.sets.1.dataset.name: found",
+        ),
+    ],
+)
+def test_a_prompt_set_that_there_is_not_is_refused_without_a_look_at_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, message: str
+) -> None:
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, errors = check(capsys, "--config", RECIPE, f"--{option}")
+    assert code == 2
+    assert message in errors

@@ -128,12 +128,26 @@ def _names(module: ast.Module) -> Iterator[str]:
 
 def _prompt_data(config: Config, notes: list[str]) -> list[str]:
     """Prompts for training and validation; of those nothing is left out."""
+    return _check_prompts(config, lambda _: True)
+
+
+def find_wrong_names(config: Config, data: DataForm | None) -> list[str]:
+    """Of the prompt sets that are named those that there are not; looks for no file but kept ones of such a set."""
+    if data != "prompts":
+        return []
+    return _check_prompts(config, lambda source: bool(source.name) and not source.local_dir)
+
+
+def _check_prompts(config: Config, counts: Callable[[PromptSource], bool]) -> list[str]:
     sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
     sources = list_sources(config.train.train_policy.dataset, "train.train_policy.dataset")
-    problems = [line for source, key in sources for line in _prompts(source, key, "train", sizes=sizes)]
+    problems = [
+        line for source, key in sources if counts(source) for line in _prompts(source, key, "train", sizes=sizes)
+    ]
     for one in list_validation_sets(config):
         guidance, dataset = one.config.policy.diffusers.sample.guidance_scale, one.config.validation.dataset
-        problems += _prompts(dataset, f"{one.key}.dataset", "test", guidance)
+        if counts(dataset):
+            problems += _prompts(dataset, f"{one.key}.dataset", "test", guidance)
     return problems
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
-from cosmos_rl.launcher.acceptance.environment import inspect_environment
+from cosmos_rl.launcher.acceptance.environment import find_wrong_names, inspect_environment
 from cosmos_rl.launcher.arguments import Launch, read_launch, script_for
 from cosmos_rl.launcher.check.report import Report, Section
 from cosmos_rl.launcher.check.size_notes import size_notes
@@ -55,8 +55,10 @@ def check(argv: Sequence[str]) -> int:
         problems += found
         if report.disk is not None:
             problems += report.disk.problems()
-    elif one_file := find_single_file_problem(config.policy):
-        problems.append(one_file)
+    else:
+        problems += find_wrong_names(config, data)
+        if one_file := find_single_file_problem(config.policy):
+            problems.append(one_file)
     if problems:
         raise UserError("a launch would be refused:\n" + "\n".join(f"  {problem}" for problem in problems))
     return 0

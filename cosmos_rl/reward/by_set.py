@@ -43,6 +43,10 @@ class SetRewards:
         asked = self.rewards[number] if self.rewards else None
         return asked is None or name in asked
 
+    def is_used(self, name: str) -> bool:
+        """Whether a reward is asked for the samples of any set."""
+        return not self.rewards or any(self.counts(number, name) for number in range(len(self.rewards)))
+
     def split(self, prompt_sets: Sequence[int]) -> list[tuple[int, list[int]]]:
         """(set, its rows) of samples of these sets, in the order of the sets; all of set 0 where there is one."""
         if not self.labels:

@@ -26,7 +26,7 @@ from cosmos_rl.rollout.sampler import Rollouts, Sample
 from cosmos_rl.tracking.media import TOTAL
 from tests.support.nft_runs import SETS, nft_toml, nft_train_task, nft_trainer, set_options
 from tests.support.toy_models import FOUR_MODES, PlaneModel, PlaneNetwork, ToyModel
-from tests.support.toy_tasks import run_loop, toy_config, toy_trainer
+from tests.support.toy_tasks import bump, rightwards, run_loop, toy_config, toy_trainer
 
 LABELS = ("here", "there")
 TABLES = {
@@ -53,7 +53,13 @@ def named(name: str) -> Callable[..., list[float]]:
 # ---- advantages ----------------------------------------------------------------------------------------------------
 
 
-def scored(job: GrpoPolicyConfig, *, global_std: bool, scores: Mapping[str, np.ndarray]) -> batches.ScoredBatch:
+def scored(
+    job: GrpoPolicyConfig,
+    *,
+    global_std: bool,
+    scores: Mapping[str, np.ndarray],
+    reasons: Mapping[int, str] | None = None,
+) -> batches.ScoredBatch:
     """A step of two prompts of the first set and one of the second, four samples each, the sets in turns."""
     config = toy_config(
         {**TABLES, **{f"train.train_policy.{k}": v for k, v in job.model_dump(exclude_unset=True).items()}}
@@ -69,7 +75,9 @@ def scored(job: GrpoPolicyConfig, *, global_std: bool, scores: Mapping[str, np.n
     total = np.where(
         np.array(groups) == 1, WEIGHTS["c"] * scores["c"], WEIGHTS["a"] * scores["a"] + WEIGHTS["b"] * scores["b"]
     )
-    table = RewardTable({name: torch.from_numpy(values) for name, values in scores.items()}, torch.from_numpy(total))
+    table = RewardTable(
+        {name: torch.from_numpy(values) for name, values in scores.items()}, torch.from_numpy(total), reasons or {}
+    )
     media = torch.zeros(12, 2)
     return batches.score_batch(
         samples,
@@ -136,6 +144,24 @@ def test_what_is_not_asked_is_not_missing_and_what_is_missing_is() -> None:
     assert metrics["adv/here/zero_std_ratio"] == 0
     with pytest.raises(UserError, match="1 of 12 rewards of this step are missing"):
         scored(GrpoPolicyConfig(on_missing_reward="raise"), global_std=True, scores=scores)
+
+
+def test_a_set_without_scores_ends_the_run_even_where_it_is_a_small_part_of_the_step() -> None:
+    """Four of twelve are fewer than the bound on the step that is set here, and all of the second set."""
+    scores = given_scores()
+    scores["c"][:] = np.nan
+    message = r"4 of 4 rewards of prompt set there in this step are missing \(.*max_missing_frac = 0.5 allows fewer\)"
+    with pytest.raises(UserError, match=message + r":\n  sample 4 \('there'\): no score$"):
+        scored(GrpoPolicyConfig(max_missing_frac=0.5), global_std=True, scores=scores, reasons={0: "x", 4: "no score"})
+    batch = scored(GrpoPolicyConfig(max_missing_frac=1.0), global_std=True, scores=scores)
+    metrics = batches.compute_reward_metrics(batch)
+    assert np.isnan(metrics["adv/there/zero_std_ratio"])
+    assert np.isnan(metrics["reward/there/mean"])
+    assert metrics["adv/here/zero_std_ratio"] == metrics["adv/zero_std_ratio"] == 0
+    scores["c"][4:] = given_scores()["c"][4:]
+    scores["c"][4] = np.nan  # 1 of 12 in the step, 1 of 4 in the set
+    with pytest.raises(UserError, match="1 of 4 rewards of prompt set there"):
+        scored(GrpoPolicyConfig(), global_std=True, scores=scores)
 
 
 def test_a_gallery_has_samples_of_every_set_and_the_scores_that_were_asked() -> None:
@@ -241,6 +267,38 @@ def test_check_says_which_rewards_a_set_has(tmp_path: Path, tiny_sd3: Path, caps
     options = set_options(tmp_path, {"rewards": ["sharpness"]}, {})
     assert main(["check", "--config", str(nft_toml(tmp_path, tiny_sd3)), *options, TWO]) == 0
     assert "set first: sharpness" in capsys.readouterr().out
+
+
+def test_check_names_a_reward_that_no_set_uses(tmp_path: Path, tiny_sd3: Path, capsys: Any) -> None:
+    two = TWO.replace(", weight = 0.0", "")
+    config, note = str(nft_toml(tmp_path, tiny_sd3)), "note: colour has a weight, but no prompt set names it"
+    for rows, weights, said in (
+        (({"rewards": ["sharpness"]},) * 2, two, True),
+        (({"rewards": ["sharpness"]},) * 2, TWO, False),
+        (({"rewards": ["sharpness"]}, {}), two, False),
+        (({"rewards": ["sharpness"]}, {"rewards": ["colour"]}), two, False),
+    ):
+        assert main(["check", "--config", config, *set_options(tmp_path, *rows), weights]) == 0
+        assert (note in " ".join(capsys.readouterr().out.split())) == said
+
+
+def test_the_guard_watches_a_reward_that_no_set_uses() -> None:
+    """Both have the weight 1."""
+    functions, prompts = {"bump": bump, "rightwards": rightwards}, [PromptRecord(f"{i}", prompt_set=i) for i in (0, 1)]
+    tables = {
+        "train.train_batch_per_replica": 8,
+        "train.max_num_steps": 1,
+        "rollout.n_generation": 4,
+        "train.train_policy.mini_batch": 8,
+        "validation.enable": True,
+        "validation.dataset.name": "own",
+    }
+    for named_rewards, untrained in ((["bump"], {"rightwards"}), (["bump", "rightwards"], set()), ([], set())):
+        sets = [{"local_dir": f"{name}.txt", "rewards": named_rewards} for name in "ab"]
+        task = toy_trainer(toy_config({**tables, SETS: sets}), PlaneModel(), prompts, reward_fns=functions)
+        validated = task._validation.run(1, 1, lambda name, data: None)
+        assert validated is not None
+        assert validated.untrained.keys() == untrained
 
 
 def test_a_gate_over_different_rewards_and_objects_that_prompts_lack_are_refused(

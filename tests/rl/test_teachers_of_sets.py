@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import cross_check
 from cosmos_rl.policy.config.plan import keeps_common_reference, list_teachers, number_teachers, plan_online
@@ -23,6 +25,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.policy.trainer.rl.teachers import plan_passes
+from cosmos_rl.policy.trainer.same_run import collect_fixed_settings, compare
 from cosmos_rl.storage import run_folder
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import Job, nft_toml, nft_trainer, prompt_file, run_forked
@@ -232,6 +235,59 @@ def test_a_resume_in_the_middle_is_the_undisturbed_run(tmp_path: Path, seed: int
     lines = [[row["train/kl_loss_mean"] for row in metrics_of(tmp_path / name)] for name in ("calm", "again")]
     assert lines[0] == lines[1]
     assert lines[0][-1] < lines[0][0]
+
+
+def write_teacher(place: Path, value: float) -> str:
+    """An adapter's files as PEFT writes them."""
+    place.mkdir(parents=True)
+    place.joinpath("adapter_config.json").write_text('{"r": 4}')
+    save_file({"weight": torch.full((8,), value)}, place / "adapter_model.safetensors")
+    return str(place)
+
+
+def test_a_resume_with_another_teacher_of_a_set_is_refused_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    def settings(*places: str, common: str = "") -> dict[str, Any]:
+        sets = [{**row, "teacher": place} for row, place in zip(SETS, places, strict=True)]
+        config = toy_config({**TABLES, JOB + "dataset": {"sets": sets}, JOB + "teacher": common})
+        return collect_fixed_settings(config, Context(torch.device("cpu")), {})
+
+    right, up = write_teacher(tmp_path / "right", 1.0), write_teacher(tmp_path / "up", 2.0)
+    saved = settings(right, up, "")
+    moved = [str(shutil.copytree(place, tmp_path / "moved" / Path(place).name)) for place in (right, up)]
+    compare(tmp_path, saved, settings(*moved, ""))
+    as_file = settings(f"{right}/adapter_model.safetensors", up, "")
+    for now, label in ((settings(up, right, ""), "right"), (settings(right, up, right), "start")):
+        with pytest.raises(UserError, match=f"saved with the teacher of prompt set {label} .* = '"):
+            compare(tmp_path, saved, now)
+    with pytest.raises(UserError, match="prompt set start"):
+        compare(tmp_path, saved, settings(right, up, "", common=right))
+    shutil.rmtree(up)
+    write_teacher(Path(up), 3.0)
+    for now in (settings(right, up, ""), settings(right, f"{up}/adapter_model.safetensors", "")):
+        with pytest.raises(UserError, match="prompt set up"):
+            compare(tmp_path, saved, now)
+    with pytest.raises(UserError, match="prompt set up"):
+        compare(tmp_path, as_file, settings(f"{right}/adapter_model.safetensors", up, ""))
+    assert settings("", "", "").keys() == settings(right, "", "", common=right).keys()  # there is one for all prompts
+
+
+def test_a_run_does_not_continue_with_a_replaced_teacher(tmp_path: Path) -> None:
+    places = [write_teacher(tmp_path / name, value) for name, value in (("right", 1.0), ("up", 2.0))]
+    sets = [{**row, "teacher": place} for row, place in zip(SETS, places, strict=False)]
+    saving = {"train.ckpt.save_freq": 1, "train.ckpt.save_mode": "sync", "train.max_num_steps": 1}
+    run = run_folder.create_run(tmp_path / "runs")
+
+    def train(resume_from: Path | None) -> int:
+        task = task_of(2, **saving, **{JOB + "dataset": {"sets": sets}})
+        return TrainLoop(task._config, run, Context(torch.device("cpu")), task, (), {}, Never()).run(resume_from)
+
+    train(None)
+    saved = layout.policy_dir(run.checkpoints, 1)
+    assert train(saved) == 0
+    shutil.rmtree(places[1])
+    write_teacher(Path(places[1]), 3.0)
+    with pytest.raises(UserError, match="the teacher of prompt set up"):
+        train(saved)
 
 
 @pytest.mark.zoo

@@ -114,7 +114,7 @@ def find_problems(
             "train.train_policy.local_reward, or start a script that gives reward_fns"
         )
     elif job_kind(config).online and not own_script:
-        yield from find_reward_problems(online_table(config).dataset.sets, _list_rewards(config))
+        yield from find_reward_problems(online_table(config).dataset.sets, list_rewards(config))
         yield from unknown_rewards(config)
     if length.steps_per_epoch == 0:
         yield (
@@ -172,7 +172,7 @@ def _has_rewards(config: Config) -> bool:
     return bool(job.bypass_reward or remote or job.local_reward.reward_fns)
 
 
-def _list_rewards(config: Config) -> dict[str, float]:
+def list_rewards(config: Config) -> dict[str, float]:
     """Name -> scale times weight of every reward that the configuration asks for."""
     job, found = online_table(config), dict[str, float]()
     local, remote = job.local_reward, job.remote_reward

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.launcher.acceptance.accept import list_rewards
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind, online_table
@@ -129,6 +130,7 @@ def reward_lines(config: Config, *, own_script: bool) -> list[str]:
         remote = job.remote_reward
     lines = list(_score_lines(remote, job.local_reward))
     lines += [f"set {one.shown_name}: {', '.join(one.rewards)}" for one in job.dataset.sets if one.rewards]
+    lines += [] if own_script else _unused_lines(config)
     if own_script:
         lines.append("functions that the script gives as reward_fns take the place of local ones")
     if job.kl_gate.rewards:
@@ -142,6 +144,16 @@ def reward_lines(config: Config, *, own_script: bool) -> list[str]:
         if one.rewards:
             lines.append(f"{name}: only {', '.join(one.rewards)}")
     return lines
+
+
+def _unused_lines(config: Config) -> Iterator[str]:
+    sets = online_table(config).dataset.sets
+    if not sets or not all(one.rewards for one in sets):
+        return
+    used = {name for one in sets for name in one.rewards}
+    for name, weight in list_rewards(config).items():
+        if weight and name not in used:
+            yield f"note: {name} has a weight, but no prompt set names it in its rewards: it is not trained on"
 
 
 def _score_lines(remote: RemoteRewardConfig | None, local: LocalRewardConfig | None) -> Iterator[str]:

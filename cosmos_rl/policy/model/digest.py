@@ -27,6 +27,20 @@ def pipeline_digest(name: str, revision: str | None) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def policy_digest(place: str) -> str | None:
+    """As `pipeline_digest`, of what has the weights of a policy: also an adapter, by its file or folder."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        return hashlib.sha256(read_ends(path)).hexdigest()[:16]
+    if not path.is_dir() or (path / "model_index.json").is_file():
+        return pipeline_digest(place, None)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors")):
+        digest.update(f"\n{file.relative_to(path).as_posix()}\n".encode())
+        digest.update({".json": _read_settings}.get(file.suffix, read_ends)(file))
+    return digest.hexdigest()[:16]
+
+
 def find_folder(name: str, revision: str | None) -> Path | None:
     """The folder of a pipeline, by its path or in the hub's cache; None: it is not here."""
     folder = Path(name).expanduser()

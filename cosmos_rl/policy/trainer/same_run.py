@@ -13,8 +13,9 @@ from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.optimizers import short_name
+from cosmos_rl.policy.config.plan import number_teachers
 from cosmos_rl.policy.config.problems import format_value
-from cosmos_rl.policy.model.digest import pipeline_digest
+from cosmos_rl.policy.model.digest import pipeline_digest, policy_digest
 from cosmos_rl.utils.logging import logger
 
 _ADAPTER = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "r_pattern", "target_modules")
@@ -59,8 +60,8 @@ _ELSEWHERE_TABLES = (
 
 
 def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a resumed run must have in common with its checkpoint: the task's own, base model, optimiser and
-    adapter."""
+    """Everything that a resumed run must have in common with its checkpoint: the task's own, base model, optimiser,
+    adapter, data and teachers."""
     model = None
     if context.is_main:
         model = pipeline_digest(config.policy.model_name_or_path, config.policy.model_revision)
@@ -77,7 +78,22 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
         if context.is_main:
             pairs = digest_pairs(scan_pairs(folder, video=config.policy.diffusers.is_video)[0])
         found["train.train_policy.data_term (digest of names and captions)"] = context.broadcast_from_main(pairs)
+    if kind.online:
+        found |= _digest_teachers(config, context)
     return _to_json_values(found)
+
+
+def _digest_teachers(config: Config, context: Context) -> dict[str, str | None]:
+    """Of each prompt set the teacher, where sets have their own; None: its files are not here."""
+    job = online_table(config)
+    places = {one.shown_name: one.teacher or job.teacher for one in job.dataset.sets if number_teachers(job)}
+    digests = "{}"
+    if context.is_main:
+        digests = json.dumps(
+            {label: policy_digest(place) if place else "the model at the start" for label, place in places.items()}
+        )
+    found = json.loads(context.broadcast_from_main(digests))
+    return {f"the teacher of prompt set {label} (digest of its files)": digest for label, digest in found.items()}
 
 
 def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:

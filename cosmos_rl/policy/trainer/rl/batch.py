@@ -143,12 +143,13 @@ def score_batch(
         nearest_N: see `ScoredBatch`; it changes the advantages.
 
     Raises:
-        UserError: more rewards are missing than the configuration allows.
+        UserError: more rewards are missing than the configuration allows, of the step or of a prompt set.
     """
     names = rewards.names
     table_NF = context.gather_rows(torch.cat([stack_columns(table, names) for table in tables]))
     reward_N, scores = table_NF[:, 0], {name: table_NF[:, 1 + i] for i, name in enumerate(names)}
     _check_missing(reward_N, own, tables, job)
+    _check_missing_of_sets(reward_N, samples, sets, own, tables, job)
     group_N = torch.tensor([sample.group for sample in samples])
     advantage_N = used_N = torch.zeros_like(reward_N)
     kept_N = torch.ones(len(reward_N), dtype=torch.bool)
@@ -209,6 +210,25 @@ def _check_missing(reward_N: Tensor, own: Rollouts, tables: Sequence[RewardTable
         return
     first = "\n  ".join(explain_missing(own, tables)[:5]) or "these samples are on another rank"
     raise UserError(f"{missing} of {len(reward_N)} rewards of this step are missing ({rule}):\n  {first}")
+
+
+def _check_missing_of_sets(
+    reward_N: Tensor,
+    samples: Sequence[Sample],
+    sets: SetRewards,
+    own: Rollouts,
+    tables: Sequence[RewardTable],
+    job: GrpoPolicyConfig,
+) -> None:
+    """A set without scores may be too small a part of a step for the bound on the whole step."""
+    for number, rows in sets.split([sample.prompt_set for sample in samples]) if sets.labels else ():
+        missing = int(reward_N[rows].isnan().sum())
+        if missing / len(rows) > job.max_missing_frac:
+            first = "\n  ".join(explain_missing(own, tables, number)[:5]) or "these samples are on another rank"
+            raise UserError(
+                f"{missing} of {len(rows)} rewards of prompt set {sets.labels[number]} in this step are missing "
+                f"(train.train_policy.max_missing_frac = {job.max_missing_frac:g} allows fewer):\n  {first}"
+            )
 
 
 @dataclass(frozen=True)
@@ -287,13 +307,14 @@ def take_share(
     )
 
 
-def explain_missing(own: Rollouts, tables: Sequence[RewardTable]) -> list[str]:
-    """One line for each sample of this rank whose reward is missing."""
+def explain_missing(own: Rollouts, tables: Sequence[RewardTable], prompt_set: int | None = None) -> list[str]:
+    """One line for each sample of this rank, or of one prompt set on it, whose reward is missing."""
     lines, offset = [], 0
     for table in tables:
         for row, reason in sorted(table.reasons.items()):
             sample = own.samples[offset + row]
-            lines.append(f"sample {sample.sample_id} ({sample.prompt[:60]!r}): {reason}")
+            if prompt_set in (None, sample.prompt_set):
+                lines.append(f"sample {sample.sample_id} ({sample.prompt[:60]!r}): {reason}")
         offset += len(table.total_N)
     return lines
 
@@ -338,7 +359,9 @@ def compute_reward_metrics(step: ScoredBatch) -> dict[str, float]:
     for number, rows in step.rows_of_sets if step.sets.labels else ():
         label = step.sets.labels[number]
         metrics[f"reward/{label}/mean"] = mean(step.reward_N[rows])
-        metrics[f"adv/{label}/zero_std_ratio"] = zero_std_share(step.used_N[rows], step.group_N[rows])
+        scored = not bool(step.used_N[rows].isnan().all())
+        share = zero_std_share(step.used_N[rows], step.group_N[rows]) if scored else math.nan
+        metrics[f"adv/{label}/zero_std_ratio"] = share
     if step.kl_weight_N is not None:
         metrics["train/kl_gated_ratio"] = mean(step.kl_weight_N)
     if step.nearest_N is not None:

@@ -65,11 +65,12 @@ class Validation:
         self._own: list[Rewards] = []
         """Rewards that are not those of training."""
         self._validators = []
+        weights = {name: weight for name, weight in trained.rewards.weights.items() if trained.sets.is_used(name)}
         for one in sets:
             # without the prompt sets of training, whose rewards are not those of validation
             scoring = Scoring(one.rewards or trained.rewards, model, job, chunk)
             self._own += [scoring.rewards] if scoring.rewards is not trained.rewards else []
-            self._validators.append(Validator(context, model, one, scoring, trained.rewards.weights))
+            self._validators.append(Validator(context, model, one, scoring, weights))
 
     def run(self, done: int, total: int, notify: Notify) -> Validated | None:
         """The sets that are due after ``done`` of ``total`` steps, with the policy as it is; None: none is.
@@ -94,7 +95,7 @@ class Validator:
     def __init__(
         self, context: Context, model: FlowModel, loaded: LoadedSet, scoring: Scoring, trained: Mapping[str, float]
     ) -> None:
-        """``trained``: weights of the rewards of training."""
+        """``trained``: weights of the rewards that score samples of training."""
         self.chosen = loaded.chosen
         self._config, self._context, self._model = loaded.chosen.config, context, model
         spec = RolloutSpec.evaluation(self._config.policy.diffusers)

@@ -56,7 +56,7 @@ def make_rewards(
         reward_fns: functions of the script, which take the place of those in the configuration.
         val_reward_fns: the same for validation alone.
         validation: those for validation. What is not set for it is as in training; what is set may be another reward.
-        names: of those to take; empty: all.
+        names: of those to take, as metrics show them; empty: all.
 
     Raises:
         UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service.
@@ -66,15 +66,16 @@ def make_rewards(
         return _NoRewards()
     functions, table = _functions(config, job, reward_fns, val_reward_fns, validation)
     remote = _remote_table(config, job, validation)
+    requested = [] if remote is None or not remote.scale else [name for name in remote.shown_names if name]
     if names:
-        functions, remote = _choose(functions, remote, names)
+        functions, requested = _choose(functions, requested, names)
     scorers: list[Scorer] = []
     sends_latents = False
     try:
         if functions:
             scorers.append(LocalScorer(functions, table))
-        if remote is not None and remote.scale and any(entry.is_asked for entry in remote.reward_fns):
-            scorers.append(RemoteScorer(remote))
+        if remote is not None and requested:
+            scorers.append(RemoteScorer(remote, requested))
             sends_latents = remote.payload == "latents"
         _check(scorers, validation)
     except BaseException:
@@ -85,19 +86,15 @@ def make_rewards(
 
 
 def _choose(
-    functions: Sequence[LocalReward], remote: RemoteRewardConfig | None, names: Sequence[str]
-) -> tuple[list[LocalReward], RemoteRewardConfig | None]:
-    """Those of the rewards that are named; of a reward of the service all scores that are read of it."""
-    entries = [] if remote is None else [entry for entry in remote.reward_fns if entry.is_asked]
-    known = {one.name for one in functions} | {entry.name for entry in entries}
+    functions: Sequence[LocalReward], requested: Sequence[str], names: Sequence[str]
+) -> tuple[list[LocalReward], list[str]]:
+    """Those of the functions, and of the scores that are ``requested`` of the service, that are named."""
+    known = {one.name for one in functions} | set(requested)
     unknown = [name for name in names if name not in known]
     if unknown:
         allowed = ", ".join(sorted(known)) or "none, as there is none"
         raise UserError(f'rewards: found "{unknown[0]}"; allowed: {allowed}')
-    if remote is not None:
-        chosen = tuple(entry for entry in entries if entry.name in names)
-        remote = remote.model_copy(update={"reward_fns": chosen})
-    return [one for one in functions if one.name in names], remote
+    return [one for one in functions if one.name in names], [name for name in requested if name in names]
 
 
 def _remote_table(config: Config, job: GrpoPolicyConfig, validation: bool) -> RemoteRewardConfig | None:

@@ -6,7 +6,7 @@ A request is one line of JSON and then an array as a ``.npy`` file. An answer ho
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,6 @@ from numpy.typing import NDArray
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
 
-_USUAL_KEYS = {
-    "ocr": "ocr_reward",
-    "gen_eval": "gen_eval_score",
-    "cosmos_reason1": "no_score",
-    "dance_grpo": "overall_reward",
-}
 _TERMS = {("dance_grpo", "overall_reward"): "vq_reward+mq_reward+ta_reward"}
 """Scores that the service has added up."""
 _USUAL_FPS = 16.0
@@ -42,23 +36,17 @@ class Asked:
     """Whether a service may leave it out."""
 
 
-def list_requested_scores(table: RemoteRewardConfig) -> list[Asked | None]:
+def list_requested_scores(table: RemoteRewardConfig, names: Collection[str] = ()) -> list[Asked | None]:
     """Entry by entry of ``table`` which score it reads; None for one that is not asked for.
 
-    An entry is named as its reward, and when several read the same reward, ``reward.score_key``.
+    An entry is named as its reward, and when several read the same reward, ``reward.score_key``. ``names``: of those to
+    ask for; empty: all.
     """
-    wanted = [entry for entry in table.reward_fns if entry.is_asked]
-    asked: list[Asked | None] = []
-    for entry in table.reward_fns:
-        key = entry.score_key or _USUAL_KEYS.get(entry.name, entry.name)
-        several = sum(other.name == entry.name for other in wanted) > 1
-        if not entry.is_asked:
-            asked.append(None)
-        elif several:
-            asked.append(Asked(f"{entry.name}.{key}", entry.name, key))
-        else:
-            asked.append(Asked(entry.name, entry.name, key))
-    return asked
+    entries = zip(table.shown_names, table.reward_fns, strict=True)
+    return [
+        None if shown is None or (names and shown not in names) else Asked(shown, entry.name, entry.read_key)
+        for shown, entry in entries
+    ]
 
 
 def list_terms(asked: Sequence[Asked]) -> list[Asked]:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -43,17 +43,24 @@ Answers = Mapping[str, Mapping[str, Any] | Lost]
 class RemoteScorer:
     """Asks the reward service. `submit` returns at once; arrays are written out and sent in the background."""
 
-    def __init__(self, table: RemoteRewardConfig) -> None:
-        """Raises `UserError`: the environment does not say where the service is."""
+    def __init__(self, table: RemoteRewardConfig, names: Collection[str] = ()) -> None:
+        """
+        Args:
+            names: of the scores to ask for, as metrics show them; empty: all.
+
+        Raises:
+            UserError: the environment does not say where the service is.
+        """
         self._table = table
         self._access = read_service_access()
-        asked = list_requested_scores(table)
+        asked = list_requested_scores(table, names)
         self._asked = [one for one in asked if one is not None]
         self._reward_fn = build_reward_fn(table)
         rewards = []
         for entry, one in zip(table.reward_fns, asked, strict=True):
-            if one is None:
+            if not entry.is_asked:
                 logger.info("reward %s has weight 0 and is not requested", entry.name)
+            if one is None:
                 continue
             origin = f"{entry.name} of the reward service"
             rewards.append(Reward(one.name, entry.weight, entry.lower, entry.upper, origin))

@@ -16,7 +16,8 @@ from cosmos_rl.policy.config import (
     unsupported_settings,
     world_size,
 )
-from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.validation_sets import list_validation_sets, unknown_rewards
 from scripts.write_recipes import render_recipes
 from tests.support.paths import ROOT
 
@@ -123,3 +124,12 @@ def test_the_template_lacks_nothing_but_a_model() -> None:
         load_config(CONFIGS / "cosmos_rl_config.toml")
     [line] = caught.value.problems
     assert line.startswith("policy.model_name_or_path: missing")
+
+
+def test_the_recipe_of_several_rewards_may_be_validated() -> None:
+    """Each of its prompt sets is scored by the rewards that train it."""
+    recipe = "stable-diffusion-3-5/stable-diffusion-3-5-medium-nft-multi-reward.toml"
+    config = load_config(CONFIGS / recipe, ["validation.enable=true"])
+    trained = {one.name: one.rewards for one in online_table(config).dataset.sets}
+    assert {one.label: one.rewards for one in list_validation_sets(config)} == trained
+    assert list(unknown_rewards(config)) == []

@@ -90,14 +90,16 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
         if family in CONDITIONED:
             prompts = image_prompts(tmp_path)
         source = f"--train.train_policy.dataset.local_dir={prompts}"
+        held_out = f"--validation.dataset.local_dir={prompts}"
         if "multi-reward" in recipe:
             own = [f'{{local_dir = "{prompts}", label = "{name}", rewards = ["smooth"]}}' for name in ("a", "b")]
             source = f"--train.train_policy.dataset.sets=[{', '.join(own)}]"
+            held_out = f'--validation.sets=[{{dataset = {{local_dir = "{prompts}"}}}}]'
         run = nft_train(
             CONFIGS / recipe,
             *options,
             source,
-            f"--validation.dataset.local_dir={prompts}",
+            held_out,
             "--train.train_policy.use_remote_reward=false",
             '--train.train_policy.local_reward.reward_fns=[{function = "tests.support.nft_rewards:smooth"}]',
             "--rollout.n_generation=2",

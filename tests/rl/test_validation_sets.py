@@ -13,7 +13,8 @@ from torch import Tensor
 from cosmos_rl.data.items import choose_indices
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, ConfigError, cross_check
+from cosmos_rl.policy.config import Config, ConfigError, cross_check, notes, unsupported_settings
+from cosmos_rl.policy.config.prompt_sets import PromptSetConfig, find_reward_problems
 from cosmos_rl.policy.config.validation_sets import list_validation_sets, unknown_rewards
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.reward import batch_reward
@@ -209,6 +210,86 @@ def test_a_reward_that_there_is_not_is_named_with_those_that_there_are() -> None
         'validation.sets.0.rewards: found "ocr"; allowed: pickscore',
         'validation.sets.1.rewards: found "rightwards"; allowed: pickscore',
     ]
+
+
+JOB = "train.train_policy."
+GEN_EVAL = {"reward_fns": [{"name": "pickscore"}, {"name": "gen_eval"}]}
+TWICE = {"reward_fns": [{"name": "gen_eval", "score_key": "strict"}, {"name": "gen_eval"}, {"name": "pickscore"}]}
+NAMED = {"name": "pickscore", "split": "test"}
+
+
+def objects_problems(remote: TABLE, *sets: TABLE, **changes: Any) -> list[str]:
+    """What is said of gen_eval, in a run whose training prompts are of GenEval."""
+    trained = {JOB + "use_remote_reward": True, JOB + "remote_reward": remote, JOB + "dataset.name": "geneval"}
+    return [line for line in cross_check(with_sets(*sets, **(trained | changes))) if "gen_eval" in line]
+
+
+def test_prompts_without_objects_are_not_validated_with_the_reward_that_needs_them() -> None:
+    [line] = objects_problems(GEN_EVAL, **{"validation.dataset": NAMED})
+    assert line.startswith('validation.dataset.name: found "pickscore"; allowed: "geneval" with the reward "gen_eval"')
+    [line] = objects_problems(GEN_EVAL, {"dataset": NAMED}, {"dataset": NAMED, "name": "b", "rewards": ["pickscore"]})
+    assert line.startswith('validation.sets.0.rewards: unset, so all for "pickscore"; allowed: without "gen_eval"')
+    [line] = objects_problems(
+        TWICE, {"dataset": {"name": "geneval"}}, {"dataset": NAMED, "rewards": ["gen_eval.strict"]}
+    )
+    assert line.startswith("validation.sets.1.rewards: found ['gen_eval.strict'] for \"pickscore\"; allowed: without")
+    own = {"dataset": NAMED, "remote_reward": {"reward_fns": [{"name": "pickscore"}]}}
+    assert objects_problems(GEN_EVAL, own, {"dataset": {"local_dir": "mine.jsonl"}}, {"name": "script"}) == []
+    for without in ({"validation.enable": False}, {JOB + "bypass_reward": True}, {JOB + "use_remote_reward": False}):
+        assert objects_problems(GEN_EVAL, {"dataset": NAMED}, **without) == []
+
+
+def test_scores_with_a_key_need_objects_in_training_too() -> None:
+    sets = [{"name": "pickscore", "rewards": ["gen_eval.strict"]}, {"name": "geneval", "rewards": ["gen_eval.strict"]}]
+    [line] = objects_problems(TWICE, **{JOB + "dataset": {"sets": sets}, "validation.enable": False})
+    assert line.startswith("train.train_policy.dataset.sets.0.rewards: found")
+
+
+def test_sets_name_rewards_as_metrics_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENQUEUE_URL", "FETCH_URL"):
+        monkeypatch.setenv(f"REMOTE_REWARD_{name}", "http://127.0.0.1:9/")
+    table = {"reward_fns": [{"name": "hpsv2", "score_key": key, "weight": w} for key, w in (("a", 1.0), ("b", 0.5))]}
+    remote = {JOB + "use_remote_reward": True, JOB + "remote_reward": table}
+    config = with_sets(FIRST | {"rewards": ["hpsv2"]}, SECOND | {"rewards": ["hpsv2.b"]}, **remote)
+    expected = 'rewards: found "hpsv2"; allowed: hpsv2.a, hpsv2.b'
+    assert list(unknown_rewards(config)) == [f"validation.sets.0.{expected}"]
+    with pytest.raises(UserError, match=expected):
+        make_rewards(config, {}, validation=True, names=["hpsv2"])
+    rewards = make_rewards(config, {"bump": bump}, validation=True, names=["hpsv2.b"])
+    try:
+        assert rewards.weights == {"hpsv2.b": 0.5}
+    finally:
+        rewards.close()
+    sets = [{"name": "ocr", "rewards": [name]} for name in ("hpsv2.a", "hpsv2")]
+    trained = make_rewards(config, {}, validation=False)
+    try:
+        problems = list(find_reward_problems([PromptSetConfig(**one) for one in sets], trained.weights))
+    finally:
+        trained.close()
+    assert [line.partition(" (")[0] for line in problems] == [
+        'train.train_policy.dataset.sets.1.rewards: found "hpsv2"; allowed: rewards of the run'
+    ]
+
+
+def test_keys_of_a_set_that_do_nothing_are_named() -> None:
+    dead = {"name": "ocr", "flip": True, "mix": "steps", "folders": [{"local_dir": "x"}]}
+    config = with_sets(FIRST, {"dataset": dead | {"sets": [{"name": "ocr"}], "revision": "main"}})
+    [line] = [line for line in notes(config) if "no effect" in line]
+    keys = {f"validation.sets.1.dataset.{name}" for name in ("folders", "flip", "sets", "mix")}
+    assert set(line.partition(": ")[2].split(", ")) == keys
+    assert "validation.sets.1.dataset.sets: found 1 of them; allowed only in train.train_policy.dataset" in cross_check(
+        config
+    )
+    assert 'validation.sets.1.dataset.revision = "main"; today only unset' in unsupported_settings(config)
+
+
+def test_rewards_that_sets_name_without_any_reward_are_named() -> None:
+    sets = {JOB + "dataset": {"sets": [{"name": "ocr"}, {"name": "pickscore", "rewards": ["nope"]}]}}
+    config = with_sets({"name": "a"}, FIRST | {"rewards": ["nope"]}, **sets, **{JOB + "bypass_reward": True})
+    [line] = [line for line in notes(config) if "bypass_reward" in line]
+    assert line.endswith(": train.train_policy.dataset.sets.1.rewards, validation.sets.1.rewards")
+    assert list(unknown_rewards(config)) == []
+    assert not [line for line in notes(with_sets(FIRST)) if "bypass_reward" in line]
 
 
 def test_chosen_rewards_of_the_service_are_all_that_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:

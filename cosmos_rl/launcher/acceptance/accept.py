@@ -24,7 +24,6 @@ from cosmos_rl.policy.config.prompt_sets import find_reward_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.config.validation_sets import unknown_rewards
 from cosmos_rl.policy.model.single_file import find_single_file
-from cosmos_rl.reward.protocol import list_requested_scores
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ def find_problems(
             "train.train_policy.local_reward, or start a script that gives reward_fns"
         )
     elif job_kind(config).online and not own_script:
-        yield from find_reward_problems(online_table(config).dataset.sets, list_rewards(config))
+        if not online_table(config).bypass_reward:  # else nothing is asked, and a note says so
+            yield from find_reward_problems(online_table(config).dataset.sets, list_rewards(config))
         yield from unknown_rewards(config)
     if length.steps_per_epoch == 0:
         yield (
@@ -177,6 +177,6 @@ def list_rewards(config: Config) -> dict[str, float]:
     job, found = online_table(config), dict[str, float]()
     local, remote = job.local_reward, job.remote_reward
     if job.use_remote_reward and remote.scale:
-        named = zip(list_requested_scores(remote), remote.reward_fns, strict=True)
-        found = {one.name: remote.scale * entry.weight for one, entry in named if one is not None}
+        named = zip(remote.shown_names, remote.reward_fns, strict=True)
+        found = {name: remote.scale * entry.weight for name, entry in named if name is not None}
     return {**found, **{entry.shown_name: local.scale * entry.weight for entry in local.reward_fns}}

@@ -13,7 +13,7 @@ from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import DpoPolicyConfig, GrpoPolicyConfig
-from cosmos_rl.policy.config.validation_sets import validation_rules
+from cosmos_rl.policy.config.validation_sets import bypass_notes, validation_rules
 
 _PLACES = (
     "output_dir",
@@ -65,7 +65,7 @@ def unsupported_settings(config: Config) -> list[str]:
             f'policy.lora.init_lora_weights = "{lora.init_lora_weights}" changes the base weights, which an exported '
             'adapter cannot carry; use true or "gaussian"'
         )
-    for key in list_keys(config):
+    for key in list_keys(config, in_lists=True):
         matters = config.validation.enable or not key.path.startswith("validation.")
         if key.kind is Support.PLANNED and key.value != key.default and matters:
             today = "unset" if key.default is None else format_value(key.default)
@@ -75,7 +75,7 @@ def unsupported_settings(config: Config) -> list[str]:
 
 def notes(config: Config) -> list[str]:
     """What is worth knowing about `config` but not invalid, one line each."""
-    changed = [key for key in list_keys(config) if key.value != key.default]
+    changed = [key for key in list_keys(config, in_lists=True) if key.value != key.default]
     read = _kinds_read(config)
     lines = []
     idle = [key.path for key in changed if key.kind is Support.NO_EFFECT]
@@ -86,7 +86,7 @@ def notes(config: Config) -> list[str]:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
         lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
-    lines += optimizer_notes(config)
+    lines += [*optimizer_notes(config), *bypass_notes(config)]
     rl = config.train.train_policy
     is_nft = rl.trainer_type == "diffusion_nft"
     if isinstance(rl, GrpoPolicyConfig) and is_nft and rl.advantage_low != -rl.advantage_high:
@@ -110,7 +110,7 @@ def _kinds_read(config: Config) -> set[Support]:
 def _value_rules(config: Config) -> list[str]:
     """What no type of a key holds: places that are none, and numbers that no machine word holds."""
     lines = []
-    for key in list_keys(config):
+    for key in list_keys(config, in_lists=True):
         if isinstance(key.value, int) and abs(key.value) >= 2**63:
             lines.append(f"{key.path}: found {key.value}; allowed: whole numbers below 2^63, as in TOML")
         if not isinstance(key.value, str) or key.path.rpartition(".")[2] not in _PLACES:

@@ -32,15 +32,24 @@ class Key:
         return self.field.get_default(call_default_factory=True)
 
 
-def list_keys(table: BaseModel, prefix: str = "", kind: Support = Support.WORKS) -> Iterator[Key]:
-    """Every key of a filled table that is not a table itself."""
+def list_keys(
+    table: BaseModel, prefix: str = "", kind: Support = Support.WORKS, *, in_lists: bool = False
+) -> Iterator[Key]:
+    """Every key of a filled table that is not a table itself.
+
+    ``in_lists``: those of the tables in lists that work here too, as ``list.0.key``, after the list.
+    """
     for name, field in type(table).model_fields.items():
         value, own = getattr(table, name), read_support(field.metadata, kind)
         if isinstance(value, BaseModel):
             branches = dict(list_branches(field.annotation, own))
-            yield from list_keys(value, f"{prefix}{name}.", branches[type(value)])
-        else:
-            yield Key(prefix + name, field, own, value)
+            yield from list_keys(value, f"{prefix}{name}.", branches[type(value)], in_lists=in_lists)
+            continue
+        yield Key(prefix + name, field, own, value)
+        if in_lists and own is Support.WORKS and isinstance(value, tuple):
+            for number, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from list_keys(item, f"{prefix}{name}.{number}.", own, in_lists=True)
 
 
 def with_values(table: T, change: Callable[[str, object], object], prefix: str = "") -> T:

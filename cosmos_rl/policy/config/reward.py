@@ -1,5 +1,6 @@
 """The reward tables: what scores generated samples, and how several scores become one number."""
 
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat
@@ -9,6 +10,12 @@ from cosmos_rl.policy.config.base import Description, PositiveFloat, PositiveInt
 _CLIP = 5.0
 _WIDE_CLIPS = {"hpsv3": 15.0}
 """Rewards of the service whose usual scores (hpsv3: -5 ... 13) the ordinary clip would cut."""
+_USUAL_KEYS = {
+    "ocr": "ocr_reward",
+    "gen_eval": "gen_eval_score",
+    "cosmos_reason1": "no_score",
+    "dance_grpo": "overall_reward",
+}
 
 
 class RewardFnConfig(Table):
@@ -32,6 +39,11 @@ class RewardFnConfig(Table):
     def is_asked(self) -> bool:
         """Whether it is requested."""
         return self.weight != 0 or self.measured
+
+    @property
+    def read_key(self) -> str:
+        """`score_key` or what it means unset."""
+        return self.score_key or _USUAL_KEYS.get(self.name, self.name)
 
     @property
     def lower(self) -> float:
@@ -74,6 +86,14 @@ class RemoteRewardConfig(Table):
         RewardFnConfig(name="dance_grpo", score_key="overall_reward"),
     )
     """The rewards that are added up."""
+
+    @property
+    def shown_names(self) -> list[str | None]:
+        """Entry by entry its name in metrics: `name`, where several of one name are requested `name.score_key`; None:
+        it is not requested."""
+        asked = Counter(entry.name for entry in self.reward_fns if entry.is_asked)
+        named = ((e, f"{e.name}.{e.read_key}" if asked[e.name] > 1 else e.name) for e in self.reward_fns)
+        return [name if entry.is_asked else None for entry, name in named]
 
 
 def _with_place(name: str) -> str:

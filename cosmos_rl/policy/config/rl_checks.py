@@ -1,7 +1,7 @@
 """Rules between keys of reinforcement learning on diffusers pipelines."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.plan import (
@@ -21,6 +21,7 @@ from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
+from cosmos_rl.policy.config.validation_sets import list_validation_sets, requested_table
 
 _NOISELESS = ("dpm1", "dpm2", "euler")
 
@@ -45,6 +46,7 @@ def rl_rules(config: Config) -> list[str]:
         *_pairs(job),
         *_guard(config, job),
         *_rewards(config, job),
+        *_gen_eval(config, job),
     ]
 
 
@@ -212,9 +214,11 @@ def _batches(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 
 def _prompt_sets(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
-    key, dataset, tested = "train.train_policy.dataset", job.dataset, config.validation.dataset.sets
-    if tested:
-        yield f"validation.dataset.sets: found {len(tested)} of them; allowed only in {key}"
+    key, dataset, tested = "train.train_policy.dataset", job.dataset, {"validation": config.validation.dataset}
+    tested |= {f"validation.sets.{number}": one.dataset for number, one in enumerate(config.validation.sets)}
+    for table, held_out in tested.items():
+        if held_out.sets:
+            yield f"{table}.dataset.sets: found {len(held_out.sets)} of them; allowed only in {key}"
     if not dataset.sets:
         if dataset.mix != "prompts":
             yield f'{key}.mix: found "{dataset.mix}"; allowed with {key}.sets only, which it divides'
@@ -351,25 +355,52 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
     rewards = [reward.name for reward in remote.reward_fns if reward.is_asked]
-    of_geneval = job.dataset.name.startswith("geneval") or job.dataset.local_dir or job.dataset.sets
-    if job.use_remote_reward and "gen_eval" in rewards and not of_geneval:
-        yield (
-            f'train.train_policy.dataset.name: found "{job.dataset.name}"; allowed: "geneval" with the reward '
-            '"gen_eval", which needs its objects and tags, or your own file with them as local_dir'
-        )
-    for number, one in enumerate(job.dataset.sets):
-        scored = job.use_remote_reward and "gen_eval" in (one.rewards or rewards)
-        if scored and one.name and not one.name.startswith("geneval"):
-            found = f"found {list(one.rewards)}" if one.rewards else "unset, so all"
-            yield (
-                f'train.train_policy.dataset.sets.{number}.rewards: {found} for "{one.name}"; allowed: without '
-                '"gen_eval", which needs the objects and tags of "geneval" or of your own file as local_dir'
-            )
     asked = set(rewards) if job.use_remote_reward else set()
     if both := sorted(asked & {reward.shown_name for reward in local.reward_fns}):
         yield (
             f'train.train_policy.local_reward.reward_fns: found the name "{both[0]}", which remote_reward also has; '
             "allowed: another name"
+        )
+
+
+def _gen_eval(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    """Where this reward scores prompts of a named set, they must have its objects and tags."""
+    key, dataset, remote = "train.train_policy.dataset", job.dataset, job.remote_reward
+    if job.use_remote_reward and not dataset.sets and not dataset.local_dir and _asks_gen_eval((), remote):
+        yield from _gen_eval_name(key, dataset.name)
+    for number, one in enumerate(dataset.sets if job.use_remote_reward else ()):
+        if one.name and _asks_gen_eval(one.rewards, remote):
+            yield from _gen_eval_rewards(f"{key}.sets.{number}", one.name, one.rewards)
+    for tested in list_validation_sets(config) if not job.bypass_reward else ():
+        table, dataset = requested_table(tested.config), tested.config.validation.dataset
+        if table is None or dataset.local_dir or not dataset.name or not _asks_gen_eval(tested.rewards, table):
+            continue
+        if tested.label:
+            yield from _gen_eval_rewards(tested.key, dataset.name, tested.rewards)
+        else:
+            yield from _gen_eval_name(f"{tested.key}.dataset", dataset.name)
+
+
+def _asks_gen_eval(named: Sequence[str], table: RemoteRewardConfig) -> bool:
+    """Whether a set with these rewards, or without any all of the ``table``, has it, or a score of it by its key."""
+    names = named or [name for name in table.shown_names if name]
+    return any(name.partition(".")[0] == "gen_eval" for name in names)
+
+
+def _gen_eval_name(key: str, name: str) -> Iterator[str]:
+    if not name.startswith("geneval"):
+        yield (
+            f'{key}.name: found "{name}"; allowed: "geneval" with the reward "gen_eval", which needs its objects and '
+            "tags, or your own file with them as local_dir"
+        )
+
+
+def _gen_eval_rewards(key: str, name: str, rewards: Sequence[str]) -> Iterator[str]:
+    if not name.startswith("geneval"):
+        found = f"found {list(rewards)}" if rewards else "unset, so all"
+        yield (
+            f'{key}.rewards: {found} for "{name}"; allowed: without "gen_eval", which needs the objects and tags of '
+            '"geneval" or of your own file as local_dir'
         )
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import job_kind, online_table
+from cosmos_rl.policy.config.reward import RemoteRewardConfig
 from cosmos_rl.policy.config.schema import Config
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 from cosmos_rl.policy.config.validation import ValidationSetConfig
 
 _TAKEN = ("reward", "rewards")
@@ -126,6 +128,23 @@ def _set_rules(config: Config, one: ValidationSetConfig, number: int, labels: Co
         )
 
 
+def bypass_notes(config: Config) -> Iterator[str]:
+    """The rewards that sets name although the run asks for none."""
+    job = config.train.train_policy
+    if not isinstance(job, GrpoPolicyConfig) or not job.bypass_reward:
+        return
+    tables = {"train.train_policy.dataset": job.dataset.sets, "validation": config.validation.sets}
+    named = [f"{key}.sets.{i}.rewards" for key, sets in tables.items() for i, one in enumerate(sets) if one.rewards]
+    if named:
+        yield f"They act only without train.train_policy.bypass_reward = true, which asks nobody: {', '.join(named)}"
+
+
+def requested_table(config: Config) -> RemoteRewardConfig | None:
+    """What validation asks of the reward service; None: nothing."""
+    job = online_table(config)
+    return config.validation.remote_reward or (job.remote_reward if job.use_remote_reward else None)
+
+
 def unknown_rewards(config: Config) -> Iterator[str]:
     """Names of rewards in the sets of a job without functions of a script that the configuration does not have."""
     job = online_table(config)
@@ -135,8 +154,8 @@ def unknown_rewards(config: Config) -> Iterator[str]:
         validation = one.config.validation
         local = (validation.local_reward or job.local_reward).reward_fns
         known = {entry.shown_name for entry in local}
-        remote = validation.remote_reward or (job.remote_reward if job.use_remote_reward else None)
-        known |= {entry.name for entry in remote.reward_fns if entry.is_asked} if remote is not None else set()
+        remote = requested_table(one.config)
+        known |= {name for name in remote.shown_names if name} if remote is not None and remote.scale else set()
         allowed = ", ".join(sorted(known)) or "none, as there is none"
         yield from (
             f'{one.key}.rewards: found "{name}"; allowed: {allowed}' for name in one.rewards if name not in known

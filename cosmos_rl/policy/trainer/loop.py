@@ -379,7 +379,7 @@ class TrainLoop:
         metrics = {**report.metrics, **self._report_broken_images(done, report.images)}
         if report.objective is not None:
             self._last_objective = (done, report.objective)
-        self._notify("post_validation_hook", {**about, "val_avg_loss": report.metrics.get("val/loss_mean")})
+        self._notify("post_validation_hook", {**about, "val_avg_loss": report.loss})
         return {**metrics, "time/validation": time.perf_counter() - began}
 
     def _report_broken_images(self, done: int, images: Sequence[Shown]) -> dict[str, float]:

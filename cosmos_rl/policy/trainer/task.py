@@ -53,14 +53,17 @@ class ValidationReport:
     """From the same prompts and noise at every validation; on all ranks as ``StepReport.gallery``."""
     objective: float | None = None
     """What the best checkpoint has the lowest of."""
+    loss: float | None = None
+    """Of held-out pairs; None: they are prompts."""
 
 
 def merge_reports(found: Sequence[ValidationReport | None]) -> ValidationReport:
-    """Those of several validation sets as one, whose objective is that of the first; None: a set was not due."""
+    """Those of several validation sets as one, with objective and loss of the first; None: a set was not due."""
     made = [report for report in found if report is not None]
     metrics = {key: value for report in made for key, value in report.metrics.items()}
-    objective = found[0].objective if found and found[0] is not None else None
-    return ValidationReport(metrics, [image for report in made for image in report.images], objective)
+    first = (found[0] if found else None) or ValidationReport()
+    images = [image for report in made for image in report.images]
+    return ValidationReport(metrics, images, first.objective, first.loss)
 
 
 Notify = Callable[[str, dict[str, Any]], None]

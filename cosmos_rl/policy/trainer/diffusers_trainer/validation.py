@@ -112,7 +112,8 @@ class Validator:
         metrics = {**self.held_out_metrics(notify), "val/skipped": len(self._skipped.reasons)}
         prompts = self._held_out_prompts()
         images = self._images([PromptRecord(prompt) for prompt in prompts], self._own_frames(prompts))
-        return ValidationReport(self.chosen.rename(metrics), images, objective=metrics["val/loss_mean"])
+        loss = metrics["val/loss_mean"]
+        return ValidationReport(self.chosen.rename(metrics), images, objective=loss, loss=loss)
 
     def held_out_metrics(self, notify: Notify) -> dict[str, float]:
         """Mean loss and terms of the held-out samples; the same sigmas and noise at every call."""

@@ -268,7 +268,11 @@ def test_a_resume_with_another_teacher_of_a_set_is_refused_and_a_moved_one_is_no
             compare(tmp_path, saved, now)
     with pytest.raises(UserError, match="prompt set up"):
         compare(tmp_path, as_file, settings(f"{right}/adapter_model.safetensors", up, ""))
-    assert settings("", "", "").keys() == settings(right, "", "", common=right).keys()  # there is one for all prompts
+    common = settings("", "", "", common=right)
+    assert settings(right, "", "", common=right) == common  # there is one for all prompts
+    for now in (settings("", "", ""), settings("", "", "", common=up)):
+        with pytest.raises(UserError, match="saved with the teacher of all prompts"):
+            compare(tmp_path, common, now)
 
 
 def test_a_run_does_not_continue_with_a_replaced_teacher(tmp_path: Path) -> None:

@@ -337,7 +337,8 @@ class GrpoPolicyConfig(TrainPolicyConfig):
     """When a sample has no reward: "neutral" leaves it out of its group's statistics and trains with weight 0 on it,
     "drop_group" trains on no sample of its prompt, "raise" ends the run."""
     max_missing_frac: Fraction = 0.2
-    """A larger share of samples without a reward in a step, or among those of one prompt set, ends the run."""
+    """A larger share of samples without a reward in a step ends the run, and below 1 so does a prompt set whose samples
+    have none at all."""
     bypass_reward: StrictBool = False
     """All rewards are 0, to try things; nothing is asked or called."""
     kl_beta: NonNegativeFloat = 0.0

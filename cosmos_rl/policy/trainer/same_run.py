@@ -84,16 +84,18 @@ def collect_fixed_settings(config: Config, context: Context, task: Mapping[str, 
 
 
 def _digest_teachers(config: Config, context: Context) -> dict[str, str | None]:
-    """Of each prompt set the teacher, where sets have their own; None: its files are not here."""
+    """The teacher of all prompts, or where sets have their own that of each; None: its files are not here."""
     job = online_table(config)
-    places = {one.shown_name: one.teacher or job.teacher for one in job.dataset.sets if number_teachers(job)}
+    places = {"all prompts": job.teacher}
+    if number_teachers(job):
+        places = {f"prompt set {one.shown_name}": one.teacher or job.teacher for one in job.dataset.sets}
     digests = "{}"
     if context.is_main:
         digests = json.dumps(
             {label: policy_digest(place) if place else "the model at the start" for label, place in places.items()}
         )
     found = json.loads(context.broadcast_from_main(digests))
-    return {f"the teacher of prompt set {label} (digest of its files)": digest for label, digest in found.items()}
+    return {f"the teacher of {label} (digest of its files)": digest for label, digest in found.items()}
 
 
 def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:

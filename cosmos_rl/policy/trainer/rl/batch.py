@@ -220,14 +220,16 @@ def _check_missing_of_sets(
     tables: Sequence[RewardTable],
     job: GrpoPolicyConfig,
 ) -> None:
-    """A set without scores may be too small a part of a step for the bound on the whole step."""
+    """A set without any score may be too small a part of a step for the bound on the whole step.
+
+    A share is no bound here: of few samples one that is lost is a large one.
+    """
     for number, rows in sets.split([sample.prompt_set for sample in samples]) if sets.labels else ():
-        missing = int(reward_N[rows].isnan().sum())
-        if missing / len(rows) > job.max_missing_frac:
+        if job.max_missing_frac < 1 and bool(reward_N[rows].isnan().all()):
             first = "\n  ".join(explain_missing(own, tables, number)[:5]) or "these samples are on another rank"
             raise UserError(
-                f"{missing} of {len(rows)} rewards of prompt set {sets.labels[number]} in this step are missing "
-                f"(train.train_policy.max_missing_frac = {job.max_missing_frac:g} allows fewer):\n  {first}"
+                f"all {len(rows)} rewards of prompt set {sets.labels[number]} in this step are missing "
+                f"(only train.train_policy.max_missing_frac = 1 allows that):\n  {first}"
             )
 
 

@@ -188,7 +188,7 @@ def adapters_from_original(
         used.add(key)
         down, up = found[key]
         parts, sizes = [up] * len(places), [rows[layer] for layer, _ in places]
-        if len(places) > 1 and sum(sizes) == len(up):  # else of another model, which its shape tells
+        if len(places) > 1 and sum(sizes) == len(up):  # else of another model, as its shape shows
             parts = up.split(sizes)
         for (layer, place), part in zip(places, parts, strict=True):
             pairs[layer] = (key, (down, _swap_halves(part) if place.halves_swapped else part))

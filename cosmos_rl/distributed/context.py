@@ -33,6 +33,8 @@ class Context:
     """Ranks that share the same data; neighbours."""
     dp_group: dist.ProcessGroup | None = None
     """One rank of each data-parallel index, in their order; None: all ranks."""
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks of this rank's data-parallel index, in their order; None: it is the only one."""
 
     @property
     def is_main(self) -> bool:
@@ -158,4 +160,5 @@ def _context(device: torch.device, replicas: int, cp_size: int) -> Context:
         return Context(device, rank, world, mesh["dp_replicate", "dp_shard"])
     data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
     mesh["dp_shard", "cp"]._flatten("shards")  # weights are sharded over context-parallel peers as well
-    return Context(device, rank, world, mesh["dp_replicate", "shards"], cp_size, data.get_group())
+    groups = data.get_group(), mesh["cp"].get_group()
+    return Context(device, rank, world, mesh["dp_replicate", "shards"], cp_size, *groups)

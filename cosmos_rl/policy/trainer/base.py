@@ -63,8 +63,9 @@ class TaskBase(abc.ABC):
             loss: the mean over these rows, the same on all ranks.
             expects_gradient: a gradient that is 0 everywhere is an error.
         """
-        # sharded gradients are averaged over the ranks; what is wanted is their sum over the weight of the whole step
-        scale = self._context.dp_size / max(weight, 1e-12)
+        # sharded gradients are averaged over all ranks; what is wanted is their sum over the weight of the whole step
+        # (context-parallel peers have the gradients of different tokens of the same rows)
+        scale = self._context.world_size / max(weight, 1e-12)
         if self._gradients is not None:
             return self._record_gradient(step, scale)
         result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=expects_gradient)

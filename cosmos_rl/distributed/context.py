@@ -4,8 +4,9 @@ import contextlib
 import datetime
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cosmos_rl.errors import UserError
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Context:
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def is_first_peer(self) -> bool:
+        """True on one rank of each share of the data: that which asks for what its peers must not ask for again."""
+        return self.rank % self.cp_size == 0
 
     @property
     def dp_rank(self) -> int:
@@ -87,6 +94,16 @@ class Context:
         shared = [text]
         dist.broadcast_object_list(shared, src=0)
         return shared[0]
+
+    def share_with_peers(self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on the first of the context-parallel peers, which alone calls it, on all of them."""
+        if self.cp_group is None:
+            return make()
+        shared = [make() if self.is_first_peer else None]
+        dist.broadcast_object_list(shared, group=self.cp_group, group_src=0)
+        (value,) = shared
+        assert value is not None
+        return value
 
     def barrier(self) -> None:
         """Wait for all ranks."""

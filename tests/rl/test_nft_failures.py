@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from cosmos_rl.checkpoint import layout
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.launcher.ranks.worker_process import supervise
 from cosmos_rl.policy.config.jobs import DIFFUSION_NFT, JOBS
@@ -73,7 +74,7 @@ def test_scores_that_never_come_are_not_waited_for(tmp_path: Path, tiny_sd3: Pat
     job = scoring._job
     hasty = job.model_copy(update={"remote_reward": job.remote_reward.model_copy(update={"timeout_s": -29.9})})
     with pytest.raises(TrainingStoppedError, match=r"the rewards smooth of 0 samples have not arrived after 0.2 s"):
-        Scoring(scoring.rewards, scoring._model, hasty, chunk=0).wait(Future())
+        Scoring(scoring.rewards, scoring._model, hasty, 0, Context(torch.device("cpu"))).wait(Future())
 
 
 class Infinite(DiffusionNft):

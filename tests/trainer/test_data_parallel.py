@@ -1,20 +1,30 @@
 """How samples are split over optimiser steps and ranks, and what is reduced over ranks."""
 
+import functools
 import itertools
 import math
+import pickle
 import threading
 from collections.abc import Callable
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, DiffusersConfig
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
+from cosmos_rl.policy.trainer.peers import compare_peers
+from cosmos_rl.policy.trainer.rl.scoring import Scoring
+from cosmos_rl.rollout.sampler import Rollouts, Sample
+from tests.support.scored import config, make
+from tests.support.toy_models import PlaneModel
 
 
 @pytest.mark.parametrize(
@@ -63,6 +73,18 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
     def all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         (group or world.group).allgather([parts], [tensor]).wait()
 
+    def broadcast_object_list(objects: list[object], group: dist.ProcessGroup, group_src: int) -> None:
+        options, sent = dist.BroadcastOptions(), pickle.dumps(objects)
+        options.rootRank = group_src
+        length = torch.tensor(len(sent))
+        group.broadcast([length], options).wait()
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if group.rank() == group_src:
+            data = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        group.broadcast([data], options).wait()
+        objects[:] = pickle.loads(data.numpy().tobytes())
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast_object_list)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_gather", all_gather)
 
@@ -73,7 +95,9 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
             world.group = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, ranks)
             peers = dist.PrefixStore(f"cp {rank % cp_size}", store)
             data = dist.ProcessGroupGloo(peers, rank // cp_size, ranks // cp_size) if cp_size > 1 else None
-            context = Context(torch.device("cpu"), rank, ranks, cp_size=cp_size, dp_group=data)
+            neighbours = dist.PrefixStore(f"dp {rank // cp_size}", store)
+            shared = dist.ProcessGroupGloo(neighbours, rank % cp_size, cp_size) if cp_size > 1 else None
+            context = Context(torch.device("cpu"), rank, ranks, cp_size=cp_size, dp_group=data, cp_group=shared)
             results[rank] = function(context)
 
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(ranks)]
@@ -120,3 +144,53 @@ def test_samples_are_split_by_the_index_of_the_data() -> None:
     assert splits[2] == splits[3]
     assert splits[0].indices + splits[2].indices == (0, 1, 2, 3, 4, 0)
     assert splits[0].weights + splits[2].weights == (1.0,) * 5 + (0.0,)
+
+
+def test_peers_share_the_scores_of_one_request(run_ranks: Callable[..., list[object]]) -> None:
+    """The reward is another one at every call, as a judge that draws may be."""
+    calls: list[tuple[str, float]] = []
+    lock = threading.Lock()
+
+    def moody(to_be_evaluated: torch.Tensor, prompt: str, **_: object) -> float | None:
+        with lock:
+            calls.append((prompt, float(len(calls))))
+            return None if prompt == "a1" else calls[-1][1]
+
+    def function(context: Context) -> object:
+        names = [f"{'ab'[context.dp_rank]}{k}" for k in range(3)]
+        samples = tuple(Sample(k, k, name, {}) for k, name in enumerate(names))
+        rewards = make({"moody": moody})
+        media = torch.zeros(3, 4, 4, 3, dtype=torch.uint8)
+        rollouts = Rollouts(samples, torch.zeros(3, 1, 2, 2), media, torch.ones(3, dtype=torch.bool))
+        scoring = Scoring(rewards, PlaneModel(), online_table(config()), 3, context)
+        table = scoring.wait(scoring.submit(rollouts))
+        rewards.close()
+        return names, table.total_N.tolist(), table.scores["moody"].tolist(), dict(table.reasons)
+
+    found = run_ranks(function, ranks=4, cp_size=2)
+    assert sorted(name for name, _ in calls) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    for names, totals, scores, reasons in found:  # type: ignore[misc]
+        numbers = dict(calls)
+        expected = [math.nan if name == "a1" else numbers[name] for name in names]
+        np.testing.assert_array_equal(totals, expected)
+        np.testing.assert_array_equal(scores, expected)
+        assert list(reasons) == ([1] if names[0] == "a0" else [])
+
+
+def test_peers_that_do_not_have_the_same_samples_are_named_on_all_ranks(
+    run_ranks: Callable[..., list[object]],
+) -> None:
+    def function(context: Context, *, other: dict[int, torch.Tensor]) -> str:
+        value = torch.arange(6.0).reshape(2, 3) + context.dp_rank
+        try:
+            compare_peers("their noise", other.get(context.rank, value), context)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    rounding = {1: torch.arange(6.0).reshape(2, 3) * (1 + 1e-6)}
+    assert run_ranks(functools.partial(function, other=rounding), ranks=4, cp_size=2) == [""] * 4
+    for wrong in (torch.zeros(2, 3), torch.zeros(2, 4)):
+        found = run_ranks(functools.partial(function, other={3: wrong}), ranks=4, cp_size=2)
+        assert all("ranks 2 and 3 share the samples of one data-parallel rank" in str(text) for text in found)
+        assert all("(policy.parallelism.cp_size = 2), but their noise differ by" in str(text) for text in found)

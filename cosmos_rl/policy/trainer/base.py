@@ -15,6 +15,7 @@ from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, build_optimizer
+from cosmos_rl.policy.trainer.peers import compare_peers
 from cosmos_rl.policy.trainer.task import StepReport
 
 Gradients = dict[str, Tensor]
@@ -49,6 +50,7 @@ class TaskBase(abc.ABC):
         self._export = export
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
         self._gradients: list[Gradients] | None = None
+        self._peers_compared = False
 
     @abc.abstractmethod
     def train_step(self, step: int) -> StepReport:
@@ -75,6 +77,12 @@ class TaskBase(abc.ABC):
                     self.ema.update(self._optimizer_steps)
             self._optimizer_steps += 1
         return result
+
+    def compare_peers(self, what: str, *values: Tensor) -> None:
+        """Once in a process: see `peers.compare_peers`; several tensors have one shape."""
+        if not self._peers_compared:
+            compare_peers(what, torch.stack(values), self._context)
+        self._peers_compared = True
 
     def compute_gradients(self, step: int) -> tuple[list[Gradients], StepReport]:
         """The gradient of each optimiser step of a training step, none of which is applied, and the step's report."""

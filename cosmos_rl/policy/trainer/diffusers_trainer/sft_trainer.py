@@ -107,6 +107,7 @@ class SFTTrainer(TaskBase):
         job, totals, count = self._config.train.train_policy, Totals(self.terms), len(batch.items)
         ids, size = [p.sample_id for p in batch.positions], job.mini_batch
         whole = self.prepare("train", step, ids, batch.items, job.caption_dropout)
+        self.compare_peers("the noise and latents of their samples", whole.noise, whole.clean)
         for first in range(0, count, size):
             count_parts(first, count)
             self.model.set_gradient_sync(first + size >= count)

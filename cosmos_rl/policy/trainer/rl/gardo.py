@@ -72,9 +72,10 @@ class NearestSample:
 
     def measure(self, own_media: Tensor, samples: Sequence[Sample], context: Context) -> Tensor | None:
         """float64 ``[N]`` of the samples of all ranks; None where it does not count."""
-        if self._features is None:
+        features = self._features
+        if features is None:
             return None
-        feature_ND = context.gather_rows(self._features(own_media))
+        feature_ND = context.gather_rows(context.share_with_peers(lambda: features(own_media)))
         return measure_nearest(feature_ND, torch.tensor([sample.group for sample in samples]))
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class OnlineTask(TaskBase):
         self._data_loss = parts.data_loss
         self.plan = plan_online(config)
         sets = SetRewards.of_config(job, parts.rewards)
-        self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk, sets)
+        self._scoring = Scoring(parts.rewards, parts.model, job, self.plan.chunk, context, sets)
         self._sized = SizedPrompts(config, parts.prompts, self.plan.items)
         super().__init__(config, context, parts.model.trainable_parameters(), self._sized.stream, parts.export)
         self.policies = parts.model.policies(**choose_policies(job, keep_old=self.plan.keeps_old))
@@ -170,7 +170,7 @@ class OnlineTask(TaskBase):
         return StepReport(metrics, refusal, gallery=gallery)
 
     @memory_phase("sampling")
-    def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable]"]]:
+    def _roll_out(self, step: int, conditions: StepConditions) -> tuple[Rollouts, list["Future[RewardTable] | None"]]:
         """This rank's samples; each chunk is being scored while the next one is sampled."""
         local, parts, futures = self.plan.samples, [], []
         media: Tensor | None = None
@@ -188,7 +188,9 @@ class OnlineTask(TaskBase):
                 parts.append(made)
                 futures.append(self._scoring.submit(made))
         assert media is not None
-        return concat_rollouts(parts, media), futures
+        made = concat_rollouts(parts, media)
+        self.compare_peers("the latents of their samples", made.latents)
+        return made, futures
 
     def _score(self, step: int, own: Rollouts, tables: Sequence[RewardTable], nearest_N: Tensor | None) -> ScoredBatch:
         """The rewards of all ranks and their advantages."""

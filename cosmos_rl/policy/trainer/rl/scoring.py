@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import TrainingStoppedError
 from cosmos_rl.policy.config import GrpoPolicyConfig
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
@@ -15,38 +16,52 @@ from cosmos_rl.utils.logging import logger
 
 
 class Scoring:
-    """The rewards of a task, asked for the samples of its model."""
+    """The rewards of a task, asked for the samples of its model, once for all context-parallel peers."""
 
     def __init__(
-        self, rewards: Rewards, model: FlowModel, job: GrpoPolicyConfig, chunk: int, sets: SetRewards | None = None
+        self,
+        rewards: Rewards,
+        model: FlowModel,
+        job: GrpoPolicyConfig,
+        chunk: int,
+        context: Context,
+        sets: SetRewards | None = None,
     ) -> None:
         """``chunk``: samples in one request. ``sets``: what scores the samples of which set; None: all score all."""
         self.rewards, self.sets = rewards, sets or SetRewards()
-        self._model, self._job, self._chunk = model, job, chunk
+        self._model, self._job, self._chunk, self._context = model, job, chunk, context
 
-    def submit(self, rollouts: Rollouts) -> "Future[RewardTable]":
-        """Begin to score one chunk."""
+    def submit(self, rollouts: Rollouts) -> "Future[RewardTable] | None":
+        """Begin to score one chunk; None on a rank whose peer does so."""
+        if not self._context.is_first_peer:
+            return None
         latents = None
         if self.rewards.sends_latents:
             latents = self._model.reward_latents(rollouts.latents)
         numbers = [sample.prompt_set for sample in rollouts.samples]
         return self.sets.submit(self.rewards, build_scoring_request(rollouts, latents), numbers)
 
-    def wait(self, future: "Future[RewardTable]") -> RewardTable:
-        """The scores of one chunk. The rewards keep deadlines of their own; this one is for when they do not.
+    def wait(self, pending: "Future[RewardTable] | None") -> RewardTable:
+        """The scores of one chunk, the same on all peers, who must all call it.
+
+        The rewards keep deadlines of their own; this one is for when they do not.
 
         Raises:
             TrainingStoppedError: nothing has arrived in the sum of the times that the configuration allows.
         """
+        return self._context.share_with_peers(lambda: self._wait(pending))
+
+    def _wait(self, pending: "Future[RewardTable] | None") -> RewardTable:
+        assert pending is not None
         job, names = self._job, self.rewards.names
         calls = self._chunk * max(len(names), 1)
         seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
-        if not wait([future], seconds).done:
+        if not wait([pending], seconds).done:
             raise TrainingStoppedError(
                 f"the rewards {', '.join(names)} of {self._chunk} samples have not arrived after {seconds:g} s (the "
                 "sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
             )
-        return future.result()
+        return pending.result()
 
     def settings(self) -> dict[str, list[Any]]:
         """Weight and origin of each reward: what scores before and after a resume depend on."""

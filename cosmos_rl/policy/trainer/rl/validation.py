@@ -68,7 +68,7 @@ class Validation:
         weights = {name: weight for name, weight in trained.rewards.weights.items() if trained.sets.is_used(name)}
         for one in sets:
             # without the prompt sets of training, whose rewards are not those of validation
-            scoring = Scoring(one.rewards or trained.rewards, model, job, chunk)
+            scoring = Scoring(one.rewards or trained.rewards, model, job, chunk, context)
             self._own += [scoring.rewards] if scoring.rewards is not trained.rewards else []
             self._validators.append(Validator(context, model, one, scoring, weights))
 

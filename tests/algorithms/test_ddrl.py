@@ -78,6 +78,18 @@ def test_the_two_exponentials_have_the_same_expected_gradient() -> None:
     assert float(gradients[0].norm()) > 1e-3
 
 
+def test_of_the_two_exponentials_the_centred_one_has_less_variance() -> None:
+    """Of the score times the value of a draw, in closed form; draws of one reward alone teach nothing."""
+    log_p, score, spread = LOG_BASE, torch.eye(len(GRID), dtype=torch.float64) - LOG_BASE.exp(), []
+    for transform in ("exp_reward", "centred_exp_reward"):
+        of_draw = transform_advantages(REWARD - (LOG_BASE.exp() * REWARD).sum(), transform)[:, None] * score
+        mean = (log_p.exp()[:, None] * of_draw).sum(0)
+        spread.append(float((log_p.exp()[:, None] * (of_draw - mean) ** 2).sum()))
+        equal = transform_advantages(torch.zeros(4, dtype=torch.float64), transform)
+        assert equal.any() == (transform == "exp_reward")
+    assert spread[1] < 0.75 * spread[0]
+
+
 def test_the_transform_is_monotone_and_the_centred_one_leaves_the_mean_alone() -> None:
     advantage = torch.tensor([-2.0, -0.5, 0.0, 1.0, torch.nan], dtype=torch.float64)
     plain, centred = (transform_advantages(advantage, name) for name in ("exp_reward", "centred_exp_reward"))

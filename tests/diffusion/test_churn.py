@@ -14,16 +14,19 @@ from cosmos_rl.diffusion.kernels import cps, euler, read_sigmas, step_with_log_p
 from cosmos_rl.diffusion.sampling import Sampled, hold_given, run_sampling
 
 TEN = [200, 115.3, 63.38, 32.95, 16.01, 7.162, 2.885, 1.0145, 0.2968, 0.0668, 0.01]
+TWENTY = [200, 152.7, 115.3, 86.02, 63.38, 46.05, 32.95, 23.19, 16.01, 10.83, 7.162, 4.614, 2.885, 1.745, 1.0145]
+TWENTY += [0.5637, 0.2968, 0.1465, 0.0668, 0.02755, 0.01]
 
 
 def exploding(sigmas: Tensor) -> np.ndarray:
     return (sigmas / (1 - sigmas)).numpy()
 
 
-def test_the_grid_of_ten_intervals_is_the_published_one() -> None:
+def test_the_grids_of_ten_and_twenty_intervals_are_the_published_ones() -> None:
     sigmas = karras_sigmas(11)
     assert sigmas[-1] == 0.0
     np.testing.assert_allclose(exploding(sigmas[:-1]), TEN, rtol=6e-4)
+    np.testing.assert_allclose(exploding(karras_sigmas(21)[:-1]), TWENTY, rtol=6e-4)
     torch.testing.assert_close(karras_sigmas(21)[:-1][::2], sigmas[:-1], rtol=1e-12, atol=0)
 
 

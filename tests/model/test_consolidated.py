@@ -150,6 +150,43 @@ def test_what_is_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["x.pt"]
 
 
+def test_a_whole_checkpoint_of_random_weights_is_a_model_and_the_same_checkpoint_again(tmp_path: Path) -> None:
+    """Of eleven blocks, so that a number of two digits is among them."""
+    generator = torch.Generator().manual_seed(0)
+    model = CosmosTransformer3DModel(
+        in_channels=5,  # with the mask of given frames; the padding mask is added by the model
+        out_channels=4,
+        num_attention_heads=1,
+        attention_head_dim=12,
+        num_layers=11,
+        mlp_ratio=2.0,
+        text_embed_dim=8,
+        adaln_lora_dim=4,
+        extra_pos_embed_type=None,
+        use_crossattn_projection=True,
+        crossattn_proj_in_channels=16,
+        encoder_hidden_states_channels=8,
+    )
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    inside = {name: ours for name, ours in NAMES.items() if name.startswith("blocks.1.")}
+    older = {name: ours for name, ours in NAMES.items() if name not in inside}
+    for block in range(11):
+        older |= {
+            name.replace("blocks.1.", f"blocks.{block}."): ours.replace("blocks.1.", f"blocks.{block}.")
+            for name, ours in inside.items()
+        }
+    file = {f"net.{name}": torch.randn(shapes[ours], generator=generator) for name, ours in older.items()}
+    torch.save({"model": file}, tmp_path / "older.pt")
+    found = read_consolidated(tmp_path / "older.pt", shapes)
+    loaded = model.load_state_dict(found, strict=True)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    assert all(torch.equal(found[ours], file[f"net.{name}"]) for name, ours in older.items())
+    write_consolidated(tmp_path / "again.pt", model.state_dict())
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again.keys() == file.keys()
+    assert all(torch.equal(again[name], value) for name, value in file.items())
+
+
 def test_command_lines_that_cannot_work_end_before_torch_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

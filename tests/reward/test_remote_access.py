@@ -62,6 +62,10 @@ def test_every_combination_of_the_three_names(
     assert ("differ; " in printed) == (len(present) > 1)
     assert all(f"{names[present[0]]} counts" in line for line in printed.splitlines() if "differ" in line)
     assert "s3cret" not in printed
+    if present:
+        access_found = read_service_access()
+        assert access_found.enqueue_url == f"http://{present[0]}:s3cret@host"
+        assert access_found.names["ENQUEUE_URL"] == names[present[0]]
 
 
 def test_secrets_are_in_no_text(

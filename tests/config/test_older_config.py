@@ -11,13 +11,14 @@ import tomli_w
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, ConfigError, load_config, translate_file, unsupported_settings, world_size
-from cosmos_rl.policy.config.keys import dotted_keys
+from cosmos_rl.policy.config.keys import describe_allowed, dotted_keys, find_field
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.problems import validate
 from cosmos_rl.policy.config.wfm import RewardConfig, RLConfig
 from cosmos_rl.policy.config.wfm.notes import Translation
-from cosmos_rl.policy.config.wfm.run import OlderConfig
+from cosmos_rl.policy.config.wfm.rules import EXPECTED, FOR_ALL, FOR_RL, IGNORED
+from cosmos_rl.policy.config.wfm.schema import older_config
 from cosmos_rl.policy.config.wfm.translate import translate
 from tests.support.paths import ROOT
 
@@ -39,7 +40,7 @@ LOCAL = {"type": "local", "video_dataloader": VIDEO}
 
 def translated(**tables: Any) -> Translation:
     tree = {"model": {}, "job": JOB, "dataloader_train": LOCAL, **tables}
-    config, problems = validate(OlderConfig, tree)
+    config, problems = validate(older_config(), tree)
     assert problems == []
     assert config is not None
     return translate(config, tree)
@@ -225,6 +226,45 @@ def test_values_that_cannot_be_translated_are_named(tables: dict[str, Any], key:
         translate_file(write(tmp_path, {"model": {}, "job": JOB, **tables}))
 
 
+@pytest.mark.parametrize(
+    ("key", "allowed", "default"),
+    [
+        ("model.fsdp_shard_size", "a whole number > 0", 8),
+        ("model.loss_scale", "a number > 0", 10.0),
+        ("model.context_parallel_size", "a whole number > 0", None),
+        ("model.scaling", 'one of "rectified_flow", "edm"', "rectified_flow"),
+        ("checkpoint.type", 'one of "distributed", "None"', None),
+        ("optimizer.betas", "a list of 2 values: a number, a number", [0.9, 0.99]),
+        ("scheduler.f_max", "a list of values, each a number > 0", [1.0]),
+        ("checkpoint.keys_not_to_resume", "a list of values, each text", []),
+        ("trainer.callbacks", "a list of tables", ()),
+        ("trainer.callbacks.args", "a table", {}),
+        ("trainer.grad_scaler_args", "a table of values, each true or false", {}),
+        ("dataloader_val.image_dataloader.dataloader.dataset.len_t5", "a whole number", None),
+        ("dataloader_train.video_dataloader.dataloader.num_workers", "a whole number", 0),
+        ("model_parallel.timers", "a value", None),
+        ("job.wandb_mode", 'one of "online", "offline", "disabled"', "online"),
+    ],
+)
+def test_what_a_key_may_hold_is_read_from_its_default(key: str, allowed: str, default: object) -> None:
+    field = find_field(older_config(), key.split("."))
+    assert field is not None
+    assert (describe_allowed(field.annotation, field.metadata), field.default) == (allowed, default)
+
+
+def test_rules_and_reasons_are_about_keys_of_the_older_form() -> None:
+    known = set(dotted_keys(older_config()))
+    reasons = " ".join([*EXPECTED.values(), *IGNORED.values()]).split()
+    items = ("trainer.callbacks.", "model.conditioner.")  # by their names
+    named = [key for key in reasons if not key.startswith(items)]
+    assert {*named, *(rule.old for rule in (*FOR_ALL, *FOR_RL))} <= known
+
+
+def test_a_list_of_tables_in_a_key_without_effect_is_named() -> None:
+    translation = translated(model_parallel={"timers": [{"a": 1}]})
+    assert "ignored (it had no effect): model_parallel.timers" in translation.describe()
+
+
 def test_lenient_leaves_out_unknown_keys_and_nothing_else(tmp_path: Path) -> None:
     path = write(tmp_path, {"model": {"rl": {"num_rollouts": 4, "sample_steps": 6}, "resolution": "720"}, "job": JOB})
     assert value(translate_file(path, lenient=True), "policy.diffusers.sample.num_steps") == 7
@@ -243,12 +283,12 @@ def test_keys_of_published_recipes_that_had_no_effect_are_known() -> None:
 def test_every_key_of_the_schema_is_explained(rl: dict[str, Any]) -> None:
     callbacks = ("grad_clip", "low_prec", "iter_speed", "every_n_sample_reg", "wandb", "wandb_10x", "manual_gc")
     tree: dict[str, Any] = {"model": {"rl": rl}, "job": JOB, "dataloader_train": LOCAL}
-    config = OlderConfig.model_validate(tree)
+    config = older_config().model_validate(tree)
     full = config.model_dump()
     full["trainer"]["callbacks"] = [{"name": name} for name in callbacks]
     names = ("fps", "padding_mask", "text", "use_video_condition")
     full["model"]["conditioner"] = [{"name": name} for name in names]
-    translation = translate(OlderConfig.model_validate(full), full)
+    translation = translate(older_config().model_validate(full), full)
     noted = {note.old: note.text for note in translation.notes}
     assert translation.given <= noted.keys()
     assert [key for key, text in noted.items() if text == "of no use here"] == []

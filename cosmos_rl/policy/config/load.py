@@ -16,7 +16,7 @@ from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
 from cosmos_rl.policy.config.problems import ConfigError, Problem, drop_unknown, format_value, validate
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.wfm.notes import Translation
-from cosmos_rl.policy.config.wfm.run import OlderConfig
+from cosmos_rl.policy.config.wfm.schema import older_config
 from cosmos_rl.policy.config.wfm.translate import translate
 from cosmos_rl.utils.logging import logger
 
@@ -73,8 +73,8 @@ def translate_file(path: str | Path, *, lenient: bool = False) -> Translation:
     """
     tree, unknown = read_toml(path), list[str]()
     if lenient:
-        tree, unknown = drop_unknown(OlderConfig, tree)
-    config, problems = validate(OlderConfig, tree)
+        tree, unknown = drop_unknown(older_config(), tree)
+    config, problems = validate(older_config(), tree)
     if problems or config is None:
         raise _config_error(problems, path, [])
     return translate(config, tree, unknown, output_root=os.environ.get("COSMOS_OUTPUT_DIR") or "./outputs")

@@ -1,4 +1,4 @@
-"""Which key of the older configuration is which of the present one, and which have no counterpart."""
+"""Which keys of the older configuration are which of the present one, and which have no counterpart."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ class Rule(NamedTuple):
 
     old: str
     new: str
-    change: Callable[[Any], object] | None = None
+    change: Callable[[Any], object] = lambda value: value
     text: str = ""
 
 
@@ -55,31 +55,22 @@ FOR_RL = (
     Rule(f"{REMOTE}.reward_clip_max", f"{JOB}.remote_reward.reward_clip_max"),
 )
 
-_NOISE = "all steps but the last two have noise, without a factor"
-_GRID = "sampling has the pipeline's own levels, Karras from 200 to 0.01"
-_STATE = "a checkpoint of the older trainer cannot be read"
-_S3 = "checkpoints and logs are in train.output_dir; S3 is not supported yet"
-_SERVICE = "ask the reward service for it in train.train_policy.remote_reward.reward_fns"
-EXPECTED: Mapping[str, tuple[object, str]] = {
-    f"{RL}.s_noise": (1.0, _NOISE),
-    f"{RL}.s_t_min": (0.0, _NOISE),
-    f"{RL}.s_t_max": (float("inf"), _NOISE),
-    f"{RL}.reward_config.aesthetic.enabled": (False, _SERVICE),
-    f"{RL}.reward_config.image_reward.enabled": (False, _SERVICE),
-    "model.sde.sigma_max": (200.0, _GRID),
-    "model.sde.sigma_min": (0.01, _GRID),
-    "model.scaling": ("rectified_flow", "the pipeline's model is a flow"),
-    "model.loss_reduce": ("mean", "losses are means over the elements"),
-    "model.use_torch_compile": (False, "the transformer is not compiled"),
-    "trainer.run_validation": (False, "set [validation]"),
-    "trainer.distributed_parallelism": ("fsdp", "for replicas alone set policy.parallelism.dp_shard_size = 1"),
-    "trainer.use_s3": (False, _S3),
-    "checkpoint.save_to_object_store.enabled": (False, _S3),
-    "checkpoint.load_from_object_store.enabled": (False, _STATE),
-    "checkpoint.load_training_state": (False, _STATE),
-    "checkpoint.only_load_scheduler_state": (False, _STATE),
+EXPECTED: Mapping[str, str] = {
+    "all steps but the last two have noise, without a factor": f"{RL}.s_noise {RL}.s_t_min {RL}.s_t_max",
+    "ask the reward service for it in train.train_policy.remote_reward.reward_fns": "model.rl.reward_config.aesthetic."
+    "enabled model.rl.reward_config.image_reward.enabled",
+    "sampling has the pipeline's own levels, Karras from 200 to 0.01": "model.sde.sigma_max model.sde.sigma_min",
+    "the pipeline's model is a flow": "model.scaling",
+    "losses are means over the elements": "model.loss_reduce",
+    "the transformer is not compiled": "model.use_torch_compile",
+    "set [validation]": "trainer.run_validation",
+    "for replicas alone set policy.parallelism.dp_shard_size = 1": "trainer.distributed_parallelism",
+    "checkpoints and logs are in train.output_dir; S3 is not supported yet": "trainer.use_s3 "
+    "checkpoint.save_to_object_store.enabled",
+    "a checkpoint of the older trainer cannot be read": "checkpoint.load_from_object_store.enabled "
+    "checkpoint.load_training_state checkpoint.only_load_scheduler_state",
 }
-"""Values that mean what happens here anyway; the effect of any other is lost, for the reason."""
+"""Keys whose default is what happens here anyway; the effect of any other value is lost, for the reason."""
 
 IGNORED: Mapping[str, str] = {
     "the pipeline has its own": "model.net model.tokenizer model.text_encoder_class model.text_encoder_config "

@@ -6,21 +6,23 @@ from functools import reduce
 from typing import Any
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config.base import Table
 from cosmos_rl.policy.config.problems import format_value
-from cosmos_rl.policy.config.wfm.data import DataEntryConfig
+from cosmos_rl.policy.config.wfm import RLConfig
 from cosmos_rl.policy.config.wfm.notes import Note, Translation
 from cosmos_rl.policy.config.wfm.rules import EXPECTED, FOR_ALL, FOR_RL, IGNORED, JOB, RANKS, REMOTE, RL, SAMPLE, Rule
-from cosmos_rl.policy.config.wfm.run import OlderConfig
 
 _PUBLISHED = {(2048, 28, 16): "nvidia/Cosmos-Predict2.5-2B", (5120, 36, 40): "nvidia/Cosmos-Predict2.5-14B"}
 """Channels, blocks and heads of the transformer -> repository on the hub."""
 _REVISION = "diffusers/base/post-trained"
 _SIZES = {"480": [432, 768], "480p": [480, 832], "720": [704, 1280], "720p": [720, 1280]}
 """`model.resolution` -> height and width of videos of 16:9."""
+_ENTRIES = ("video_dataloader", "image_dataloader")
+_SMALLEST = {"job": {"name": ""}, "dataloader_train": {"video_dataloader": {}}}
 
 
 def translate(
-    config: OlderConfig, tree: Mapping[str, Any], unknown: Sequence[str] = (), *, output_root: str = "./outputs"
+    config: Table, tree: Mapping[str, Any], unknown: Sequence[str] = (), *, output_root: str = "./outputs"
 ) -> Translation:
     """The present form of an older configuration.
 
@@ -40,9 +42,10 @@ def translate(
     _choose_run(draft, output_root)
     _choose_logging(draft)
     _choose_data(draft)
-    if config.model.rl.enabled:
+    if draft.rl.enabled:
         draft.apply(FOR_RL)
         _choose_steps(draft)
+        _choose_frames(draft, RL)
         _choose_loss(draft)
         _choose_rewards(draft)
     else:
@@ -54,47 +57,55 @@ def translate(
 
 
 class _Draft:
-    """The tables so far, with a note for each key that they came from."""
+    """The tables so far, with a note for each key that they came from.
 
-    def __init__(self, config: OlderConfig) -> None:
-        self.config = config
+    A key of the older form is a dotted name, with the `name` of an item of a list of tables. `entry` stands for the
+    data that is read (videos, or images where no videos are), `loader` for the table of its batch size.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.defaults = config, type(config).model_validate(_SMALLEST)
         self.tables: dict[str, Any] = {}
         self.notes: list[Note] = []
+        data = config.dataloader_train
+        entries = [key for key in _ENTRIES if getattr(data, key) is not None and getattr(data, key).ratio > 0]
+        if not entries:
+            entries, none = ["video_dataloader"], self.defaults.dataloader_train.video_dataloader
+            data = data.model_copy(update={"video_dataloader": none})
+            self.config = config.model_copy(update={"dataloader_train": data})
+        self.places = {"entry": f"dataloader_train.{entries[0]}", "loader": f"dataloader_train.{entries[0]}"}
+        if self.read("entry.dataloader") is not None:
+            self.places["loader"] += ".dataloader"
 
     def put(self, new: str, value: object, *old: str, text: str = "") -> None:
         """Set a key of the present form, because of keys of the older one."""
         *path, leaf = new.split(".")
         table: dict[str, Any] = reduce(lambda table, name: table.setdefault(name, {}), path, self.tables)
         table[leaf] = value
-        self.notes += [Note(key, new, text, value) for key in old]
+        self.notes += [Note(self.full(key), new, text, value) for key in old]
 
     def apply(self, rules: Iterable[Rule]) -> None:
         """Set what depends on one key alone."""
         for rule in rules:
-            value = self.value(rule.old)
-            if rule.change is not None:
-                value = rule.change(value)
-            self.put(rule.new, value, rule.old, text=rule.text)
+            self.put(rule.new, rule.change(self.read(rule.old)), rule.old, text=rule.text)
 
     def lose(self, old: str, text: str) -> None:
         """Note an effect that has no counterpart."""
-        self.notes.append(Note(old, text=text, lost=True))
+        self.notes.append(Note(self.full(old), text=text, lost=True))
 
-    def value(self, old: str) -> Any:
-        """Of a key of the older form."""
-        return reduce(getattr, old.split("."), self.config)
+    def read(self, key: str) -> Any:
+        """The value of a key of the older form."""
+        return reduce(_descend, self.full(key).split("."), self.config)
+
+    def full(self, key: str) -> str:
+        """The dotted name with the place of the data."""
+        first, dot, rest = key.partition(".")
+        return self.places.get(first, first) + dot + rest
 
     @property
-    def entry(self) -> DataEntryConfig:
-        """The data that is read."""
-        return self.config.dataloader_train.entry or DataEntryConfig()
-
-    @property
-    def entry_key(self) -> str:
-        """Where that stands."""
-        if self.entry is self.config.dataloader_train.image_dataloader:
-            return "dataloader_train.image_dataloader"
-        return "dataloader_train.video_dataloader"
+    def rl(self) -> RLConfig:
+        """`[model.rl]`."""
+        return self.config.model.rl
 
     @property
     def data_ranks(self) -> int:
@@ -103,16 +114,21 @@ class _Draft:
         return model.fsdp_shard_size * model.dp_replicate_size * max(self.config.model_parallel.data_parallel_size, 1)
 
 
+def _descend(table: Any, name: str) -> Any:
+    if isinstance(table, tuple):
+        return next((item for item in table if item.name == name), None)
+    return getattr(table, name)
+
+
 def _choose_model(draft: _Draft) -> None:
-    net, checkpoint = draft.config.model.net, draft.config.checkpoint
     draft.put("policy.is_diffusers", True)
     draft.put("policy.diffusers.is_video", True)
-    draft.put("policy.diffusers.dtype", draft.config.model.precision)
+    draft.put("policy.diffusers.dtype", draft.read("model.precision"))
     draft.put("policy.diffusers.max_prompt_length", 512)
-    name = _PUBLISHED.get((net.model_channels, net.num_blocks, net.num_heads))
     old = ["model.net.model_channels", "model.net.num_blocks", "model.net.num_heads"]
-    if checkpoint.model_id or _is_repository(checkpoint.load_path):
-        name, old = checkpoint.load_path, ["checkpoint.load_path"]
+    name, start = _PUBLISHED.get(tuple(map(draft.read, old))), draft.read("checkpoint.load_path")
+    if draft.read("checkpoint.model_id") or _is_repository(start):
+        name, old = start, ["checkpoint.load_path"]
     if name is None:
         draft.lose(old[0], "no published model has this size; set policy.model_name_or_path")
         return
@@ -120,7 +136,7 @@ def _choose_model(draft: _Draft) -> None:
     if name in _PUBLISHED.values():
         draft.put("policy.model_revision", _REVISION)
     for key in ("checkpoint.model_id", "checkpoint.load_path"):
-        file = draft.value(key) or ""
+        file = draft.read(key) or ""
         if file.endswith(".pt"):
             make = f"`cosmos-rl import {file.rpartition('/')[2]} --base {name} --revision {_REVISION} --out DIR`"
             draft.lose(key, f"starts from {_REVISION}; {make} makes a folder of it for policy.model_name_or_path")
@@ -136,55 +152,60 @@ def _choose_ranks(draft: _Draft) -> None:
     model, key = draft.config.model, "model_parallel.context_parallel_size"
     if model.context_parallel_size is not None:
         key = "model.context_parallel_size"
-    draft.put(f"{RANKS}.cp_size", draft.value(key), key)
+    draft.put(f"{RANKS}.cp_size", draft.read(key), key)
     replicas = draft.data_ranks // model.fsdp_shard_size
     draft.put(f"{RANKS}.dp_replicate_size", replicas, "model.dp_replicate_size", "model_parallel.data_parallel_size")
 
 
 def _choose_size(draft: _Draft) -> None:
     """Height, width and frames."""
-    model, entry = draft.config.model, draft.entry
+    model, own_size, own_frames = draft.config.model, draft.read("entry.video_size"), draft.read("entry.num_frames")
     size, key, text = _SIZES.get(model.resolution), "model.resolution", "of videos of 16:9"
-    if entry.video_size is not None:
-        size, key, text = list(entry.video_size), f"{draft.entry_key}.video_size", "read as [height, width]"
+    if own_size is not None:
+        size, key, text = list(own_size), "entry.video_size", "read as [height, width]"
     if size is None:
         draft.lose(key, "set policy.diffusers.inference_size")
     else:
         draft.put("policy.diffusers.inference_size", size, key, text=text)
     frames, key = (model.state_t - 1) * 4 + 1, "model.state_t"
-    if not model.resize_online and entry.num_frames is not None:
-        frames, key = entry.num_frames, f"{draft.entry_key}.num_frames"
+    if not model.resize_online and own_frames is not None:
+        frames, key = own_frames, "entry.num_frames"
     draft.put("policy.diffusers.train_frames", frames, key)
     draft.put("policy.diffusers.inference_frames", frames, key)
 
 
 def _choose_optimizer(draft: _Draft) -> None:
     """The factor of the loss acts only through the clip of gradients and epsilon."""
-    config, schedule = draft.config, draft.config.scheduler
-    scale, peak = config.model.loss_scale, schedule.f_max[0]
-    draft.put("train.optm_lr", config.optimizer.lr * peak, "optimizer.lr", "scheduler.f_max")
-    draft.put("train.epsilon", config.optimizer.eps / scale, "optimizer.eps", "model.loss_scale")
-    clip, norm = config.trainer.callback_args("grad_clip"), 0.0
+    config, schedule, clip = draft.config, draft.config.scheduler, draft.read("trainer.callbacks.grad_clip")
+    scale, peak, norm = config.model.loss_scale, schedule.f_max[0], 0.0
     if clip is not None:
         norm = _read_number(clip, "clip_norm", 1.0) / scale
+    draft.put("train.optm_lr", config.optimizer.lr * peak, "optimizer.lr", "scheduler.f_max")
+    draft.put("train.epsilon", config.optimizer.eps / scale, "optimizer.eps", "model.loss_scale")
     draft.put("train.optm_grad_norm_clip", norm, "trainer.callbacks.grad_clip", "model.loss_scale")
     draft.put("train.optm_warmup_steps", schedule.warm_up_steps[0], "scheduler.warm_up_steps")
     draft.put("train.optm_warmup_start_factor", min(schedule.f_start[0] / peak, 1.0), "scheduler.f_start")
+
+
+def _read_number(callback: Any, name: str, default: float) -> float:
+    """An argument of a callback."""
+    value = callback.args.get(name, default)
+    if isinstance(value, int | float):
+        return value
+    raise UserError(f"trainer.callbacks: {name}: found {format_value(value)}; allowed: a number")
 
 
 def _choose_decay(draft: _Draft) -> None:
     """Where the first cycle is at the end of the run."""
     schedule, steps = draft.config.scheduler, draft.config.trainer.max_iter
     keys = ("scheduler.scheduler_type", "scheduler.f_min", "scheduler.cycle_lengths")
-    warm_up, cycle = schedule.warm_up_steps[0], schedule.cycle_lengths[0]
+    warm_up, cycle, peak = schedule.warm_up_steps[0], schedule.cycle_lengths[0], schedule.f_max[0]
     if cycle < steps:
         draft.lose("scheduler.cycle_lengths", "the learning rate falls once, over the whole run")
-    share, least = min(max(steps - warm_up, 0) / max(cycle - warm_up, 1), 1.0), schedule.f_min[0] / schedule.f_max[0]
+    kind, share = "linear", min(max(steps - warm_up, 0) / max(cycle - warm_up, 1), 1.0)
     if "cos" in schedule.scheduler_type:
         kind, share = "cosine", (1.0 - math.cos(math.pi * share)) / 2.0
-    else:
-        kind = "linear"
-    lowest = 1.0 + (least - 1.0) * share
+    lowest = 1.0 + (schedule.f_min[0] / peak - 1.0) * share
     if lowest == 1.0:
         draft.put("train.optm_decay_type", "none", *keys, text="constant after the warm-up")
         return
@@ -193,75 +214,68 @@ def _choose_decay(draft: _Draft) -> None:
 
 
 def _choose_run(draft: _Draft, root: str) -> None:
-    job, trainer = draft.config.job, draft.config.trainer
-    keys = ("job.project", "job.group", "job.name")
-    draft.put("train.output_dir", "/".join([root.rstrip("/"), job.project, job.group, job.name]), *keys)
-    draft.put("train.epoch", trainer.max_iter)  # the data is repeated until train.max_num_steps
+    names, start = ("job.project", "job.group", "job.name"), draft.read("job.timestamp")
+    draft.put("train.output_dir", "/".join([root.rstrip("/"), *map(draft.read, names)]), *names)
+    draft.put("train.epoch", draft.read("trainer.max_iter"))  # the data is repeated until train.max_num_steps
     draft.put("train.ckpt.max_keep", -1)
     draft.put("train.ckpt.export_safetensors", False)
-    if job.timestamp:
-        draft.put("train.timestamp", job.timestamp, "job.timestamp")
+    if start:
+        draft.put("train.timestamp", start, "job.timestamp")
         draft.put("train.resume", True, "job.timestamp", text="a run of a fixed name was continued by itself")
 
 
 def _choose_logging(draft: _Draft) -> None:
-    trainer, places = draft.config.trainer, ["console"]
-    if trainer.callback_args("wandb") is not None and draft.config.job.wandb_mode != "disabled":
+    places = ["console"]
+    if draft.read("trainer.callbacks.wandb") is not None and draft.read("job.wandb_mode") != "disabled":
         places.append("wandb")
     draft.put("logging.logger", places, "trainer.callbacks.wandb", "job.wandb_mode")
-    for name in ("every_n_sample_reg", "every_n_sample_ema"):
-        arguments, key = trainer.callback_args(name), f"trainer.callbacks.{name}"
-        if arguments is None:
+    for key in ("trainer.callbacks.every_n_sample_reg", "trainer.callbacks.every_n_sample_ema"):
+        callback = draft.read(key)
+        if callback is None:
             continue
-        every, steps = _read_number(arguments, "every_n", 100), _read_number(arguments, "num_sampling_step", 35)
+        every, steps = _read_number(callback, "every_n", 100), _read_number(callback, "num_sampling_step", 35)
         draft.put("logging.multi_modal_log_interval", int(every), key)
         draft.put(f"{SAMPLE}.eval_num_steps", int(steps) + 1, key)
-        if arguments.get("guidance"):
+        if callback.args.get("guidance"):
             draft.lose(key, "validation has the guidance of the rollouts")
 
 
-def _read_number(arguments: Mapping[str, object], name: str, default: float) -> float:
-    value = arguments.get(name, default)
-    if isinstance(value, int | float):
-        return value
-    raise UserError(f"trainer.callbacks: {name}: found {format_value(value)}; allowed: a number")
-
-
 def _choose_data(draft: _Draft) -> None:
-    data, entry, key = draft.config.dataloader_train, draft.entry, draft.entry_key
-    if data.is_mock:
-        draft.put(f"{JOB}.dataset.name", "mock", f"{key}.dataloader.dataset.len_t5")
-    elif data.type == "web":
+    web, loader = draft.read("entry.dataloader"), draft.read("loader")
+    if web is not None and web.dataset.len_t5 is not None:
+        draft.put(f"{JOB}.dataset.name", "mock", "entry.dataloader.dataset.len_t5")
+    elif draft.read("dataloader_train.type") == "web":
         draft.lose("dataloader_train.type", "WebDataset is not supported yet; set train.train_policy.dataset.local_dir")
     else:
-        draft.put(f"{JOB}.dataset.local_dir", entry.dataset_dir, f"{key}.dataset_dir")
-    if entry is data.image_dataloader:
-        draft.lose("dataloader_train.image_dataloader.ratio", "only videos are trained on")
-    if entry.offline_text_embedding:
+        draft.put(f"{JOB}.dataset.local_dir", draft.read("entry.dataset_dir"), "entry.dataset_dir")
+    if draft.full("entry").endswith("image_dataloader"):
+        draft.lose("entry.ratio", "only videos are trained on")
+    if draft.read("entry.offline_text_embedding"):
         text = "the pipeline's encoders encode each caption once"
-        draft.put(f"{JOB}.cache.text", True, f"{key}.offline_text_embedding", text=text)
-    loader = f"{key}.dataloader" if entry.dataloader is not None else key
-    draft.put(f"{JOB}.mini_batch", entry.loader.batch_size, f"{loader}.batch_size")
+        draft.put(f"{JOB}.cache.text", True, "entry.offline_text_embedding", text=text)
+    draft.put(f"{JOB}.mini_batch", loader.batch_size, "loader.batch_size")
+
+
+def _choose_frames(draft: _Draft, table: str) -> None:
+    """How many frames are given."""
+    keys = (f"{table}.min_num_conditional_frames", f"{table}.max_num_conditional_frames")
+    draft.put("policy.diffusers.conditional_frames", [draft.read(key) for key in keys], *keys)
 
 
 def _choose_steps(draft: _Draft) -> None:
-    """Which steps are trained: in order, without those that have no noise; and which frames are given."""
-    rl = draft.config.model.rl
+    """Which steps are trained: in order, without those that have no noise."""
+    rl, text = draft.rl, ""
     steps = sorted({index for index in rl.train_on if index >= 0})
     kept = [index for index in steps if index < rl.sample_steps - 1] + [-1] * rl.train_on.count(-1)
-    text = ""
     if dropped := sorted(set(steps) - set(kept)):
         text = f"without {dropped}, which have no noise"
     draft.put(f"{JOB}.steps.choose", "list")
     draft.put(f"{JOB}.steps.indices", kept, f"{RL}.train_on", text=text)
     draft.put(f"{SAMPLE}.deterministic_sampling", False)
-    frames = [rl.min_num_conditional_frames, rl.max_num_conditional_frames]
-    keys = (f"{RL}.min_num_conditional_frames", f"{RL}.max_num_conditional_frames")
-    draft.put("policy.diffusers.conditional_frames", frames, *keys)
 
 
 def _choose_loss(draft: _Draft) -> None:
-    rl, trainer = draft.config.model.rl, "flow_grpo"
+    rl, trainer = draft.rl, "flow_grpo"
     if rl.data_beta > 0 and rl.kl_beta == 0:
         trainer = "ddrl"
     draft.put("mode", "colocated")
@@ -274,27 +288,28 @@ def _choose_loss(draft: _Draft) -> None:
     if not rl.on_policy:
         draft.put("policy.diffusers.weight_copy_decay_type", 1, f"{RL}.on_policy")
         draft.lose(f"{RL}.on_policy", "samples come from a policy that follows the trained one, not from the reference")
-    if rl.guidance > 0 and draft.config.model.text_dropout <= 1e-4:
+    if rl.guidance > 0 and _text_dropout(draft) <= 1e-4:
         draft.lose(f"{RL}.guidance", "it acts here; without dropout of the text it did not in the older trainer")
     if rl.update_ref_every_iter > 0 and rl.kl_beta > 0:
         draft.put(f"{JOB}.reference_reset_interval", rl.update_ref_every_iter, f"{RL}.update_ref_every_iter")
+    batch = draft.data_ranks * draft.read("loader.batch_size")
     if rl.data_beta > 0:
-        _choose_data_term(draft)
-    total = draft.data_ranks * draft.entry.loader.batch_size * draft.config.trainer.grad_accum_iter
+        _choose_data_term(draft, batch)
+    total = batch * draft.read("trainer.grad_accum_iter")
     text = f"samples over all ranks, of {total / rl.num_rollout:g} prompts"
     draft.put("train.train_batch_per_replica", total, "trainer.grad_accum_iter", text=text)
 
 
-def _choose_data_term(draft: _Draft) -> None:
-    rl, batch = draft.config.model.rl, draft.data_ranks * draft.entry.loader.batch_size
-    levels = {True: "trained_steps", False: "training"}[rl.use_rl_sigma_and_noise]
+def _choose_data_term(draft: _Draft, batch: int) -> None:
+    rl, levels = draft.rl, {True: "trained_steps", False: "training"}
     draft.put(f"{JOB}.data_term.batch_size", batch, f"{RL}.data_beta", text="over all ranks")
-    draft.put(f"{JOB}.data_term.levels", levels, f"{RL}.use_rl_sigma_and_noise", text="with noise of its own")
+    key = f"{RL}.use_rl_sigma_and_noise"
+    draft.put(f"{JOB}.data_term.levels", levels[rl.use_rl_sigma_and_noise], key, text="with noise of its own")
     draft.put(f"{JOB}.data_term.per_step", not rl.data_on_first_only, f"{RL}.data_on_first_only")
     if rl.data_on_first_only:
         text = "the older loss was a mean over the trained steps, with this in one of them"
         draft.put(f"{JOB}.data_term.beta", rl.data_beta / len(rl.train_on), f"{RL}.data_on_first_only", text=text)
-    draft.put(f"{JOB}.data_term.local_dir", draft.entry.dataset_dir, f"{draft.entry_key}.dataset_dir")
+    draft.put(f"{JOB}.data_term.local_dir", draft.read("entry.dataset_dir"), "entry.dataset_dir")
     _choose_levels(draft)
 
 
@@ -306,11 +321,16 @@ def _choose_levels(draft: _Draft) -> None:
     draft.put("policy.diffusers.weighting_scheme", "logit_normal")
     draft.put("policy.diffusers.logit_mean", mean, "model.sde.p_mean", "model.adjust_video_noise")
     draft.put("policy.diffusers.logit_std", model.sde.p_std, "model.sde.p_std")
-    draft.put(f"{JOB}.caption_dropout", model.text_dropout, "model.conditioner.text")
+    draft.put(f"{JOB}.caption_dropout", _text_dropout(draft), "model.conditioner.text")
+
+
+def _text_dropout(draft: _Draft) -> float:
+    """Share of samples that are trained without their text."""
+    return getattr(draft.read("model.conditioner.text"), "dropout_rate", 0.0)
 
 
 def _choose_rewards(draft: _Draft) -> None:
-    rewards = draft.config.model.rl.reward_config
+    rewards = draft.rl.reward_config
     remote, fake = rewards.remote_reward, f"{RL}.reward_config.fake_reward.enabled"
     clips = {"clip_min": remote.reward_clip_min, "clip_max": remote.reward_clip_max}
     functions = [{"name": remote.reward_fn, "weight": 1.0, "score_key": remote.score_key, **clips}]
@@ -325,30 +345,26 @@ def _choose_rewards(draft: _Draft) -> None:
 
 
 def _choose_fine_tuning(draft: _Draft) -> None:
-    model, entry = draft.config.model, draft.entry
     draft.put(f"{JOB}.type", "sft", f"{RL}.enabled")
-    frames = [model.min_num_conditional_frames, model.max_num_conditional_frames]
-    keys = ("model.min_num_conditional_frames", "model.max_num_conditional_frames")
-    draft.put("policy.diffusers.conditional_frames", frames, *keys)
-    batch = entry.loader.batch_size * draft.config.trainer.grad_accum_iter
+    _choose_frames(draft, "model")
+    batch = draft.read("loader.batch_size") * draft.read("trainer.grad_accum_iter")
     draft.put("train.train_batch_per_replica", batch, "trainer.grad_accum_iter", text="samples of a rank")
-    workers = f"{draft.entry_key}.num_workers"
-    draft.put(f"{JOB}.dataloader_num_workers", entry.loader.num_workers, workers)
+    draft.put(f"{JOB}.dataloader_num_workers", draft.read("loader.num_workers"), "entry.num_workers")
     _choose_levels(draft)
 
 
 def _explain_rest(draft: _Draft, given: frozenset[str]) -> None:
     """Notes for keys of the file that nothing was made of."""
-    for key, (value, reason) in EXPECTED.items():
-        if draft.value(key) != value:
-            draft.lose(key, reason)
+    for reason, keys in EXPECTED.items():
+        for key in keys.split():
+            if draft.read(key) != reduce(getattr, key.split("."), draft.defaults):
+                draft.lose(key, reason)
     known = {note.old for note in draft.notes}
-    for key in sorted(given - known):
-        draft.notes.append(Note(key, text=_explain_unread(key, rl=draft.config.model.rl.enabled)))
+    draft.notes += [Note(key, text=_explain_unread(key, rl=draft.rl.enabled)) for key in sorted(given - known)]
 
 
 def _explain_unread(key: str, *, rl: bool) -> str:
-    if key in EXPECTED:
+    if any(key in keys.split() for keys in EXPECTED.values()):
         return "as here"
     if key.startswith(f"{RL}.") and not rl:
         return "read only in reinforcement learning"
@@ -363,7 +379,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        elif isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value) and value:
             yield from (f"{prefix}{key}.{item['name']}" for item in value)
         else:
             yield f"{prefix}{key}"

@@ -31,6 +31,8 @@ class Sharding:
     """Dtype in which gradients are reduced."""
     reshard: str = "default"
     """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (not in the root)."""
+    cp_group: dist.ProcessGroup | None = None
+    """Context-parallel peers, over which tokens are split; None: they are not."""
 
     def apply(
         self,

@@ -25,6 +25,7 @@ from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.checkpointing import checkpoint_blocks
+from cosmos_rl.policy.model.context_parallel import split_over_peers
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.loading import build_empty, list_denoisers, read_pipeline
 from cosmos_rl.policy.model.freezing import apply_patterns
@@ -306,6 +307,8 @@ class PipelineModel(FlowModel):
             elif self._packed_form is not None:
                 quantise_base(module, self._packed_form, self.device)
                 self._placement.bring(module)
+            if sharding is not None and sharding.cp_group is not None:
+                split_over_peers(module, sharding.cp_group)
         if self.lora_config is not None:
             lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:

@@ -165,7 +165,7 @@ def build_sharding(config: Config, context: Context) -> Sharding | None:
     if context.mesh is None:
         return None
     reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
-    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward)
+    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward, context.cp_group)
 
 
 def choose_prompts(records: Sequence[PromptRecord], config: Config) -> list[PromptRecord]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 JOB, SAMPLE, RANKS = "train.train_policy", "policy.diffusers.sample", "policy.parallelism"
-RL, REMOTE = "model.rl", "model.rl.reward_config.remote_reward"
+RL, REWARDS, REMOTE = "model.rl", "model.rl.reward_config", "model.rl.reward_config.remote_reward"
 
 
 class Rule(NamedTuple):
@@ -47,8 +47,8 @@ FOR_RL = (
     Rule(f"{RL}.kl_beta", f"{JOB}.kl_beta"),
     Rule(f"{RL}.data_beta", f"{JOB}.data_term.beta"),
     Rule(f"{RL}.exp_reward", f"{JOB}.advantage_transform", {True: "exp_reward", False: "identity"}.get),
-    Rule(f"{RL}.reward_config.adv_clip_min", f"{JOB}.advantage_low"),
-    Rule(f"{RL}.reward_config.adv_clip_max", f"{JOB}.advantage_high"),
+    Rule(f"{REWARDS}.adv_clip_min", f"{JOB}.advantage_low"),
+    Rule(f"{REWARDS}.adv_clip_max", f"{JOB}.advantage_high"),
     Rule(f"{REMOTE}.enabled", f"{JOB}.use_remote_reward"),
     Rule(f"{REMOTE}.scale", f"{JOB}.remote_reward.scale"),
     Rule(f"{REMOTE}.reward_clip_min", f"{JOB}.remote_reward.reward_clip_min"),
@@ -57,8 +57,8 @@ FOR_RL = (
 
 EXPECTED: Mapping[str, str] = {
     "all steps but the last two have noise, without a factor": f"{RL}.s_noise {RL}.s_t_min {RL}.s_t_max",
-    "ask the reward service for it in train.train_policy.remote_reward.reward_fns": "model.rl.reward_config.aesthetic."
-    "enabled model.rl.reward_config.image_reward.enabled",
+    "ask the reward service for it in train.train_policy.remote_reward.reward_fns": f"{REWARDS}.aesthetic.enabled "
+    f"{REWARDS}.image_reward.enabled",
     "sampling has the pipeline's own levels, Karras from 200 to 0.01": "model.sde.sigma_max model.sde.sigma_min",
     "the pipeline's model is a flow": "model.scaling",
     "losses are means over the elements": "model.loss_reduce",
@@ -87,7 +87,7 @@ IGNORED: Mapping[str, str] = {
     f"{RL}.use_rl_sigma_and_noise {RL}.data_on_first_only",
     "read only in fine-tuning": "model.min_num_conditional_frames model.max_num_conditional_frames",
     "no reference is kept, or it stays": f"{RL}.update_ref_every_iter",
-    "not set": f"{RL}.reward_config trainer.validation_iter job.timestamp model.context_parallel_size",
+    "not set": f"{REWARDS} trainer.validation_iter job.timestamp model.context_parallel_size",
     "the trainer has no need of it, or does so anyway": "optimizer.master_weights optimizer.capturable "
     "scheduler.verbosity_interval trainer.ddp trainer.cudnn trainer.grad_scaler_args trainer.max_val_iter "
     "trainer.timeout_period trainer.memory_format trainer.straggler_detection trainer.callbacks.low_prec "

@@ -17,7 +17,6 @@ _PUBLISHED = {(2048, 28, 16): "nvidia/Cosmos-Predict2.5-2B", (5120, 36, 40): "nv
 _REVISION = "diffusers/base/post-trained"
 _SIZES = {"480": [432, 768], "480p": [480, 832], "720": [704, 1280], "720p": [720, 1280]}
 """`model.resolution` -> height and width of videos of 16:9."""
-_ENTRIES = ("video_dataloader", "image_dataloader")
 _SMALLEST = {"job": {"name": ""}, "dataloader_train": {"video_dataloader": {}}}
 
 
@@ -68,12 +67,12 @@ class _Draft:
         self.tables: dict[str, Any] = {}
         self.notes: list[Note] = []
         data = config.dataloader_train
-        entries = [key for key in _ENTRIES if getattr(data, key) is not None and getattr(data, key).ratio > 0]
-        if not entries:
-            entries, none = ["video_dataloader"], self.defaults.dataloader_train.video_dataloader
-            data = data.model_copy(update={"video_dataloader": none})
-            self.config = config.model_copy(update={"dataloader_train": data})
-        self.places = {"entry": f"dataloader_train.{entries[0]}", "loader": f"dataloader_train.{entries[0]}"}
+        entries = {"video_dataloader": data.video_dataloader, "image_dataloader": data.image_dataloader}
+        name = next((name for name, entry in entries.items() if entry is not None and entry.ratio > 0), None)
+        if name is None:
+            name, default = "video_dataloader", self.defaults.dataloader_train.video_dataloader
+            self.config = config.model_copy(update={"dataloader_train": data.model_copy(update={name: default})})
+        self.places = {"entry": f"dataloader_train.{name}", "loader": f"dataloader_train.{name}"}
         if self.read("entry.dataloader") is not None:
             self.places["loader"] += ".dataloader"
 
@@ -326,7 +325,10 @@ def _choose_levels(draft: _Draft) -> None:
 
 def _text_dropout(draft: _Draft) -> float:
     """Share of samples that are trained without their text."""
-    return getattr(draft.read("model.conditioner.text"), "dropout_rate", 0.0)
+    text = draft.read("model.conditioner.text")
+    if text is None:
+        return 0.0
+    return text.dropout_rate
 
 
 def _choose_rewards(draft: _Draft) -> None:

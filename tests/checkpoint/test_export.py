@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import export_to_video
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from cosmos_rl.data.videos import count_frames
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model import lora
@@ -19,6 +21,7 @@ from cosmos_rl.policy.model.diffusers import DiffuserModel
 from cosmos_rl.policy.model.lora import adapter_state
 from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from tests.support.exports import PROMPT, noise_for, policy_image, snippet
+from tests.support.family_runs import Clips, TrainedFamily, family_toml, folder_of
 from tests.support.states import saved_state
 from tests.support.trainer_runs import train, train_task
 
@@ -98,6 +101,24 @@ def test_the_full_pipeline_snippet_gives_the_trainers_image(
     assert (export / vae).read_bytes() == (tiny_sd3 / vae).read_bytes()
     assert not (export / vae).samefile(tiny_sd3 / vae)
     assert not (export / transformer).samefile(run / "safetensors/step_3" / transformer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_the_snippets_write_the_video_of_a_video_model(tmp_path: Path, lora: bool) -> None:
+    family = TrainedFamily("sana-video", frames=("frames", 5))
+    config = family_toml(tmp_path, family, job="sft", lora=lora, images=tmp_path)
+    run = train(config, "--train.max_num_steps=1", dataset=Clips(5))
+    base = folder_of(family.name) if lora else run / "safetensors/step_1"
+    pipe = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
+    if lora:
+        adapter = str(run / "safetensors/step_1/lora")
+        pipe.load_lora_weights(adapter, weight_name="model.safetensors", adapter_name="default")
+        pipe.set_adapters("default")
+    result = pipe(**family.call(["the sea"], 4.5))
+    assert not hasattr(result, "images")
+    export_to_video(result.frames[0], str(tmp_path / "sample.mp4"), fps=16)
+    assert count_frames(tmp_path / "sample.mp4") == 5
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

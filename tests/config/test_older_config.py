@@ -183,6 +183,36 @@ def test_the_documented_classes_have_the_documented_keys_and_defaults() -> None:
     named = re.findall(r"^    (\w+): ", text.partition("class RLConfig:")[2].partition("```")[0], re.MULTILINE)
     assert set(named) == set(RLConfig.model_fields)
     assert RLConfig.model_validate({"s_t_max": "inf", "s_churn": "0.5"}) == RLConfig(s_churn=0.5)
+    assert rl.model_dump(exclude={"reward_config"}) == {
+        "enabled": True,
+        "num_rollout": 8,
+        "on_policy": True,
+        "sample_steps": 10,
+        "min_num_conditional_frames": 1,
+        "max_num_conditional_frames": 1,
+        "use_same_seed": True,
+        "solver_option": "2ab",
+        "s_churn": 1.0,
+        "s_t_max": math.inf,
+        "s_t_min": 0.0,
+        "s_noise": 1.0,
+        "guidance": 0.0,
+        "train_on": tuple(range(8)),
+        "update_ref_every_iter": 16,
+        "clip_ratio": 1e-4,
+        "kl_beta": 0.01,
+        "data_beta": 0.0,
+        "use_rl_sigma_and_noise": True,
+        "data_on_first_only": False,
+        "exp_reward": False,
+    }
+    rewards = rl.reward_config
+    enabled = {name: getattr(rewards, name).enabled for name in rewards.ALL_REWARD_MODELS}
+    assert enabled == {"aesthetic": False, "image_reward": False, "remote_reward": True, "fake_reward": False}
+    assert (rewards.adv_clip_min, rewards.adv_clip_max) == (-5.0, 5.0)
+    remote = rewards.remote_reward
+    assert (remote.reward_fn, remote.score_key, remote.scale) == ("dance_grpo", "overall_reward", 1.0)
+    assert (remote.reward_clip_min, remote.reward_clip_max) == (-5.0, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ MODEL_METHODS = [
     "add_noise",
     "training_sft_step",
     "velocity",
+    "init_output_process",
+    "pipeline_with_logprob",
+    "nft_prepare_transformer_input",
+    "sde_step_with_logprob",
 ]
 FLAGS = ["--config", "--log-dir", "--nproc-per-node", "--max-restarts", "--debug", "--version", "--help"]
 FLAGS += ["--wfm-mode", "--diffusion-mode", "--lenient"]

@@ -1,7 +1,7 @@
 """FlowGRPO and DDRL by the shipped trainer on the plane: ratio, gradient, where they lead, what they run."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import cross_check
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.model.driver.contract import Level
-from cosmos_rl.policy.trainer.rl.algorithm import Rows
+from cosmos_rl.policy.trainer.rl.algorithm import MicroBatch, Rows
 from cosmos_rl.policy.trainer.rl.flow_grpo import FlowGrpo
 from cosmos_rl.policy.trainer.rl.meter import count_moving
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
@@ -104,9 +104,10 @@ def test_on_policy_the_ratio_is_exactly_1(lora: dict[str, Any], options: dict[st
 
 
 @POLICIES
-def test_the_first_gradient_is_that_of_the_log_probabilities(lora: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trained", [range(9), (2, 5, 8)], ids=["all", "list"])
+def test_the_first_gradient_is_that_of_the_log_probabilities(lora: dict[str, Any], trained: Sequence[int]) -> None:
     """``-sum A_i grad ln p(z' given z)`` over the recorded steps, mean over elements, in float64."""
-    run = Run(tables_of(**lora))
+    run = Run(tables_of(**lora, **{JOB + "steps": {"choose": "list", "indices": list(trained)}}))
     run.model.transformer.double()
     params = run.trainer.params
 
@@ -118,15 +119,15 @@ def test_the_first_gradient_is_that_of_the_log_probabilities(lora: dict[str, Any
             np.linspace(1.0, 0.0, 11, dtype=np.float32).astype(np.float64),
             torch.zeros((), dtype=torch.double),
         )
-        for index in range(9):
+        for column, index in enumerate(trained):
             t, u = grid[index], grid[index + 1]
             a = 0.7 * np.sqrt(t / (1 - (u if t == 1 else t)))
             slope, std = (1 + a**2 * (1 - t) / (2 * t)) * (u - t), a * np.sqrt(t - u)
-            state, noise = rows["state"][:, index], rows["noise"][:, index]
+            state, noise = rows["state"][:, column], rows["noise"][:, column]
             sigma = torch.full((16,), t)
             velocity = run.model.transformer(state, sigma, torch.zeros(16, dtype=torch.long))
             error = std * noise - slope * (velocity - velocity.detach())  # of the recorded next state from the mean
-            total = total + (advantage * (error**2).mean(1) / (2 * std**2)).sum() / (16 * 9)
+            total = total + (advantage * (error**2).mean(1) / (2 * std**2)).sum() / (16 * len(trained))
         return torch.autograd.grad(total, list(params.values()))
 
     (found,), _ = run.trainer.compute_gradients(0)
@@ -200,13 +201,30 @@ def test_the_number_of_function_evaluations(guidance: float, kl_beta: float) -> 
     assert plan.forwards == (1 + (kl_beta > 0)) * 3 * 16 // 8
 
 
-def test_windows_differ_from_step_to_step_and_not_from_sample_to_sample() -> None:
-    run = Run(tables_of(**{JOB + "steps": {"choose": "window", "size": 2, "within": 0.5}}))
-    for step in range(6):
-        run.trainer.train_step(step)
-    chosen = [set(map(tuple, recorded["step"].tolist())) for recorded in run.recorded]
-    assert all(len(one) == 1 for one in chosen)
-    assert len(set.union(*chosen)) > 1
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"choose": "window", "size": 2, "within": 0.5},
+        {"choose": "list", "indices": [0, -1, -1]},
+        {"choose": "random"},
+    ],
+    ids=["window", "list", "random"],
+)
+def test_chosen_steps_differ_from_step_to_step_and_not_from_sample_to_sample(steps: dict[str, Any]) -> None:
+    """Of all chunks of a step, and in every run of one seed, wherever it begins."""
+    chunks = {"rollout.n_generation_mini_batch": 4, "policy.diffusers.timesteps_fraction": 0.4}
+    tables = tables_of(**{JOB + "steps": steps, **chunks})
+    runs = [Run(tables), Run(tables)]
+    chosen = []
+    for run, first in zip(runs, (0, 3), strict=True):
+        for step in range(first, 6):
+            run.trainer.train_step(step)
+        parts = [set(map(tuple, recorded["step"].tolist())) for recorded in run.recorded]
+        assert len(parts) == 4 * (6 - first)
+        chosen.append([set.union(*parts[start : start + 4]) for start in range(0, len(parts), 4)])
+    assert all(len(one) == 1 for one in chosen[0])
+    assert len(set.union(*chosen[0])) > 1
+    assert chosen[1] == chosen[0][3:]
 
 
 def test_samples_of_a_group_may_start_from_one_noise() -> None:
@@ -347,6 +365,39 @@ def test_settings_become_those_of_the_loss() -> None:
     tables = tables_of()
     del tables[JOB + "epsilon_low"]
     assert FlowGrpo.from_config(toy_config(tables)).region == TrustRegion(1e-4, 1e-4)
+
+
+def test_advantages_are_transformed_and_then_bounded() -> None:
+    changes = {JOB + "advantage_transform": "centred_exp_reward", JOB + "advantage_low": -4.0}
+    found = FlowGrpo.from_config(toy_config(tables_of(**changes))).values(torch.tensor([-3.0, -1.0, 0.0, 6.0]))
+    assert found.tolist() == pytest.approx([-4.0, 1 - np.e, 0.0, 1 - np.exp(-6.0)])
+
+
+@pytest.mark.parametrize("scale", ["normalised", "unit", "ve", "guard"])
+def test_the_distance_to_the_reference_has_the_weight_of_its_step(scale: str) -> None:
+    """``<(g d)^2>`` over ``2 s^2``, as it is, or in coordinates of exploding variance; without advantages it is all."""
+    algorithm = FlowGrpo.from_config(toy_config(tables_of(**{JOB + "logprob_weight": scale})))
+    draw = np.random.default_rng(0).normal(size=(3, 4, 2))
+    state, velocity, reference, noise = (torch.from_numpy(part).float() for part in draw.transpose(1, 0, 2))
+    g, s, following = np.array([-0.1, -0.2, -0.3]), np.array([0.5, 0.4, 0.3]), np.array([0.8, 0.5, 0.2])
+    data = {name: torch.tensor(value) for name, value in {"g": g, "s": s, "next": following}.items()}
+    level = PlaneModel().training_level(torch.tensor([0.9, 0.7, 0.5]))
+    weight = torch.tensor([1.0, 2.0, 0.0])
+    micro = MicroBatch(
+        state,
+        level,
+        weight,
+        torch.zeros(3),
+        [POINT.prompt] * 3,
+        {**data, "noise": noise},
+        frozen={"reference": reference},
+    )
+    loss, terms = algorithm.loss(velocity, micro, None, 0.3)
+    moved = (g[:, None] * (velocity - reference).numpy()) ** 2
+    factor = {"normalised": 1 / (2 * s**2), "guard": 1 / (2 * s**2), "unit": 1.0, "ve": 1 / (1 - following) ** 2}
+    expected = moved.mean(1) * factor[scale]
+    np.testing.assert_allclose(terms["kl_loss"].numpy(), expected, rtol=1e-5)
+    assert float(loss) == pytest.approx(0.3 * float((expected * weight.numpy()).sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ JOBS: dict[str, dict[str, Any]] = {
         JOB + "trainer_type": "flow_grpo",
         JOB + "on_policy": True,
     },
+    "flow_grpo, random steps in a list": {
+        **FLOW,
+        JOB + "steps": {"choose": "list", "indices": [0, -1, -1]},
+        JOB + "trainer_type": "flow_grpo",
+        "rollout.n_generation_mini_batch": 4,
+    },
     "ddrl": {
         **FLOW,
         **WINDOW,

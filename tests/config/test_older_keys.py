@@ -1,0 +1,62 @@
+"""What each key of the older `[model.rl]` becomes, with another value than its default."""
+
+import tomllib
+from typing import Any
+
+import pytest
+import tomli_w
+
+from cosmos_rl.policy.config import Config
+from tests.config.test_older_config import translated, value
+
+JOB_TABLE, SAMPLE = "train.train_policy.", "policy.diffusers.sample."
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_rollout": 4}, {"rollout.n_generation": 4}),
+    ({"on_policy": False}, {JOB_TABLE + "on_policy": False, "policy.diffusers.weight_copy_decay_type": 1}),
+    ({"sample_steps": 14}, {SAMPLE + "num_steps": 15}),
+    ({"solver_option": "1euler"}, {SAMPLE + "solver": "1euler"}),
+    ({"s_churn": 0.5}, {SAMPLE + "noise_level": 0.5}),
+    ({"guidance": 2.5}, {SAMPLE + "guidance_scale": 3.5}),
+    ({"use_same_seed": False}, {SAMPLE + "same_initial_noise": False}),
+    (
+        {"min_num_conditional_frames": 0, "max_num_conditional_frames": 2},
+        {"policy.diffusers.conditional_frames": [0, 2]},
+    ),
+    ({"train_on": [3, -1, 1]}, {JOB_TABLE + "steps.indices": [1, 3, -1]}),
+    ({"update_ref_every_iter": 5}, {JOB_TABLE + "reference_reset_interval": 5}),
+    ({"clip_ratio": 1e-3}, {JOB_TABLE + "epsilon_low": 1e-3, JOB_TABLE + "logprob_weight": "ve"}),
+    ({"kl_beta": 0.2}, {JOB_TABLE + "kl_beta": 0.2, JOB_TABLE + "trainer_type": "flow_grpo"}),
+    ({"data_beta": 0.3}, {JOB_TABLE + "data_term.beta": 0.3, JOB_TABLE + "trainer_type": "flow_grpo"}),
+    ({"data_beta": 0.3, "kl_beta": 0.0}, {JOB_TABLE + "trainer_type": "ddrl"}),
+    (
+        {"data_beta": 0.3, "use_rl_sigma_and_noise": False},
+        {JOB_TABLE + "data_term.levels": "training", JOB_TABLE + "data_term.per_step": True},
+    ),
+    ({"exp_reward": True}, {JOB_TABLE + "advantage_transform": "exp_reward"}),
+    (
+        {"reward_config": {"adv_clip_min": -2.0, "adv_clip_max": 3.0}},
+        {JOB_TABLE + "advantage_low": -2.0, JOB_TABLE + "advantage_high": 3.0},
+    ),
+    (
+        {"reward_config": {"remote_reward": {"reward_fn": "ocr", "score_key": "a+b", "reward_clip_min": -1.0}}},
+        {
+            JOB_TABLE + "remote_reward.reward_fns": [
+                {"name": "ocr", "weight": 1.0, "score_key": "a+b", "clip_min": -1.0, "clip_max": 5.0}
+            ]
+        },
+    ),
+    ({"reward_config": {"remote_reward": {"scale": 0.5}}}, {JOB_TABLE + "remote_reward.scale": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), CASES, ids=["-".join(given) for given, _ in CASES])
+def test_every_key_of_the_rl_table_acts_with_another_value_than_its_default(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    translation = translated(model={"rl": given})
+    assert {name: value(translation, name) for name in expected} == expected
+    assert Config.from_dict(tomllib.loads(tomli_w.dumps(translation.tables))) != Config.from_dict(
+        tomllib.loads(tomli_w.dumps(translated().tables))
+    )

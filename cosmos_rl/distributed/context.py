@@ -171,11 +171,9 @@ def _context(device: torch.device, replicas: int, cp_size: int) -> Context:
             f"{world} ranks cannot be split into policy.parallelism.dp_replicate_size = {replicas} equal groups of "
             f"whole context-parallel groups (cp_size = {cp_size})"
         )
-    shape = (replicas, world // (replicas * cp_size), cp_size)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    # weights are sharded over context-parallel peers as well
+    mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("dp_replicate", "shards"))
     if cp_size == 1:
-        return Context(device, rank, world, mesh["dp_replicate", "dp_shard"])
-    data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    mesh["dp_shard", "cp"]._flatten("shards")  # weights are sharded over context-parallel peers as well
-    groups = data.get_group(), mesh["cp"].get_group()
-    return Context(device, rank, world, mesh["dp_replicate", "shards"], cp_size, *groups)
+        return Context(device, rank, world, mesh)
+    samples = init_device_mesh(device.type, (world // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
+    return Context(device, rank, world, mesh, cp_size, samples.get_group("dp"), samples.get_group("cp"))

@@ -18,7 +18,7 @@ from cosmos_rl.launcher.ranks.worker_process import report_error, supervise
 from cosmos_rl.launcher.run_job import explain_out_of_memory, run_job
 from cosmos_rl.policy.config import Config, load_config, world_size
 from cosmos_rl.policy.config.jobs import job_kind
-from cosmos_rl.policy.config.ranks import has_unsupported_ranks, with_world_size
+from cosmos_rl.policy.config.ranks import describe_changes, has_unsupported_ranks, with_world_size
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.storage.run_folder import RunFolder
@@ -130,8 +130,7 @@ def _one_rank(config: Config) -> Config:
     ranks = world_size(config.policy.parallelism)
     if ranks in (0, 1) or has_unsupported_ranks(config.policy.parallelism):  # errors that are named elsewhere
         return config
-    logger.warning(
-        "started without cosmos-rl: 1 rank, policy.parallelism.dp_shard_size = 1 in place of "
-        f"{config.policy.parallelism.dp_shard_size}; `cosmos-rl --nproc-per-node N` runs N ranks"
-    )
-    return with_world_size(config, 1)
+    alone = with_world_size(config, 1)
+    changes = describe_changes(config.policy.parallelism, alone.policy.parallelism)
+    logger.warning(f"started without cosmos-rl: 1 rank, {changes}; `cosmos-rl --nproc-per-node N` runs N ranks")
+    return alone

@@ -330,7 +330,6 @@ def test_every_present_name_exists() -> None:
     [
         ("policy.is_diffusers=false", "policy.is_diffusers"),
         ("policy.parallelism.tp_size=2", "policy.parallelism.tp_size = 2; today only 1"),
-        ("policy.parallelism.cp_size=2", "policy.parallelism.cp_size = 2; today only 1"),
         ("policy.parallelism.n_init_replicas=2", "policy.parallelism.n_init_replicas = 2"),
         ("train.compile=true", "train.compile = true; today only false"),
         ("train.fsdp_offload=true", "train.fsdp_offload = true"),

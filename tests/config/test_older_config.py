@@ -10,7 +10,15 @@ import pytest
 import tomli_w
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import Config, ConfigError, load_config, translate_file, unsupported_settings, world_size
+from cosmos_rl.policy.config import (
+    Config,
+    ConfigError,
+    data_ranks,
+    load_config,
+    translate_file,
+    unsupported_settings,
+    world_size,
+)
 from cosmos_rl.policy.config.keys import describe_allowed, dotted_keys, find_field
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import ParallelismConfig
@@ -81,8 +89,8 @@ def test_the_published_recipes_translate(recipe: str, gpus: int, steps: list[int
     assert (sample.guidance_scale, sample.solver, sample.noise_level) == (1.0, "2ab", 1.0)
     assert config.policy.diffusers.train_frames == 93
     assert config.policy.model_name_or_path == f"nvidia/Cosmos-Predict2.5-{'14B' if '14b' in recipe else '2B'}"
-    unsupported = unsupported_settings(config)
-    assert [line.partition(" = ")[0] for line in unsupported] == ["policy.parallelism.cp_size"] * (gpus > 8)
+    assert data_ranks(config.policy.parallelism) == prompts * plan.group  # a sample on each, and its peers
+    assert unsupported_settings(config) == []
 
 
 def test_what_the_ddrl_recipe_becomes() -> None:

@@ -71,7 +71,6 @@ def test_a_documented_command_reaches_its_second_step(
     sizes = [
         f"--policy.model_name_or_path={folder_of('cosmos-predict2.5')}",
         "--policy.model_revision=",
-        "--policy.parallelism.cp_size=1",
         "--policy.diffusers.inference_size=[32, 32]",
         f"--policy.diffusers.train_frames={FRAMES}",
         f"--policy.diffusers.inference_frames={FRAMES}",

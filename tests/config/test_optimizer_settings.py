@@ -61,3 +61,9 @@ def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_wi
     with pytest.raises(ConfigError, match=refusal):
         load_config(toml, [*options, "policy.parallelism.dp_shard_size=2"])
     assert load_config(toml, [*options, "policy.parallelism.dp_shard_size=1"]).train.optm_name == name
+    peers = [*options, "policy.parallelism.dp_shard_size=1", "policy.parallelism.cp_size=2"]
+    refusal = (
+        f'found "{name}" with policy.parallelism.cp_size = 2 .weights.*= 1 and cp_size = 1 with dp_replicate_size = 4'
+    )
+    with pytest.raises(ConfigError, match=refusal):
+        load_config(toml, peers)

@@ -1,7 +1,6 @@
 """`cosmos-rl check` and a launch say the same: what one accepts reaches its first step, what one refuses, both do."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +157,7 @@ def test_both_refuse_a_size_that_does_not_fit_the_model(
     assert not compared(path, options, capsys)
 
 
-@pytest.mark.parametrize("name", ["cp_size", "tp_size", "pp_size", "ep_size"])
+@pytest.mark.parametrize("name", ["tp_size", "pp_size", "ep_size"])
 @pytest.mark.parametrize("ranks", [[], ["--nproc-per-node", "2"], ["--nproc-per-node", "3"]])
 def test_ranks_of_a_kind_that_is_not_built_are_named_so_by_both(
     write_toml: Toml, capsys: pytest.CaptureFixture[str], name: str, ranks: list[str]
@@ -175,8 +174,7 @@ def test_ranks_of_a_kind_that_is_not_built_are_named_so_by_both(
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("[sc]*/*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_can_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", str(recipe)]) == 0
-    unsupported = re.findall("not supported yet: (.*) = ", capsys.readouterr().out)
-    assert unsupported == ["policy.parallelism.cp_size"] * recipe.stem.endswith("ddrl")
+    assert "not supported yet" not in capsys.readouterr().out
 
 
 def test_a_fetched_pipeline_that_predicts_noise_says_so(

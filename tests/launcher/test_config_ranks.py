@@ -36,6 +36,11 @@ def ranks_of(fitted: Config) -> tuple[int, int, int]:
         ({"dp_shard_size": 8}, 1, 1, (1, 1, 1)),
         ({"dp_shard_size": 8, "device": "cpu"}, None, 8, (1, 1, 1)),
         ({"dp_shard_size": 8, "device": "cpu"}, 16, 8, (16, 16, 1)),
+        ({"dp_shard_size": 4, "cp_size": 2}, None, 8, (8, 4, 1)),
+        ({"dp_shard_size": -1, "dp_replicate_size": 2, "cp_size": 2}, None, 8, (8, 2, 2)),
+        ({"dp_shard_size": 4, "cp_size": 2}, 4, 0, (4, 2, 1)),
+        ({"cp_size": 2}, 2, 0, (2, 1, 1)),
+        ({"dp_shard_size": 4, "cp_size": 2}, None, 0, (1, 1, 1)),
     ],
 )
 def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
@@ -43,7 +48,9 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
 ) -> None:
     fitted = resolve_world_size(config(**asked), nproc, gpus)
     assert ranks_of(fitted) == got
-    assert data_ranks(fitted.policy.parallelism) == got[0]
+    peers = asked.get("cp_size", 1) if got[0] > 1 else 1
+    assert fitted.policy.parallelism.cp_size == peers
+    assert data_ranks(fitted.policy.parallelism) * peers == got[0]
     assert fitted.rollout.parallelism == fitted.policy.parallelism
 
 
@@ -64,6 +71,8 @@ def test_a_cpu_runs_one_rank_a_gpu_machine_what_is_asked_and_a_flag_decides(
             "--nproc-per-node 4 needs 4 GPUs, this machine has 2 GPUs; --nproc-per-node 2 runs on what is there",
         ),
         ({"dp_replicate_size": 2}, 3, 0, "3 ranks are not a multiple of 2, the product of the other sizes"),
+        ({"cp_size": 2}, 3, 0, "the product of the other sizes in [policy.parallelism]: cp_size 2"),
+        ({"dp_shard_size": 4, "cp_size": 2}, None, 4, "(dp_shard_size 4 x cp_size 2 = 8 ranks) needs 8 GPUs"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
@@ -79,6 +88,8 @@ def test_a_changed_number_of_ranks_is_reported(capsys: pytest.CaptureFixture[str
     assert "on a CPU: 1 rank, policy.parallelism.dp_shard_size = 1 in place of 8" in capsys.readouterr().out
     resolve_world_size(config(), 2, 0)
     assert "--nproc-per-node 2: 2 ranks, policy.parallelism.dp_shard_size = 2 in place of 1" in capsys.readouterr().out
+    resolve_world_size(config(cp_size=2), None, 0)
+    assert "on a CPU: 1 rank, policy.parallelism.cp_size = 1 in place of 2" in capsys.readouterr().out
     resolve_world_size(config(), None, 0)
     assert capsys.readouterr().out == ""
 

@@ -12,7 +12,7 @@ from cosmos_rl.launcher.flags import OLDER_FLAGS
 from cosmos_rl.launcher.launch import accept_command
 from cosmos_rl.policy.config import load as loading
 from cosmos_rl.policy.config import load_config, world_size
-from tests.config.test_older_config import CONFIGS, DDRL_2B, GRPO, OLDER
+from tests.config.test_older_config import CONFIGS, DDRL_2B, DDRL_14B, GRPO, OLDER
 from tests.support.checks import check
 from tests.support.paths import ROOT
 
@@ -86,7 +86,8 @@ def test_a_recipe_can_be_checked(
     assert "of the older form, translated: model.fsdp_shard_size -> policy.parallelism.dp_shard_size" in report
     assert report.count("job.name -> logging.experiment_name") == 1
     assert "no problems found" in report
-    assert ("policy.parallelism.cp_size = 2; today only 1" in report) == (recipe == DDRL_2B)
+    assert ("(policy.parallelism.cp_size): 128 x 2 = 256 ranks" in report) == (recipe == DDRL_2B)
+    assert ("(policy.parallelism.cp_size): 128 x 8 = 1024 ranks" in report) == (recipe == DDRL_14B)
 
 
 def test_the_flag_has_no_effect_on_a_present_file(

@@ -23,6 +23,7 @@ from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
 from cosmos_rl.policy.config.prompt_sets import find_reward_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.config.validation_sets import unknown_rewards
+from cosmos_rl.policy.model.context_plans import find_problem
 from cosmos_rl.policy.model.single_file import find_single_file
 
 
@@ -102,6 +103,7 @@ def find_problems(
         yield from model.selection.problems
         yield from media_problems(config, model.pipeline)
         yield from _switch_problems(config, model.pipeline.class_name)
+        yield from _peer_problems(config, model.pipeline)
         yield from _payload_problems(config, model.pipeline)
         yield from _recorded_problems(config, model.pipeline)
     yield from optimizer_problems(config)
@@ -129,6 +131,13 @@ def _switch_problems(config: Config, pipeline_class: str) -> list[str]:
     if not arguments:
         return []  # a class of the user's own
     return switch_problems(config.policy.diffusers, pipeline_class, arguments)
+
+
+def _peer_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    """Whether the tokens of the denoisers, and their attention heads, can be split over context-parallel ranks."""
+    size, configs = config.policy.parallelism.cp_size, pipeline.configs
+    found = (find_problem(pipeline.class_of(name), configs[name], size) for name in pipeline.experts if name in configs)
+    yield from dict.fromkeys(problem for problem in found if problem is not None)
 
 
 def _data_problems(config: Config, data: DataForm) -> Iterator[str]:

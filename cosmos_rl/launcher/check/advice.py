@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.machine import format_bytes
 from cosmos_rl.policy.config import Config, rollout_chunk
+from cosmos_rl.policy.config.ranks import weight_shards
 
 _CARDS_GB = (24, 16)
 _SHARDS_ABOVE_4_BITS = 3  # a rank's share of 16 bits is larger than 4.1 bits
@@ -60,7 +61,7 @@ def _remedy(config: Config, part: str, phase: str) -> str:
 def smaller_base(config: Config) -> str | None:
     """The form of `policy.lora.quantize_base` that takes less of a rank's memory than the base does now: a quantised
     one is not sharded."""
-    lora, shards = config.policy.lora, max(config.policy.parallelism.dp_shard_size, 1)
+    lora, shards = config.policy.lora, weight_shards(config.policy.parallelism)
     if lora is None or lora.quantize_base == "nf4":
         return None
     if lora.quantize_base == "none" and shards == 1:

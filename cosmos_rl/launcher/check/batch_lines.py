@@ -9,6 +9,7 @@ from cosmos_rl.launcher.check.set_lines import set_lines
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.ranks import describe_peers
 
 
 def batch_lines(config: Config, length: RunLength, transformer: Mapping[str, Any] | None) -> list[str]:
@@ -28,6 +29,7 @@ def _sft_lines(config: Config) -> list[str]:
         members = [f"each of {kind.rows} samples, run by the reference too"]
     return [
         f"{plan.total} {noun} per step = {ranks} x {plan.samples} (data parallel ranks x {noun} of a rank)",
+        *describe_peers(config.policy.parallelism),
         f"a rank takes its {plan.samples} in {parts} of {config.train.train_policy.mini_batch}",
         *members,
     ]

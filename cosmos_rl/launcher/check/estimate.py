@@ -20,6 +20,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, el
 from cosmos_rl.policy.config import Config, images_at_once, world_size
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.ranks import weight_shards
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes per token, layer and unit of width that autograd keeps of a block: measured on SD3 and FLUX.1; blocks of others
@@ -137,7 +138,7 @@ class _Rank:
 
     @property
     def shards(self) -> int:
-        return max(self.config.policy.parallelism.dp_shard_size, 1)
+        return weight_shards(self.config.policy.parallelism)
 
     @property
     def trained(self) -> int:
@@ -367,20 +368,22 @@ def _estimate_work(config: Config, pipeline: PipelineFiles, chosen: Selection) -
     if online or kind.data == "preferences":
         kept_memory = rl_memory if online else dpo_memory
         try:
-            rl = kept_memory(config, pipeline, chosen.trained, max(config.policy.parallelism.dp_shard_size, 1))
+            rl = kept_memory(config, pipeline, chosen.trained, weight_shards(config.policy.parallelism))
         except Unknown as why:
             without.append(f"copies of the policy and latents ({why})")
     return _Work(activations, offloaded, encoding, sampling, decoding, rl, without)
 
 
 def tokens(config: Config, pipeline: PipelineFiles) -> int:
-    """Tokens of one sample in the transformer, text included.
+    """Tokens of one sample that a rank has in the transformer, text included: of context-parallel peers each has a part
+    of the media's; all of the text's are counted, which only some families split.
 
     Raises:
         Unknown: the pipeline's files do not say so, and it was not measured.
     """
     media = (*config.policy.diffusers.largest_size, frames_of(config))
-    return find_geometry(pipeline).tokens(*media) + text_tokens(config, pipeline)
+    own = math.ceil(find_geometry(pipeline).tokens(*media) / config.policy.parallelism.cp_size)
+    return own + text_tokens(config, pipeline)
 
 
 def _activations(config: Config, pipeline: PipelineFiles) -> int:

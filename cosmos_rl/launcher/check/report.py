@@ -1,5 +1,6 @@
 """Everything that can be said about a configuration without loading its model. No torch."""
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,11 @@ class Report:
         what = "a sample"
         if self.config.policy.diffusers.buckets is not None:
             what = "a sample of {} x {} pixels, the largest".format(*media)
-        yield f"{what}: latents {' x '.join(map(str, latents))}, {count:,} tokens, and at most {text:,} of its prompt"
+        own, peers = "", self.config.policy.parallelism.cp_size
+        if peers > 1:
+            own = f" ({math.ceil(count / peers):,} at most on each of {peers} ranks)"
+        shape = " x ".join(map(str, latents))
+        yield f"{what}: latents {shape}, {count:,} tokens{own}, and at most {text:,} of its prompt"
 
     def _ranks(self) -> Iterator[str]:
         parallelism = self.config.policy.parallelism

@@ -17,6 +17,7 @@ from cosmos_rl.policy.config.plan import (
     number_teachers,
     plan_online,
 )
+from cosmos_rl.policy.config.ranks import describe_peers
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 
@@ -28,6 +29,7 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
     yield f"{plan.total} samples per step = {plan.items} x {plan.group} (prompts x samples per prompt)"
     on = format_count(ranks, "data parallel rank")
     yield f"{plan.samples} samples and {plan.items / ranks:g} prompts per rank, on {on}"
+    yield from describe_peers(config.policy.parallelism)
     if diffusers.buckets is not None:
         yield f"each step has one of {len(diffusers.training_sizes)} sizes: its prompts', or one that is drawn"
     guided = ", without guidance"

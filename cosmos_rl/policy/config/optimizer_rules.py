@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
 from cosmos_rl.policy.config.plan import STEP_TRAINERS
+from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.problems import format_value
+from cosmos_rl.policy.config.ranks import weight_shards
 from cosmos_rl.policy.config.schema import Config
 
 _LOW_FOR_PRODIGY = 0.1
@@ -18,13 +20,14 @@ def optimizer_rules(config: Config) -> Iterator[str]:
     if short == "Prodigy" and train.lr_patterns:
         yield "train.optm_lr: found a table; allowed with Prodigy: one number, as it estimates one rate for all weights"
     ranks = config.policy.parallelism
-    if ranks.dp_shard_size > 1 and not find_kind(name).sharded:
+    shards = weight_shards(ranks)
+    if shards > 1 and not find_kind(name).sharded:
         known = ", ".join(other for other, kind in OPTIMIZERS.items() if kind.sharded)
         yield (
-            f"train.optm_name: found {format_value(name)} with policy.parallelism.dp_shard_size = "
-            f"{ranks.dp_shard_size}, on whose parts of the weights it is wrong or untried; allowed: {known}, or "
-            f"dp_shard_size = 1 with dp_replicate_size = {ranks.dp_shard_size * ranks.dp_replicate_size}, where every "
-            "rank has all weights"
+            f"train.optm_name: found {format_value(name)} with policy.parallelism.{_shards_of(ranks)}, on whose parts "
+            f"of the weights it is wrong or untried; allowed: {known}, or dp_shard_size = 1"
+            f"{' and cp_size = 1' * (ranks.cp_size > 1)} with dp_replicate_size = {shards * ranks.dp_replicate_size}, "
+            "where every rank has all weights"
         )
     trainer = getattr(train.train_policy, "trainer_type", "")
     if find_kind(name).averages and trainer in STEP_TRAINERS:
@@ -38,6 +41,12 @@ def optimizer_rules(config: Config) -> Iterator[str]:
             f"train.optm_num_cycles: found {train.optm_num_cycles}; allowed: 1, or with train.optm_decay_type = "
             '"cosine_with_restarts"'
         )
+
+
+def _shards_of(ranks: ParallelismConfig) -> str:
+    if ranks.cp_size > 1:
+        return f"cp_size = {ranks.cp_size} (weights are sharded over these ranks too)"
+    return f"dp_shard_size = {ranks.dp_shard_size}"
 
 
 def optimizer_notes(config: Config) -> Iterator[str]:

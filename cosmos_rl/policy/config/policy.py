@@ -213,14 +213,15 @@ class ParallelismConfig(Table):
     """Replicas of the whole set of ranks."""
     tp_size: Planned[PositiveInt] = 1
     """Tensor parallel ranks."""
-    cp_size: Planned[PositiveInt] = 1
-    """Context parallel ranks."""
+    cp_size: PositiveInt = 1
+    """Context parallel ranks: so many share each sample, with a part of its tokens each in the transformer."""
     ep_size: Planned[PositiveInt] = 1
     """Expert parallel ranks."""
     pp_size: Planned[PositiveInt] = 1
     """Pipeline parallel ranks."""
     dp_shard_size: Annotated[StrictInt, Field(ge=-1)] = 1
-    """Ranks over which parameters are sharded; -1: all that are left. Each sees its own samples."""
+    """Ranks over which parameters are sharded, and over the cp_size ranks of each; -1: all that are left. Each has its
+    own samples."""
     dp_replicate_size: PositiveInt = 1
     """Replicas of the sharded group."""
     pp_dynamic_shape: NoEffect[StrictBool] = False

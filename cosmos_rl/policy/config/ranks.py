@@ -5,6 +5,8 @@ from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.utils.logging import logger
 
+_SIZES = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size")
+
 
 def world_size(parallelism: ParallelismConfig) -> int:
     """Ranks that the configuration sets; -1 when dp_shard_size leaves it open."""
@@ -15,23 +17,30 @@ def world_size(parallelism: ParallelismConfig) -> int:
 
 def has_unsupported_ranks(parallelism: ParallelismConfig) -> bool:
     """Whether ranks are set that `unsupported_settings` refuses."""
-    return any(getattr(parallelism, name) != 1 for name in ("tp_size", "cp_size", "pp_size", "ep_size"))
+    return any(getattr(parallelism, name) != 1 for name in ("tp_size", "pp_size", "ep_size"))
 
 
 def data_ranks(parallelism: ParallelismConfig) -> int:
-    """Ranks that see different samples; with dp_shard_size = -1 those of one shard."""
+    """Ranks that see different samples, each of them with its context-parallel peers; with dp_shard_size = -1 those of
+    one shard."""
     return max(parallelism.dp_shard_size, 1) * parallelism.dp_replicate_size
 
 
+def weight_shards(parallelism: ParallelismConfig) -> int:
+    """Over how many ranks each weight is sharded: those of one replica, context-parallel peers among them."""
+    return max(parallelism.dp_shard_size, 1) * parallelism.cp_size
+
+
 def with_world_size(config: Config, ranks: int) -> Config:
-    """The configuration for so many ranks: dp_shard_size takes up the difference; one rank has no replicas either.
+    """The configuration for so many ranks: dp_shard_size takes up the difference; one rank has neither replicas nor
+    context-parallel peers.
 
     Raises:
         UserError: the other sizes do not divide `ranks`.
     """
     parallelism = config.policy.parallelism
     if ranks == 1:
-        parallelism = parallelism.model_copy(update={"dp_replicate_size": 1})
+        parallelism = parallelism.model_copy(update={"dp_replicate_size": 1, "cp_size": 1})
     rest = _other_sizes(parallelism)
     if ranks % rest:
         raise UserError(
@@ -104,15 +113,32 @@ def _log_world_size(config: Config, resolved: Config, ranks: int, nproc: int | N
         each = f" on each of {nodes} nodes"
     if ranks == 1:
         count = "1 rank"
-    size, before = resolved.policy.parallelism.dp_shard_size, config.policy.parallelism.dp_shard_size
-    logger.info(f"{reason}{each}: {count}, policy.parallelism.dp_shard_size = {size} in place of {before}")
+    changes = describe_changes(config.policy.parallelism, resolved.policy.parallelism)
+    logger.info(f"{reason}{each}: {count}, {changes}")
+
+
+def describe_changes(before: ParallelismConfig, after: ParallelismConfig) -> str:
+    """The sizes that `with_world_size` has changed."""
+    sizes = ((name, getattr(before, name), getattr(after, name)) for name in _SIZES)
+    changes = [f"policy.parallelism.{name} = {new} in place of {old}" for name, old, new in sizes if new != old]
+    return ", ".join(changes)
 
 
 def describe_parallelism(parallelism: ParallelismConfig) -> str:
     """The sizes that are not 1, as `dp_shard_size 4 x dp_replicate_size 2`."""
-    names = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size")
-    sizes = [f"{name} {getattr(parallelism, name)}" for name in names if getattr(parallelism, name) != 1]
+    sizes = [f"{name} {getattr(parallelism, name)}" for name in _SIZES if getattr(parallelism, name) != 1]
     return " x ".join(sizes) or "all 1"
+
+
+def describe_peers(parallelism: ParallelismConfig) -> list[str]:
+    """What context-parallel peers are, where there are some: one line."""
+    size, ranks = parallelism.cp_size, data_ranks(parallelism)
+    if size == 1:
+        return []
+    return [
+        f"a data parallel rank is {size} ranks with the same samples, each with a part of their tokens "
+        f"(policy.parallelism.cp_size): {ranks} x {size} = {ranks * size} ranks"
+    ]
 
 
 def _other_sizes(parallelism: ParallelismConfig) -> int:

@@ -1,5 +1,6 @@
 """Scores of rollouts, asked for while the next samples are made, each with a deadline."""
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -13,6 +14,9 @@ from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import Rollouts
 from cosmos_rl.utils.logging import logger
+
+_PATIENCE_S = 60.0
+"""Seconds after which peers hear that scores are still awaited: far below the deadline of a collective."""
 
 
 class Scoring:
@@ -49,19 +53,24 @@ class Scoring:
         Raises:
             TrainingStoppedError: nothing has arrived in the sum of the times that the configuration allows.
         """
-        return self._context.share_with_peers(lambda: self._wait(pending))
+        began, share = time.monotonic(), self._context.share_with_peers
+        while not share(lambda: self._has_arrived(pending, began)):
+            pass
+        return share(lambda: _expect(pending).result())
 
-    def _wait(self, pending: "Future[RewardTable] | None") -> RewardTable:
-        assert pending is not None
+    def _has_arrived(self, pending: "Future[RewardTable] | None", began: float) -> bool:
+        """Whether the scores are there, after a while; peers wait for this answer, and not longer than a collective."""
         job, names = self._job, self.rewards.names
         calls = self._chunk * max(len(names), 1)
         seconds = calls * job.local_reward.timeout_s + 2.0 * job.remote_reward.timeout_s + 60.0
-        if not wait([pending], seconds).done:
+        left = began + seconds - time.monotonic()
+        done = bool(wait([_expect(pending)], min(max(left, 0.0), _PATIENCE_S)).done)
+        if not done and left <= _PATIENCE_S:
             raise TrainingStoppedError(
                 f"the rewards {', '.join(names)} of {self._chunk} samples have not arrived after {seconds:g} s (the "
                 "sum of what timeout_s in train.train_policy.local_reward and remote_reward allow)"
             )
-        return pending.result()
+        return done
 
     def settings(self) -> dict[str, list[Any]]:
         """Weight and origin of each reward: what scores before and after a resume depend on."""
@@ -80,3 +89,8 @@ class Scoring:
                 "scores before and after do not compare",
                 ", ".join(changed),
             )
+
+
+def _expect(pending: "Future[RewardTable] | None") -> "Future[RewardTable]":
+    assert pending is not None  # on the rank that asked
+    return pending

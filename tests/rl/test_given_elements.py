@@ -56,8 +56,12 @@ def test_velocities_of_given_elements_have_no_gradient(name: str) -> None:
     model = HalfGiven()
     task = toy_trainer(toy_config(tables), model, [POINT] * 2, reward_fns={"bump": bump})
     last = model.transformer.residual[-1]
+    with torch.no_grad():  # so that the reference has other velocities, of all elements
+        last.bias += 0.3
+    start = [value.detach().clone() for value in (last.weight, last.bias)]
     reports = [task.train_step(step) for step in range(3)]
     assert all(report.applied for report in reports)
-    for value in (last.weight, last.bias):
-        assert value[0].abs().max() > 1e-3
-        assert not value[1].any()  # as at the start
+    assert reports[0].metrics["train/kl_loss_mean"] > 0
+    for value, before in zip((last.weight, last.bias), start, strict=True):
+        assert (value[0] - before[0]).abs().max() > 1e-3
+        assert torch.equal(value[1], before[1])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cosmos_rl.data.tar_files import open_member, split_member
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 
 CAPTION_SUFFIXES = (".json", ".txt", ".caption")
@@ -43,8 +44,8 @@ class Row(NamedTuple):
 def read_caption(path: str) -> tuple[Caption | None, str | None]:
     """(what a caption file says, None) or (None, what is wrong).
 
-    ``.json`` holds ``{"prompt": "..."}`` and perhaps ``image``; in other files the whole text counts, its lines joined
-    by spaces.
+    ``.json`` holds ``{"prompt": "..."}`` and perhaps ``image``; without ``prompt`` its ``text`` or ``caption`` counts.
+    In other files the whole text counts, its lines joined by spaces.
     """
     try:
         content = _read_bytes(path)
@@ -55,6 +56,9 @@ def read_caption(path: str) -> tuple[Caption | None, str | None]:
     if not path.endswith(".json"):
         return _read_plain_text(content)
     row, problem = parse_json(content)
+    if isinstance(row, Mapping) and _TEXT_KEYS[0] not in row:
+        texts = {text for key in _TEXT_KEYS if isinstance(text := row.get(key), str)}
+        row = {**row, _TEXT_KEYS[0]: texts.pop()} if len(texts) == 1 else row
     problem = problem or find_prompt_problem(row)
     if problem is not None or not isinstance(row, Mapping):
         return None, problem
@@ -81,6 +85,10 @@ def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
 
 def _read_bytes(caption: str) -> bytes:
     """A little more than a caption may have, at most. File objects would take half the time of a large folder."""
+    place = split_member(caption)
+    if place is not None:
+        with open_member(*place) as file:
+            return file.read(_LARGEST_CAPTION + 1)
     fd = os.open(caption, os.O_RDONLY)
     try:
         content = b""

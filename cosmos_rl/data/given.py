@@ -15,6 +15,7 @@ from cosmos_rl.data.images import fit, load_image, to_uint8
 from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import IMAGE_SUFFIXES
 from cosmos_rl.data.prompts import BEGINNING, PromptRecord
+from cosmos_rl.data.tar_files import has_file
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
@@ -119,7 +120,7 @@ def find_media_problems(records: Sequence[PromptRecord], clean_frames: tuple[int
 def _find_problem(given: Given, count: int) -> str | None:
     if given.path is None:
         return _NOTHING_NAMED
-    if not given.path.is_file():
+    if not has_file(given.path):
         return f"no file {printable(str(given.path))}"
     try:
         load_given(given, count, _SMALL, _SMALL)

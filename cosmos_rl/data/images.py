@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from cosmos_rl.data.items import BadSample
+from cosmos_rl.data.tar_files import TarChanged, opened
 from cosmos_rl.data.texts import printable
 
 _PIXELS_AT_ONCE = 2**20
@@ -46,14 +47,16 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def load_image(path: Path, height: int, width: int) -> Tensor:
-    """Image file -> float32 ``[3, height, width]`` in [-1, 1].
+    """Image file, or member of a tar -> float32 ``[3, height, width]`` in [-1, 1].
 
     Raises:
         BadSample: the file cannot be decoded; the message names it.
     """
     try:
-        with Image.open(path) as image:
+        with opened(path) as file, Image.open(file) as image:
             return to_tensor(fit(to_rgb(image), height, width))
+    except TarChanged:
+        raise
     except Exception as error:  # whatever a decoder makes of a broken file is the fault of that file
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise BadSample(f"{printable(str(path))}: cannot be read as an image ({why})") from error

@@ -1,4 +1,4 @@
-"""Data set of a folder of captioned images or videos."""
+"""Data set of a folder of captioned images or videos, which may be in tars."""
 
 import contextlib
 import functools
@@ -15,6 +15,8 @@ from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import Pair, describe_pairs, digest_pairs, list_embedding_folders, load_pairs
 from cosmos_rl.data.picture_sizes import Measured, measure_file
 from cosmos_rl.data.prompts import PromptFile, is_prompt_file
+from cosmos_rl.data.shards import find_root
+from cosmos_rl.data.tar_files import describe_version
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides, choose_size
@@ -67,6 +69,7 @@ class LocalPairs(Sequence[Item]):
             return
         video = frames is not None
         self.pairs, self.problems, left_out = load_pairs(self.folder, video=video)
+        self.folder = find_root(self.folder)
         logger.info(f"{self.folder}: {describe_pairs(self.pairs, video=video)}")
         if left_out:
             logger.warning(left_out)
@@ -193,13 +196,8 @@ class LocalPairs(Sequence[Item]):
         return random.Random(f"{self._seed}/window/{sample_id}").randrange
 
     def _describe(self, file: str, start: int, size: Sides) -> str | None:
-        path = self.folder / file
-        try:
-            stat = path.stat()
-        except OSError:
-            return None
-        decoded = f"{size}/{self._frames or 1} from {start}/{DECODING}"
-        return f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}/{decoded}"
+        version = describe_version(self.folder / file)
+        return version and f"{version}/{size}/{self._frames or 1} from {start}/{DECODING}"
 
     def _keep(self, index: int, item: Item) -> Item:
         """Remember what is the same at every call, while there is room."""

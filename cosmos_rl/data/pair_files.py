@@ -1,7 +1,7 @@
 """A folder of captioned images or videos: which files belong together, and why a file is left out.
 
 Captions are files of the same name, rows of one table, or, in the layout of Cosmos-Predict, files of the same name in
-the folder ``metas``. No torch: `cosmos-rl check` looks at folders with it.
+the folder ``metas``. The files may be members of tars. No torch: `cosmos-rl check` looks at folders with it.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cosmos_rl.data.captions import CAPTION_SUFFIXES, TABLES, Caption, Row, read_caption, read_table
+from cosmos_rl.data.shards import EMBEDDINGS, Member, find_root, find_shards, list_members
+from cosmos_rl.data.tar_files import SUFFIX as TAR
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
@@ -22,8 +24,6 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 """Endings of videos that are read, in lower case."""
 METAS = "metas"
 """Folder of captions in the layout of Cosmos-Predict."""
-EMBEDDINGS = ("text_embedding", "t5_xxl")
-"""Folders of pickled text features in that layout, which nobody here reads."""
 _SHOWN = 20
 _SHOWN_WHEN_NONE_IS_LEFT = 5
 _MAX_SKIPPED_SHARE = 0.5
@@ -69,12 +69,16 @@ class _Files:
     def add(self, path: str, kind: _Kind, stem: str | None = None) -> None:
         """Sort in a file, by its stem or the given one."""
         own_stem, ending = os.path.splitext(path)
+        self.sort_in(Member(stem or own_stem, ending, path), kind)
+
+    def sort_in(self, file: Member, kind: _Kind) -> None:
+        """Put a file to those of its kind."""
         group = self.others
-        if ending in CAPTION_SUFFIXES:
+        if file.ending in CAPTION_SUFFIXES:
             group = self.captions
-        elif ending.lower() in kind.suffixes:
+        elif file.ending.lower() in kind.suffixes:
             group = self.media
-        group.setdefault(stem or own_stem, []).append(path)
+        group.setdefault(file.stem, []).append(file.path)
 
 
 def _describe_layout(kind: _Kind) -> str:
@@ -82,7 +86,7 @@ def _describe_layout(kind: _Kind) -> str:
     return (
         f"expected {kind.word}s <name>{'|'.join(kind.suffixes)}, each with a caption "
         f'<name>.json ({{"prompt": "..."}}), .txt or .caption; or {" or ".join(TABLES)} with file_name and prompt; '
-        f"or the folders {METAS} (<name>.txt) and {kind.folder}"
+        f"or the folders {METAS} (<name>.txt) and {kind.folder}; or tars of such files"
     )
 
 
@@ -93,12 +97,13 @@ def scan_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
         UserError: the folder does not exist or holds no usable pair.
     """
     kind = _choose_kind(video)
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(f"{folder.absolute()}: no such folder; {_describe_layout(kind)}")
     files, problems = _find_files(folder, kind)
+    root = find_root(folder)
     pairs: list[Pair] = []
     for stem in sorted({*files.media, *files.captions}, key=lambda stem: f"{stem}.json"):
-        for found in _match(folder, kind, files, stem):
+        for found in _match(root, kind, files, stem):
             if isinstance(found, Pair):
                 pairs.append(found)
             else:
@@ -171,8 +176,10 @@ def describe_pairs(pairs: Sequence[Pair], *, video: bool = False) -> str:
     """How many there are, and where their captions come from: ``12 images; captions: 8 .json, 4 .txt``."""
     tables = (pair.caption.partition(", line ") for pair in pairs)
     sources = Counter(name if line else os.path.splitext(name)[1] for name, line, _ in tables)
-    word = _choose_kind(video).word
-    return f"{len(pairs)} {word}s; captions: {', '.join(f'{n} {source}' for source, n in sorted(sources.items()))}"
+    word, tars = _choose_kind(video).word, {tar for pair in pairs if (tar := find_tar(pair.file))}
+    place = f" in {len(tars)} tars" if tars else ""
+    captions = ", ".join(f"{n} {source}" for source, n in sorted(sources.items()))
+    return f"{len(pairs)} {word}s{place}; captions: {captions}"
 
 
 def digest_pairs(pairs: Sequence[Pair]) -> str:
@@ -193,7 +200,29 @@ def _choose_kind(video: bool) -> _Kind:
 
 
 def _find_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
-    """Everything in the folder, and what is wrong with its tables."""
+    """Everything in the folder or its tars, and what is wrong with its tables."""
+    if not folder.is_dir():
+        return _find_members(folder, kind)
+    files, problems = _find_loose_files(folder, kind)
+    if not files.media:
+        members, wrong = _find_members(folder, kind)
+        return (members, problems + wrong) if members.media or members.captions or wrong else (files, problems)
+    tars = sorted(name for names in files.others.values() for name in names if name.endswith(TAR))
+    return files, problems + [f"{printable(name)}: is not read, since {kind.word}s lie next to it" for name in tars]
+
+
+def _find_members(place: Path, kind: _Kind) -> tuple[_Files, list[str]]:
+    """Everything in tars, and what is wrong with them."""
+    files, shards = _Files(), find_shards(place)
+    if shards is None:
+        return files, []
+    members, problems = list_members(shards, kind.suffixes)
+    for member in members:
+        files.sort_in(member, kind)
+    return files, problems
+
+
+def _find_loose_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     files, problems = _Files(), []
     for name in list_names(folder):
         if name not in TABLES:
@@ -253,15 +282,23 @@ def _match(folder: Path, kind: _Kind, files: _Files, stem: str) -> Iterator[Pair
         found = texts
         if file in files.rows:
             found = texts | {row.source: row.caption for row in files.rows[file]}
-        if len(found) > 1 and len(set(found.values())) > 1:
+        if len({text._replace(prompt=" ".join(text.prompt.split())) for text in found.values()}) > 1:
             yield f"{printable(file)}: {' and '.join(found)} have different captions"
         elif found and not broken:
             source, text = next(iter(found.items()))
-            yield Pair(printable(stem), file, text.prompt, source, text.image)
+            tar = find_tar(file)
+            image = f"{tar}/{text.image}" if tar and text.image else text.image
+            yield Pair(printable(stem), file, text.prompt, source, image)
         elif not broken:
             yield f"{printable(file)}: has no caption {_name_captions(stem)}" + _describe_unread(
                 files.others.get(stem), kind
             )
+
+
+def find_tar(file: str) -> str:
+    """The tar that the file of a pair is in; empty: it is in none."""
+    tar, inside, _ = file.partition(f"{TAR}/")
+    return tar + TAR if inside else ""
 
 
 def _name_captions(stem: str) -> str:
@@ -290,6 +327,8 @@ def _list_problems(problems: Sequence[str], shown: int) -> str:
 
 def _summarise(folder: Path) -> str:
     """What the folder holds, by kind: ``3 .txt, 2 folders (metas, videos)``."""
+    if not folder.is_dir():
+        return f"1 {folder.suffix}"
     entries = sorted(folder.iterdir())
     kinds = Counter(entry.suffix or printable(entry.name) for entry in entries if entry.is_file())
     parts = [f"{count} {kind}" for kind, count in sorted(kinds.items())]

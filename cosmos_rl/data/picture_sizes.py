@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+from cosmos_rl.data.tar_files import TarChanged, opened
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.buckets import Sides, choose_size, kept_share
@@ -37,10 +38,12 @@ def measure_image(path: Path) -> Sides:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with opened(path) as file, Image.open(file) as image:
             # the method of PNG's own class decodes the whole file, to find what hardly any has behind its pixels
             lying = Image.Image.getexif(image).get(_ORIENTATION) in _LYING
             return (image.width, image.height) if lying else (image.height, image.width)
+    except TarChanged:
+        raise
     except Exception as error:  # whatever a decoder makes of a broken file is the fault of that file
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise UserError(f"{printable(str(path))}: cannot be read as an image ({why})") from error
@@ -55,9 +58,11 @@ def measure_video(path: Path) -> Sides:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with opened(path) as file, av.open(file, "r") as container:
             frame = next(container.decode(video=0))
             return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
+    except TarChanged:
+        raise
     except Exception as error:  # as with images
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise UserError(f"{printable(str(path))}: cannot be read as a video ({why})") from error

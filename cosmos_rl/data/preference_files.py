@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl.data.pair_files import Pair, count_pairs, describe_left_out, list_names, media_suffixes, scan_pairs
+from cosmos_rl.data.pair_files import (
+    Pair,
+    count_pairs,
+    describe_left_out,
+    find_tar,
+    list_names,
+    media_suffixes,
+    scan_pairs,
+)
 from cosmos_rl.data.texts import find_prompt_problem, parse_json, printable
 from cosmos_rl.errors import UserError
 
@@ -93,6 +101,8 @@ def _match_folders(folder: Path, rejected_folder: Path, video: bool) -> Preferen
     if folder.exists() and folder.samefile(rejected_folder):
         raise UserError(f"rejected_dir {rejected_folder.absolute()}: is the folder of the chosen ones; {_FOLDERS}")
     pairs, problems = scan_pairs(folder, video=video)
+    if find_tar(pairs[0].file):
+        raise UserError(f"{folder.absolute()}: has its samples in tars; preferences are read from folders: unpack them")
     chosen, rejected = list[Pair](), list[Pair]()
     for pair in pairs:
         parent, name = os.path.split(pair.file)

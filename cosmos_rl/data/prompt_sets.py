@@ -13,6 +13,7 @@ from pathlib import Path
 from cosmos_rl.data.pair_files import has_video_layout
 from cosmos_rl.data.prompts import SUFFIXES, PromptRecord, read_prompts
 from cosmos_rl.data.published import PUBLISHED, PublishedFile, PublishedSet, find_difference
+from cosmos_rl.data.shards import find_shards
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DatasetConfig, PromptSetConfig
 from cosmos_rl.storage.atomic import write_bytes
@@ -171,12 +172,12 @@ def _find_own_file(path: Path, split: str, key: str) -> Path:
         raise UserError(f'{key} = "{path}": {path.absolute()} does not exist; give a file or a folder of prompts')
     names = [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{split}_metadata.jsonl"]
     found = next((path / name for name in names if (path / name).is_file()), None)
-    if found is None and has_video_layout(path):
+    if found is None and (has_video_layout(path) or find_shards(path) is not None):
         return path
     if found is None:
         raise UserError(
             f'{key} = "{path}": no prompts there for the split "{split}"; expected {" or ".join(names)}, '
-            "or the folders metas and videos"
+            "or the folders metas and videos, or tars of videos"
         )
     return found
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cosmos_rl.data.pair_files import load_pairs
+from cosmos_rl.data.shards import find_root, is_shard_file
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 from cosmos_rl.errors import UserError
 
@@ -141,22 +142,24 @@ def _from_mapping(row: Mapping[str, Any]) -> PromptRecord:
 def is_prompt_file(where: str | Path) -> bool:
     """Whether validation data at ``where`` is a list of prompts, not a folder of pairs."""
     path = Path(where).expanduser()
+    if is_shard_file(path):
+        return False
     return path.is_file() or (path.suffix in _FORMS and not path.is_dir())
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:
     """The prompts of a ``.txt`` (one a line), ``.jsonl``, ``.json`` or ``.tsv`` file in order; blank lines are dropped.
 
-    Of a folder of captioned videos the captions, each with its video.
+    Of a folder or tars of captioned videos the captions, each with its video.
 
     Raises:
         UserError: no such file, another form, or no prompt in it; the message names the line.
     """
     path = Path(path).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_shard_file(path):
         pairs, _, _ = load_pairs(path, video=True)
         rows = [PromptRecord(pair.prompt, MappingProxyType({BEGINNING: pair.file})) for pair in pairs]
-        return [replace(record, folder=path.absolute()) for record in rows]
+        return [replace(record, folder=find_root(path).absolute()) for record in rows]
     if path.suffix not in _FORMS:
         raise UserError(
             f"{printable(str(path.absolute()))}: is not a prompt file; known endings: {', '.join(SUFFIXES)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cosmos_rl.data.images import fit, to_tensor
 from cosmos_rl.data.items import BadSample
+from cosmos_rl.data.tar_files import TarChanged, opened
 from cosmos_rl.data.texts import printable
 
 UNKNOWN_FPS = 16.0
@@ -119,13 +120,13 @@ def _choose_window(
 def _open(path: Path) -> Iterator[tuple[Any, Any]]:
     """The file and its first video stream; whatever a decoder makes of a broken file becomes a `BadSample`."""
     try:
-        with av.open(str(path)) as container:
+        with opened(path) as file, av.open(file, "r") as container:
             if not container.streams.video:
                 raise BadSample(f"{printable(str(path))}: has no video in it")
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1  # several clips are decoded at once, by the loader's processes
             yield container, stream
-    except BadSample:
+    except (BadSample, TarChanged):
         raise
     except Exception as error:  # as with images
         why = f"{type(error).__name__}: {error}".removesuffix(": ")

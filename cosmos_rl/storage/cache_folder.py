@@ -6,4 +6,13 @@ from pathlib import Path
 
 def facts_folder() -> Path:
     """What was measured of pipelines."""
-    return Path(os.environ.get("COSMOS_CACHE_DIR") or Path.home() / ".cache" / "cosmos_rl").expanduser() / "facts"
+    return _find_root() / "facts"
+
+
+def tars_folder() -> Path:
+    """Where the members of tar files are."""
+    return _find_root() / "tars"
+
+
+def _find_root() -> Path:
+    return Path(os.environ.get("COSMOS_CACHE_DIR") or Path.home() / ".cache" / "cosmos_rl").expanduser()

@@ -273,8 +273,8 @@ def captions(folder: Path, content: bytes, count: int = 8) -> Path:
 
 BOM = b"\xef\xbb\xbf"
 WRONG_CAPTIONS = {
-    "another key": (b'{"caption": "a cat"}', "has no text under 'prompt'; it has 'caption'"),
-    "text": (b'{"text": "a cat", "w": 1}', "has no text under 'prompt'; it has 'text', 'w'"),
+    "another key": (b'{"title": "a cat"}', "has no text under 'prompt'; it has 'title'"),
+    "two texts": (b'{"text": "a", "caption": "b"}', "has no text under 'prompt'; it has 'text', 'caption'"),
     "null": (b'{"prompt": null}', "has no text under 'prompt'; that is null"),
     "a list": (b'["a cat"]', "has no text under 'prompt'; it is not an object but a list"),
     "nothing": (b"{}", "has no text under 'prompt'; it has nothing"),

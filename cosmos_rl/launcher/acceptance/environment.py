@@ -12,6 +12,7 @@ from cosmos_rl.data.preference_files import is_preference_table, load_preference
 from cosmos_rl.data.prompt_sets import PromptSource, list_sources, name_set, prompt_file
 from cosmos_rl.data.prompt_sizes import SIZED_SETS, list_sizes
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
+from cosmos_rl.data.shards import INFO, is_shard_file
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
@@ -284,8 +285,8 @@ def _pairs(config: Config, table: str, folder: str, notes: list[str]) -> list[st
     path = Path(folder).expanduser()
     if not path.exists():
         return _missing(key, folder)
-    if not path.is_dir():
-        return [f'{key} = "{folder}": is a file; give the folder of the images']
+    if not path.is_dir() and not is_shard_file(path):
+        return [f'{key} = "{folder}": is a file; give the folder of the images, a .tar, or {INFO}']
     try:
         left_out = load_pairs(path, video=config.policy.diffusers.is_video)[2]
     except UserError as error:

@@ -92,9 +92,12 @@ def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, st
     total = 0
     for folder in dataset.listed:
         place = Path(folder.local_dir).expanduser()
-        if not place.is_dir():
+        if not place.exists():
             return None, f"{place} is not there"
-        total += folder.repeats * count_pairs(place, video=video)
+        try:
+            total += folder.repeats * count_pairs(place, video=video)
+        except UserError as error:  # of tars
+            return None, str(error)
     return total, ""
 
 

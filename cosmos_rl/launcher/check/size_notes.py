@@ -12,6 +12,7 @@ from cosmos_rl.data.picture_sizes import (
     measure_some,
 )
 from cosmos_rl.data.preference_files import load_preferences
+from cosmos_rl.data.shards import find_root
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.jobs import DataForm
@@ -47,7 +48,8 @@ def _find_files(config: Config, data: DataForm | None) -> list[tuple[Path, str]]
             found = []
             for one in dataset.listed:
                 place = Path(one.local_dir).expanduser()
-                found += [(place, pair.file) for pair in scan_pairs(place, video=video)[0]] * one.repeats
+                pairs, root = scan_pairs(place, video=video)[0], find_root(place)
+                found += [(root, pair.file) for pair in pairs] * one.repeats
             return found
     except UserError:
         pass  # `inspect_environment` says what is wrong

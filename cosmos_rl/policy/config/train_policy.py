@@ -45,7 +45,7 @@ class FolderConfig(Table):
     """`[[train.train_policy.dataset.folders]]`: one of several folders of captioned images or videos."""
 
     local_dir: str
-    """Folder of pairs."""
+    """Folder of pairs, or of tars of them."""
     repeats: PositiveInt = 1
     """How often an epoch takes each of its samples."""
     weight: PositiveFloat = 1.0
@@ -59,10 +59,10 @@ class DatasetConfig(Table):
     """`[train.train_policy.dataset]`: where the training data is."""
 
     local_dir: str = ""
-    """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`. Reinforcement learning: a file of
-    prompts (`.txt`, `.jsonl`, `.json`, `.tsv`), a folder with one for each split, or the folders `metas` and `videos`,
-    whose captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones, or a `.jsonl` file with
-    `prompt`, `chosen` and `rejected`."""
+    """Folder of pairs: `x.json` next to `x.jpg`, `x.jpeg`, `x.png` or `x.webp`; or of tars of them. Reinforcement
+    learning: a file of prompts (`.txt`, `.jsonl`, `.json`, `.tsv`), a folder with one for each split, or the folders
+    `metas` and `videos`, whose captions are the prompts. Preference optimisation: a folder of pairs, the chosen ones,
+    or a `.jsonl` file with `prompt`, `chosen` and `rejected`."""
     folders: tuple[FolderConfig, ...] = ()
     """Several folders in place of local_dir, for supervised fine-tuning."""
     flip: StrictBool = False

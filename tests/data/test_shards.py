@@ -1,0 +1,395 @@
+"""Samples in tars: the same ones as in a folder, whichever way they are packed; and tars that cannot be used."""
+
+import gzip
+import itertools
+import json
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cosmos_rl.data import tar_files
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.data.pair_files import describe_pairs, scan_pairs
+from cosmos_rl.data.prompts import BEGINNING, is_prompt_file, read_prompts
+from cosmos_rl.data.streams import MapStream, load_batches
+from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.cli import main
+from tests.support.checks import check
+from tests.support.states import assert_same_state, saved_state
+from tests.support.tars import image_bytes, pack, pack_parallel, sample, write_tar
+from tests.support.trainer_runs import train
+from tests.support.videos import write_video
+
+FORMS = ["tars", "one tar", "parallel tars", "wdinfo", "wdinfo of parallel tars"]
+
+
+def packed(form: str, images: Path, place: Path) -> Path:
+    """The folder of twelve images in one of the forms."""
+    if form == "tars":
+        return pack(images, place, 5)
+    if form == "one tar":
+        return pack(images, place, 12) / "000.tar"
+    kinds = {".png": "images", ".json": "metas"}
+    root = pack(images, place, 5) if form == "wdinfo" else pack_parallel(images, place, 5, kinds)
+    if form == "parallel tars":
+        return root
+    info = {"root": str(root), "data_list": ["000.tar", "001.tar", "002.tar"], "total_key_count": 12, "chunk_size": 5}
+    place.with_suffix(".json").write_text(json.dumps(info))
+    return place.with_suffix(".json")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tars_hold_the_items_of_the_folder(tmp_path: Path, image_folder: Path, form: str) -> None:
+    loose, shards = LocalPairs(image_folder, 16, 24), LocalPairs(packed(form, image_folder, tmp_path / "set"), 16, 24)
+    assert shards.prompts == loose.prompts
+    assert shards.problems == []
+    for number in range(12):
+        mine, theirs = shards[number], loose[number]
+        assert torch.equal(mine.visual, theirs.visual)
+        assert mine.name.endswith(f".tar/{theirs.name}")
+        assert shards.measure(number).sides == loose.measure(number).sides == (40, 48)
+    sources = [shards[number].source for number in range(12)]
+    identified = [item.source for number in range(12) if (item := shards.identify(number, None)) is not None]
+    assert sources == identified
+    assert len(set(sources)) == 12
+    tars = 1 if form == "one tar" else 3
+    assert describe_pairs(shards.pairs) == f"12 images in {tars} tars; captions: 12 .json"
+
+
+@pytest.mark.parametrize("form", ["tars", "parallel tars"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_the_samples_of_tars(
+    tmp_path: Path, image_folder: Path, form: str, workers: int
+) -> None:
+    """Three tars of 5, 5 and 2 samples, on more ranks than tars."""
+    pairs, stream = LocalPairs(packed(form, image_folder, tmp_path / "set"), 8, 8), MapStream(12, 4, seed=3)
+
+    def read(first: int, rank: int = 0, ranks: int = 1) -> list[list[str]]:
+        batches = load_batches(pairs, stream, first, 6, rank=rank, world_size=ranks, num_workers=workers)
+        return [[item.name for item in batch.items] for batch in batches]
+
+    whole = read(0)
+    assert Counter(itertools.chain(*whole)) == dict.fromkeys([pair.name for pair in pairs.pairs], 2)
+    for ranks in (2, 4):
+        shares = [read(0, rank, ranks) for rank in range(ranks)]
+        assert [sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)] == [sorted(s) for s in whole]
+    assert read(4) == whole[4:]
+
+
+def test_training_on_tars_is_training_on_the_folder(
+    write_toml: Callable[..., Path], tmp_path: Path, image_folder: Path
+) -> None:
+    options = ("--train.max_num_steps=3", "--train.ckpt.save_freq=2")
+    loose = train(write_toml(), *options)
+    place = f'--train.train_policy.dataset.local_dir="{pack(image_folder, tmp_path / "set", 5)}"'
+    shards = train(write_toml(), *options, place, "--train.max_num_steps=2")
+    train(write_toml(), *options, place, resume=(shards, 2))
+    assert_same_state(saved_state(shards, 3), saved_state(loose, 3))
+
+
+def test_videos_of_parallel_tars_give_the_frames_of_the_files(tmp_path: Path) -> None:
+    loose = tmp_path / "loose"
+    for number in range(3):
+        write_video(loose / f"{number}.mp4", 5 + number, fps=24, size=(48, 80))
+        (loose / f"{number}.txt").write_text(f"clip {number}")
+    shards = pack_parallel(loose, tmp_path / "set", 2, {".mp4": "video", ".txt": "metas"})
+    (shards / "t5_xxl").mkdir()
+    (shards / "t5_xxl" / "000.tar").write_bytes(b"features that nobody reads")
+    whole, parts = LocalPairs(loose, 16, 16, frames=5), LocalPairs(shards, 16, 16, frames=5)
+    for number, position in itertools.product(range(3), (None, 0, 7)):
+        mine, theirs = parts.take(number, position), whole.take(number, position)
+        assert torch.equal(mine.visual, theirs.visual)
+        assert (mine.fps, mine.prompt) == (24, theirs.prompt)
+    assert parts.measure(0).sides == (48, 80)
+    records = read_prompts(shards)
+    assert [(one.prompt, one.metadata[BEGINNING]) for one in records] == [
+        (f"clip {number}", f"video/00{number // 2}.tar/{number}.mp4") for number in range(3)
+    ]
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_end_at_the_first_dot_and_hold_their_folders(tmp_path: Path) -> None:
+    members = {
+        "./a.png": image_bytes(0),  # as tar -cf x.tar . writes it
+        "./a.txt": b"first",
+        "deep.er/b.c.png": image_bytes(0),  # an ending .c.png, which is no image
+        "deep.er/b.JPG": image_bytes(10),
+        "deep.er/b.txt": b"second",
+        "ein grüßer 🦆.png": image_bytes(20),
+        "ein grüßer 🦆.caption": "drüben".encode(),
+        f"{'long' * 60}/d.png": image_bytes(30),
+        f"{'long' * 60}/d.json": b'{"prompt": "fourth"}',
+        "__info__/e.png": image_bytes(0),
+        "._a.png": b"what another system puts there",
+        ".hidden/f.txt": b"hidden",
+        "README": b"no ending",
+        "a.pickle": b"never opened",
+    }
+    write_tar(tmp_path / "x.tar", members)
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert pairs.problems == []
+    assert [(pair.name, pair.prompt) for pair in pairs.pairs] == [
+        ("x.tar/a", "first"),
+        ("x.tar/deep.er/b", "second"),
+        ("x.tar/ein grüßer 🦆", "drüben"),
+        (f"x.tar/{'long' * 60}/d", "fourth"),
+    ]
+    assert [round(float((item.visual.mean() + 1) * 127.5)) for item in pairs] == [0, 10, 20, 30]
+
+
+def test_tars_of_img2dataset_are_read_as_they_are(tmp_path: Path) -> None:
+    """Each sample has its caption twice, and some have none; next to each tar are two files about it."""
+    rows = {"000000000": "a cat \n on a mat ", "000000001": "a dog", "000000002": None}
+    members: dict[str, bytes] = {}
+    for key, caption in rows.items():
+        about = {"url": "https://example.com/1", "caption": caption, "key": key, "status": "success", "width": 8}
+        members |= {f"{key}.jpg": image_bytes(0), f"{key}.json": json.dumps(about).encode()}
+        members |= {f"{key}.txt": (caption or "").encode()}
+    write_tar(tmp_path / "00000.tar", members)
+    (tmp_path / "00000_stats.json").write_text('{"count": 3}')
+    (tmp_path / "00000.parquet").write_bytes(b"PAR1")
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.prompt for pair in pairs] == ["a cat \n on a mat ", "a dog"]
+    assert problems == [
+        "00000.tar/000000002.json: has no text under 'prompt'; it has 'url', 'caption', 'key', 'status', 'width'",
+        "00000.tar/000000002.txt: is empty",
+    ]
+
+
+def test_a_member_that_lacks_its_partner_is_left_out_by_name(tmp_path: Path) -> None:
+    members = sample("a") | sample("b") | sample("c") | {"d.png": image_bytes(0), "e.txt": b"alone"}
+    write_tar(tmp_path / "000.tar", members)
+    write_tar(tmp_path / "001.tar", [*sample("a").items(), *sample("b").items(), ("b.png", image_bytes(9))])
+    write_tar(tmp_path / "002.tar", {})
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["000.tar/a", "000.tar/b", "000.tar/c", "001.tar/a"]
+    assert problems == [
+        "001.tar/b.png: is there more than once",
+        "002.tar: has no sample; found nothing",
+        "000.tar/d.png: has no caption 000.tar/d.json, .txt or .caption",
+        "000.tar/e.txt: has no image",
+        "001.tar/b.json: has no image",
+    ]
+
+
+def test_images_that_are_edited_are_members_too(tmp_path: Path) -> None:
+    caption = json.dumps({"prompt": "make it dark", "image": "a.before.png"}).encode()
+    write_tar(tmp_path / "x.tar", {"a.png": image_bytes(0), "a.before.png": image_bytes(90), "a.json": caption})
+    (item,) = LocalPairs(tmp_path, 8, 8)
+    assert item.edits == tmp_path / "x.tar/a.before.png"
+    assert tar_files.has_file(item.edits)
+    assert not tar_files.has_file(tmp_path / "x.tar/b.png")
+
+
+# ---- parallel tars -----------------------------------------------------------------------------------------------
+
+
+def test_members_of_parallel_tars_are_matched_by_key(tmp_path: Path) -> None:
+    """The n-th members differ: one caption is missing, and the others stand in another order."""
+    write_tar(tmp_path / "images" / "0.tar", {f"{key}.png": image_bytes(ord(key)) for key in "abcd"})
+    write_tar(tmp_path / "metas" / "0.tar", {f"{key}.txt": key.encode() for key in "dca"})
+    pairs = LocalPairs(tmp_path, 8, 8)
+    assert [(item.prompt, round(float((item.visual.mean() + 1) * 127.5))) for item in pairs] == [
+        (key, ord(key)) for key in "acd"
+    ]
+    assert pairs.problems == ["images/0.tar/b.png: has no caption 0.tar/b.json, .txt or .caption"]
+
+
+def test_parallel_tars_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "images" / "0.tar", {"a.png": image_bytes(0)})
+    write_tar(tmp_path / "metas" / "0.tar", {"caption_1.txt": b"x"})
+    named = r"parallel tars 0.tar do not .* images/0.tar/a.png and metas/0.tar/caption_1.txt, and no key is in both"
+    with pytest.raises(UserError, match=named):
+        scan_pairs(tmp_path)
+    write_tar(tmp_path / "images" / "1.tar", {"b.png": image_bytes(0)})
+    with pytest.raises(UserError, match="metas: has no 1.tar, which another folder of"):
+        scan_pairs(tmp_path)
+    (tmp_path / "images" / "1.tar").unlink()
+    write_tar(tmp_path / "depth" / "0.tar", {"a.png": image_bytes(0)})
+    with pytest.raises(UserError, match="the tars of depth and images all have .jpg"):
+        scan_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"root": "s3://bucket/set"}, 'root = "s3://bucket/set": S3 is not supported yet; copy the tars'),
+        ({"root": "gone"}, 'root = "gone": .* is not there'),
+        ({"root": 3}, "root: allowed: a folder"),
+        ({"data_list": []}, "data_list: allowed: a list of names of tars"),
+        ({"data_list": ["../000.tar"]}, "allowed: paths in root that end in .tar"),
+        ({"data_list": ["000.pkl"]}, "allowed: paths in root that end in .tar"),
+        ({"data_list": ["000.tar", "001.tar"]}, "data_list: .*001.tar is not there"),
+        ({"data_list": ["009.tar"]}, "data_list: .*009.tar is not there"),
+    ],
+)
+def test_a_wdinfo_file_that_leads_nowhere_is_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    write_tar(tmp_path / "tars" / "000.tar", sample("a"))
+    info = {"root": "tars", "data_list": ["000.tar"], "total_key_count": 2, "chunk_size": 1}
+    place = tmp_path / "wdinfo.json"
+    place.write_text(json.dumps(info))
+    pairs, problems = scan_pairs(place)
+    assert [pair.name for pair in pairs] == ["000.tar/a"]
+    assert problems == ["total_key_count: is 2, and the tars have 1 samples"]
+    assert not is_prompt_file(place)
+    place.write_text(json.dumps(info | changed))
+    with pytest.raises(UserError, match=message):
+        scan_pairs(place)
+
+
+# ---- files that are not whole ------------------------------------------------------------------------------------
+
+
+def cut(content: bytes) -> bytes:
+    return content[: 3 * 512 - 100]  # within the first member's data
+
+
+def cut_between(content: bytes) -> bytes:
+    return content[: content.index(b"a.json")]  # where the next header would begin
+
+
+def damage_header(content: bytes) -> bytes:
+    place = content.index(b"a.json")
+    return content[:place] + b"\xff" * 300 + content[place + 300 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[:0], r"000.tar: is not a whole tar \(empty file\)"),
+        (cut, r"000.tar: is not a whole tar \(unexpected end of data\)"),
+        (cut_between, r"000.tar: ends at byte \d+ without the end mark of a tar: it was cut off, or is still"),
+        (damage_header, r"000.tar: has no member at byte \d+, and more data behind it: it is damaged, or several"),
+        (lambda content: content + content, r"000.tar: has no member at byte \d+, and more data behind it"),
+        (gzip.compress, r"000.tar: is compressed, .* unpack it: mv .*000.tar (.*000.tar.gz) && gunzip \1"),
+        (lambda content: b"no tar at all" * 99, r"000.tar: is not a whole tar \("),
+    ],
+)
+def test_a_tar_that_is_not_whole_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+    content = write_tar(tmp_path / "000.tar", {"a.png": bytes(1000)} | {"a.json": b"{}"}).read_bytes()
+    (tmp_path / "000.tar").write_bytes(change(content))
+    write_tar(tmp_path / "001.tar", sample("a"))
+    with pytest.raises(UserError, match=f"1 of 2 tars cannot be read:\n  .*{message}"):
+        scan_pairs(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".tar.xz", ".tar.zst"])
+def test_compressed_tars_are_refused_with_what_unpacks_them(tmp_path: Path, ending: str) -> None:
+    (tmp_path / f"000{ending}").write_bytes(b"whatever")
+    command = tar_files.COMPRESSED[ending]
+    with pytest.raises(
+        UserError, match=f"is compressed.*; unpack it: {command} {re.escape(str(tmp_path))}/\\*{ending}"
+    ):
+        scan_pairs(tmp_path)
+    write_tar(tmp_path / "000.tar", sample("a"))  # gunzip -k keeps both
+    assert len(scan_pairs(tmp_path)[0]) == 1
+
+
+def test_a_tar_next_to_images_is_named_and_not_read(tmp_path: Path) -> None:
+    for name, content in {**sample("a"), **sample("b")}.items():
+        (tmp_path / name).write_bytes(content)
+    write_tar(tmp_path / "backup.tar", sample("c"))
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["a", "b"]
+    assert problems == ["backup.tar: is not read, since images lie next to it"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tar_that_changes_ends_the_run(tmp_path: Path, workers: int) -> None:
+    place = write_tar(tmp_path / "000.tar", sample("a", 1) | sample("b", 2))
+    pairs, stream = LocalPairs(tmp_path, 8, 8), MapStream(2, 1, seed=0)
+    assert len(list(load_batches(pairs, stream, 0, 2, num_workers=workers))) == 2
+    again = LocalPairs(tmp_path, 8, 8)  # nothing of it is decoded yet
+    write_tar(place, sample("a", 3) | sample("c", 4))
+    os.utime(place, ns=(0, 0))
+    with pytest.raises(tar_files.TarChanged, match="000.tar: has changed since its members were listed; start again"):
+        list(load_batches(again, stream, 0, 1, num_workers=workers))
+    place.unlink()
+    with pytest.raises(tar_files.TarChanged, match="000.tar: cannot be read any more"):
+        again.take(1, 0)
+    write_tar(place, sample("a", 3) | sample("c", 4))
+    assert [pair.name for pair in LocalPairs(tmp_path, 8, 8).pairs] == ["000.tar/a", "000.tar/c"]
+
+
+def test_a_broken_image_in_a_tar_is_one_bad_sample(tmp_path: Path) -> None:
+    write_tar(tmp_path / "000.tar", sample("a") | {"b.png": b"no image", "b.txt": b"b"})
+    with pytest.raises(UserError, match=r"000.tar/b.png: cannot be read as an image \(UnidentifiedImageError"):
+        LocalPairs(tmp_path, 8, 8)[1]
+
+
+# ---- the index ---------------------------------------------------------------------------------------------------
+
+
+def test_the_headers_of_a_large_tar_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
+    place = write_tar(tmp_path / "set" / "000.tar", {f"{number:04}.txt": b"x" for number in range(600)})
+    known = tar_files.index_tar(place)
+    (kept,) = (tmp_path / "cache" / "tars").iterdir()
+    monkeypatch.setattr(tar_files, "_KNOWN", {})
+    monkeypatch.setattr(tarfile, "open", None)  # no header can be read
+    assert tar_files.index_tar(place) == known
+    monkeypatch.undo()
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
+    kept.write_text('{"path": ')
+    monkeypatch.setattr(tar_files, "_KNOWN", {})
+    assert tar_files.index_tar(place) == known
+    assert json.loads(kept.read_text())["members"]["0000.txt"] == [512, 1]
+    write_tar(place, {"other.txt": b"y"})
+    assert list(tar_files.index_tar(place).members) == ["other.txt"]
+
+
+def test_a_member_is_read_like_a_file(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40
+    place = write_tar(tmp_path / "x.tar", {"a.bin": content, "b.bin": b"behind it"})
+    with tar_files.opened(place / "a.bin") as file:
+        assert not isinstance(file, str)
+        assert file.read() == content
+        for offset, whence in ((7, os.SEEK_SET), (300, os.SEEK_CUR), (-9, os.SEEK_END), (50_000, os.SEEK_SET)):
+            where = file.seek(offset, whence)
+            assert file.read(20) == content[where : where + 20]
+        with pytest.raises(OSError, match="Invalid argument"):
+            file.seek(-1)
+    with pytest.raises(FileNotFoundError, match="x.tar/c.bin"), tar_files.opened(place / "c.bin"):
+        pass
+    (tmp_path / "folder.tar").mkdir()
+    with tar_files.opened(tmp_path / "folder.tar" / "a.bin") as file:
+        assert file == str(tmp_path / "folder.tar" / "a.bin")
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_check_speaks_of_tars_as_of_folders(
+    write_toml: Callable[..., Path], tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, shards = write_toml(), pack(image_folder, tmp_path / "set", 5)
+    place = "--train.train_policy.dataset.local_dir="
+    code, out, _ = check(capsys, "--env", "--config", config, f"{place}{shards}")
+    assert (code, "12 captions" in out) == (0, True)
+    buckets = "--policy.diffusers.buckets.sizes=[[32, 32], [32, 64]]"
+    code, out, _ = check(capsys, "--env", "--config", config, f"{place}{shards}", buckets)
+    assert (code, "12 images in buckets (height x width)" in out) == (0, True)
+    lists = (
+        f'--train.train_policy.dataset.folders=[{{local_dir="{shards}"}}, {{local_dir="{image_folder}", repeats=2}}]'
+    )
+    code, out, _ = check(capsys, "--env", "--config", config, f"{place}''", lists)
+    assert (code, "36 captions in 2 folders" in out) == (0, True)
+    (shards / "001.tar").write_bytes((shards / "001.tar").read_bytes()[:2000])
+    code, _, err = check(capsys, "--env", "--config", config, f"{place}{shards}")
+    assert (code, "1 of 3 tars cannot be read" in err) == (2, True)
+    other = tmp_path / "notes.md"
+    other.write_text("x")
+    assert main(["check", "--env", "--config", str(config), f"{place}{other}"]) == 2
+    assert "is a file; give the folder of the images, a .tar, or a wdinfo file" in capsys.readouterr().err
+    dpo = ("--train.train_policy.type=dpo", f"--train.train_policy.dataset.rejected_dir={image_folder}")
+    (shards / "001.tar").unlink()
+    code, _, err = check(capsys, "--env", "--config", config, f"{place}{shards}", *dpo)
+    assert (code, "has its samples in tars; preferences are read from folders: unpack them" in err) == (2, True)

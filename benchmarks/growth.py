@@ -1,6 +1,8 @@
 """CPU seconds of what a process does once for a large data set or a long run: all of it must grow like the number."""
 
 import json
+import os
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from cosmos_rl.data.cache import TensorCache
 from cosmos_rl.data.pair_files import scan_pairs
 from cosmos_rl.data.prompts import digest_prompts, read_prompts
 from cosmos_rl.data.streams import MapStream
+from cosmos_rl.data.tar_files import index_tar
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
 
@@ -36,6 +39,17 @@ def write_folder(folder: Path) -> Path:
     return folder
 
 
+def write_tars(folder: Path, pairs: Path) -> Path:
+    """The pairs of a folder in ten tars."""
+    folder.mkdir()
+    files = sorted(pairs.iterdir())
+    for number in range(10):
+        with tarfile.open(folder / f"{number}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for file in files[number * len(files) // 10 : (number + 1) * len(files) // 10]:
+                tar.add(file, file.name)
+    return folder
+
+
 def write_metrics(folder: Path) -> Path:
     """A run with a line for each step."""
     folder.mkdir()
@@ -51,6 +65,8 @@ def measure() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         pairs, run = write_folder(root / "pairs"), write_metrics(root / "run")
+        os.environ["COSMOS_CACHE_DIR"] = str(root / "indices")
+        tars = write_tars(root / "tars", pairs)
         prompts = root / "prompts.txt"
         prompts.write_text("\n".join(f"a photo of thing {number}" for number in range(COUNT)), encoding="utf-8")
         records, stream = read_prompts(prompts), MapStream(COUNT, 96, seed=0)
@@ -60,6 +76,8 @@ def measure() -> list[tuple[str, str, str]]:
         metrics = MetricsFile(run / "metrics.jsonl")
         rows = [
             (f"scan a folder of {COUNT:,} pairs", lambda: scan_pairs(pairs), "<= 2"),
+            (f"read the headers of tars of {2 * COUNT:,} members", lambda: [*map(index_tar, tars.iterdir())], "<= 4"),
+            (f"scan tars of {COUNT:,} pairs, whose headers are known", lambda: scan_pairs(tars), "<= 4"),
             (f"read {COUNT:,} prompts", lambda: read_prompts(prompts), "<= 1.5"),
             (f"digest of {COUNT:,} prompts, once a run", lambda: digest_prompts(records), "<= 1"),
             (f"positions of 100 steps of {COUNT:,}", lambda: list(map(stream.positions, range(100))), "<= 0.1"),

@@ -6,6 +6,7 @@ kind of data, the members of one key in the tars of one name are a sample. No to
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,7 +204,7 @@ def _list_tars(folder: Path) -> list[str]:
         if ending is not None and name.removesuffix(ending) + SUFFIX not in names:
             raise UserError(
                 f"{folder / name}: is compressed, and samples are read from any place of a tar; unpack it: "
-                f"{COMPRESSED[ending]} {folder}/*{ending}"
+                f"{COMPRESSED[ending]} {shlex.quote(str(folder))}/*{ending}"
             )
     return sorted(name for name in names if name.endswith(SUFFIX))
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def index_tar(path: Path) -> TarIndex:
     """Where the members are, as the tar is now.
 
     Raises:
-        UserError: it is not a whole tar, or is compressed.
+        UserError: it is not a whole tar, is compressed, or has links.
     """
     try:
         stamp = _stamp(path.stat())
@@ -198,10 +199,8 @@ def _scan(path: Path) -> tuple[dict[str, tuple[int, int]], list[str]]:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (info := tar.next()) is not None:
                     tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # it would keep a kilobyte of each
-                    if not info.isreg():
+                    if not _is_file(info):
                         continue
-                    if info.issparse():
-                        raise ValueError(f"{printable(info.name)} is stored with holes; make it without --sparse")
                     name = os.path.normpath(info.name).lstrip("/")  # tar writes ./0001.jpg for tar -cf x.tar .
                     if name in members:
                         repeated.append(name)
@@ -209,18 +208,27 @@ def _scan(path: Path) -> tuple[dict[str, tuple[int, int]], list[str]]:
                 end = tar.offset
         except Exception as error:  # whatever a reader makes of a broken file is the fault of that file
             why = str(error) or type(error).__name__
-            raise UserError(f"{_show(path)}: is not a whole tar ({why}); make or copy it again") from error
+            raise UserError(f"{_show(path)}: cannot be read as a tar ({why}); make or copy it again") from error
         _require_end(path, file, end)
     return members, repeated
+
+
+def _is_file(info: tarfile.TarInfo) -> bool:
+    name = printable(info.name)
+    if info.issym() or info.islnk():
+        raise ValueError(f"{name} is a link; tar --dereference --hard-dereference packs files")
+    if info.issparse():
+        raise ValueError(f"{name} is stored with holes; pack it without --sparse")
+    return info.isreg()
 
 
 def _refuse_compressed(path: Path, start: bytes) -> None:
     for magic, ending in _MAGIC.items():
         if start.startswith(magic):
-            unpacked = path.with_suffix("")
+            old, new = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(ending)))
             raise UserError(
                 f"{_show(path)}: is compressed, and samples are read from any place of a tar; unpack it: "
-                f"mv {path} {unpacked}{ending} && {COMPRESSED[ending]} {unpacked}{ending}"
+                f"mv {old} {new} && {COMPRESSED[ending]} {new}"
             )
 
 

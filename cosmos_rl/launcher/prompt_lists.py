@@ -17,6 +17,7 @@ from cosmos_rl.data.prompt_sets import (
 )
 from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
 from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
+from cosmos_rl.data.shards import is_shard_file
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, ValidationDatasetConfig
 from cosmos_rl.policy.config.jobs import job_kind
@@ -122,7 +123,7 @@ def _describe(dataset: PromptSource, key: str, split: str) -> PromptList:
             raise UserError(f"{key}: there are no such prompts yet")
         return PromptList(source, published.digest, published.prompts)
     records = read_prompts(path)
-    if path.is_dir():
+    if path.is_dir() or is_shard_file(path):
         return PromptList(source, f"texts:{digest_prompts(records)}", len(records))
     like = published.digest if published is not None else ""
     return PromptList(source, compute_digest(read_bytes(path), like), len(records))

@@ -184,6 +184,7 @@ def test_images_that_are_edited_are_members_too(tmp_path: Path) -> None:
     caption = json.dumps({"prompt": "make it dark", "image": "a.before.png"}).encode()
     write_tar(tmp_path / "x.tar", {"a.png": image_bytes(0), "a.before.png": image_bytes(90), "a.json": caption})
     (item,) = LocalPairs(tmp_path, 8, 8)
+    assert item.edits is not None
     assert item.edits == tmp_path / "x.tar/a.before.png"
     assert tar_files.has_file(item.edits)
     assert not tar_files.has_file(tmp_path / "x.tar/b.png")
@@ -264,13 +265,13 @@ def damage_header(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content[:0], r"000.tar: is not a whole tar \(empty file\)"),
-        (cut, r"000.tar: is not a whole tar \(unexpected end of data\)"),
+        (lambda content: content[:0], r"000.tar: cannot be read as a tar \(empty file\)"),
+        (cut, r"000.tar: cannot be read as a tar \(unexpected end of data\)"),
         (cut_between, r"000.tar: ends at byte \d+ without the end mark of a tar: it was cut off, or is still"),
         (damage_header, r"000.tar: has no member at byte \d+, and more data behind it: it is damaged, or several"),
         (lambda content: content + content, r"000.tar: has no member at byte \d+, and more data behind it"),
         (gzip.compress, r"000.tar: is compressed, .* unpack it: mv .*000.tar (.*000.tar.gz) && gunzip \1"),
-        (lambda content: b"no tar at all" * 99, r"000.tar: is not a whole tar \("),
+        (lambda content: b"no tar at all" * 99, r"000.tar: cannot be read as a tar \("),
     ],
 )
 def test_a_tar_that_is_not_whole_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
@@ -279,6 +280,18 @@ def test_a_tar_that_is_not_whole_is_refused(tmp_path: Path, change: Callable[[by
     write_tar(tmp_path / "001.tar", sample("a"))
     with pytest.raises(UserError, match=f"1 of 2 tars cannot be read:\n  .*{message}"):
         scan_pairs(tmp_path)
+
+
+def test_a_tar_with_links_is_refused(tmp_path: Path) -> None:
+    """A sample that is a link to another one would be missing without a word."""
+    for name in ("a.png", "a.txt"):
+        (tmp_path / name).write_bytes(b"x")
+        (tmp_path / name.replace("a", "b")).hardlink_to(tmp_path / name)
+    with tarfile.open(tmp_path / "set.tar", "w") as tar:
+        for name in ("a.png", "a.txt", "b.png", "b.txt"):
+            tar.add(tmp_path / name, name)
+    with pytest.raises(UserError, match=r"set.tar: cannot be read as a tar \(b.png is a link; tar --dereference"):
+        scan_pairs(tmp_path / "set.tar")
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".tar.xz", ".tar.zst"])

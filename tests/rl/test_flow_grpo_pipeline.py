@@ -12,6 +12,7 @@ from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import Job, nft_toml, nft_train, nft_trainer, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
+from tests.support.tars import pack
 
 FLOW = (
     "--train.train_policy.trainer_type=flow_grpo",
@@ -149,6 +150,15 @@ def test_any_number_of_ranks_trains_like_one(run_of: Runs, trainer: str, ranks: 
         assert ("train/data_loss_mean" in named) == (trainer == "ddrl")
         for key in named:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+
+
+@pytest.mark.zoo
+def test_real_samples_may_be_in_tars(tmp_path: Path, tiny_sd3: Path, image_folder: Path) -> None:
+    config, states = nft_toml(tmp_path, tiny_sd3), []
+    for images in (image_folder, pack(image_folder, tmp_path / "shards", 5)):
+        run = nft_train(config, *FLOW, *ddrl_options(images), "--train.max_num_steps=1")
+        states.append(saved_state(run, 1))
+    assert_same_state(*states)
 
 
 @pytest.mark.slow

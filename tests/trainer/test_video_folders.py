@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from cosmos_rl.launcher.cli import main
 from tests.support.family_runs import ORDINARY, family_toml
+from tests.support.states import assert_same_state, saved_state
+from tests.support.tars import pack_parallel
 from tests.support.trainer_runs import train
 from tests.support.videos import write_video
 
@@ -42,6 +44,24 @@ def test_a_folder_of_videos_trains_and_resumes_exactly(tmp_path: Path, clips: Pa
     again = train(config, resume=(whole, 1))
     resumed = load_file(again / "safetensors" / "step_3" / "lora" / "model.safetensors")
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+@pytest.mark.zoo
+def test_training_on_parallel_tars_of_videos_is_training_on_their_folder(tmp_path: Path) -> None:
+    """Wan on clips that are longer than needed, so that windows are drawn."""
+    loose = tmp_path / "clips"
+    for number in range(6):
+        write_video(loose / f"{number}.mp4", 5 + number, fps=24, size=(48, 80))
+        (loose / f"{number}.txt").write_text(f"clip {number}")
+    shards = pack_parallel(loose, tmp_path / "shards", 4, {".mp4": "video", ".txt": "metas"})
+    info = tmp_path / "wdinfo.json"
+    info.write_text(json.dumps({"root": "shards", "data_list": ["000.tar", "001.tar"], "total_key_count": 6}))
+    states = []
+    for place in (loose, shards, info):
+        run = train(family_toml(tmp_path, WAN, job="sft", images=place))
+        states.append(saved_state(run, 3))
+    assert_same_state(states[0], states[1])
+    assert_same_state(states[0], states[2])
 
 
 def test_check_finds_what_a_folder_of_videos_lacks(

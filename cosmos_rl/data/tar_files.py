@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,7 @@ class _Member(io.RawIOBase):
 
 def _scan_and_keep(path: Path, stamp: Stamp) -> TarIndex:
     members, repeated = _scan(path)
-    index = TarIndex(stamp, members, tuple(dict.fromkeys(repeated)))
+    index = TarIndex(stamp, members, tuple(repeated))
     if len(members) >= _WORTH_KEEPING:
         text = json.dumps({"path": str(path.resolve()), "stamp": stamp, "members": members, "repeated": index.repeated})
         try:
@@ -191,26 +192,27 @@ def _scan_and_keep(path: Path, stamp: Stamp) -> TarIndex:
 
 def _scan(path: Path) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """(first byte and number of bytes by name, names that come again)."""
-    members, repeated = dict[str, tuple[int, int]](), list[str]()
     with path.open("rb") as file:
         _refuse_compressed(path, file.read(8))
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (info := tar.next()) is not None:
-                    tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # it would keep a kilobyte of each
-                    if not _is_file(info):
-                        continue
-                    name = os.path.normpath(info.name).lstrip("/")  # tar writes ./0001.jpg for tar -cf x.tar .
-                    if name in members:
-                        repeated.append(name)
-                    members[name] = (info.offset_data, info.size)
+                files = list(_list_files(tar))
                 end = tar.offset
         except Exception as error:  # whatever a reader makes of a broken file is the fault of that file
             why = str(error) or type(error).__name__
             raise UserError(f"{_show(path)}: cannot be read as a tar ({why}); make or copy it again") from error
         _require_end(path, file, end)
-    return members, repeated
+    counts = Counter(name for name, _ in files)
+    return dict(files), [name for name, count in counts.items() if count > 1]
+
+
+def _list_files(tar: tarfile.TarFile) -> Iterator[tuple[str, tuple[int, int]]]:
+    while (info := tar.next()) is not None:
+        tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # it would keep a kilobyte of each
+        if _is_file(info):
+            # tar writes ./0001.jpg for tar -cf x.tar .
+            yield os.path.normpath(info.name).lstrip("/"), (info.offset_data, info.size)
 
 
 def _is_file(info: tarfile.TarInfo) -> bool:

@@ -281,18 +281,18 @@ def test_a_check_of_the_environment_reads_the_captions(
     tmp_path: Path, write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(write_toml())
-    wrong = captioned(tmp_path / "wrong", 0, b'{"caption": "a cat"}', 8)
-    some = captioned(tmp_path / "some", 6, b'{"text": "a cat"}', 2)
+    wrong = captioned(tmp_path / "wrong", 0, b'{"title": "a cat"}', 8)
+    some = captioned(tmp_path / "some", 6, b'{"words": "a cat"}', 2)
     for command in (["check", "--env"], []):
         assert main([*command, "--config", path, f"--train.train_policy.dataset.local_dir={wrong}"]) == 2
         message = capsys.readouterr().err
         assert "train.train_policy.dataset.local_dir" in message
         assert "no usable pair" in message
-        assert "0.json: has no text under 'prompt'; it has 'caption'" in message
+        assert "0.json: has no text under 'prompt'; it has 'title'" in message
     assert main(["check", "--env", "--config", path, f"--train.train_policy.dataset.local_dir={some}"]) == 0
     report = capsys.readouterr().out
     assert "2 files are left out (6 pairs are used)" in report
-    assert "7.json: has no text under 'prompt'; it has 'text'" in report
+    assert "7.json: has no text under 'prompt'; it has 'words'" in report
 
 
 def test_a_check_of_the_environment_says_which_pictures_lose_much(

@@ -54,6 +54,10 @@ def translated(**tables: Any) -> Translation:
     return translate(config, tree)
 
 
+def web_data(name: str, **dataset: Any) -> dict[str, Any]:
+    return {"video_dataloader": {"ratio": 1, "dataloader": {"dataset": {"dataset_name": name, **dataset}}}}
+
+
 def value(translation: Translation, dotted: str) -> Any:
     found: Any = translation.tables
     for name in dotted.split("."):
@@ -351,6 +355,7 @@ def test_the_page_lists_what_becomes_what() -> None:
         translated(model={"rl": {**reward, "on_policy": False}}, dataloader_train=web),
         translated(model={"rl": {"data_beta": 0.1, "kl_beta": 0.0}, "conditioner": [{"name": "text"}]}),
         translated(model={"rl": {"enabled": False}, "context_parallel_size": 2}, scheduler=falling),
+        translated(model={"rl": {"data_beta": 0.1, "kl_beta": 0.0}}, dataloader_train=web_data("shards/wdinfo.json")),
         translated(
             model={"resize_online": False},
             dataloader_train={"type": "local", "video_dataloader": entry},
@@ -371,6 +376,18 @@ def test_the_page_lists_what_becomes_what() -> None:
 
 
 # ---- what single keys become ---------------------------------------------------------------------------------------
+
+
+def test_local_tars_are_read_and_an_object_store_is_not() -> None:
+    for name in ("shards/wdinfo.json", "wdinfo.json", "my_shards/", "one.tar"):
+        translation = translated(dataloader_train=web_data(name))
+        assert value(translation, "train.train_policy.dataset.local_dir") == name
+    for data in (web_data("video_720p"), web_data("a/wdinfo.json", object_store="s3"), {"video_dataloader": {}}):
+        translation = translated(dataloader_train=data)
+        assert "local_dir" not in translation.tables["train"]["train_policy"].get("dataset", {})
+        (note,) = [note for note in translation.notes if note.old == "dataloader_train.type"]
+        assert note.lost
+        assert "S3 is not supported yet; set train.train_policy.dataset.local_dir to tars or a wdinfo" in note.text
 
 
 def test_the_group_of_gpus_is_the_product_of_all_sizes() -> None:

@@ -240,19 +240,33 @@ def _choose_logging(draft: _Draft) -> None:
 
 
 def _choose_data(draft: _Draft) -> None:
-    web, loader = draft.read("entry.dataloader"), draft.read("loader")
+    web, loader, place = draft.read("entry.dataloader"), draft.read("loader"), _find_data(draft)
     if web is not None and web.dataset.len_t5 is not None:
         draft.put(f"{JOB}.dataset.name", "mock", "entry.dataloader.dataset.len_t5")
-    elif draft.read("dataloader_train.type") == "web":
-        draft.lose("dataloader_train.type", "WebDataset is not supported yet; set train.train_policy.dataset.local_dir")
+    elif place is None:
+        text = (
+            "S3 is not supported yet; set train.train_policy.dataset.local_dir to tars or a wdinfo file on local disk"
+        )
+        draft.lose("dataloader_train.type", text)
     else:
-        draft.put(f"{JOB}.dataset.local_dir", draft.read("entry.dataset_dir"), "entry.dataset_dir")
+        draft.put(f"{JOB}.dataset.local_dir", draft.read(place), place)
     if draft.full("entry").endswith("image_dataloader"):
         draft.lose("entry.ratio", "only videos are trained on")
     if draft.read("entry.offline_text_embedding"):
         text = "the pipeline's encoders encode each caption once"
         draft.put(f"{JOB}.cache.text", True, "entry.offline_text_embedding", text=text)
     draft.put(f"{JOB}.mini_batch", loader.batch_size, "loader.batch_size")
+
+
+def _find_data(draft: _Draft) -> str | None:
+    """The key that names the files; None: they are in an object store, under a name that the older code knew."""
+    if draft.read("dataloader_train.type") == "local":
+        return "entry.dataset_dir"
+    web = draft.read("entry.dataloader")
+    if web is None or web.dataset.object_store:
+        return None
+    name = web.dataset.dataset_name or ""
+    return "entry.dataloader.dataset.dataset_name" if "/" in name or name.endswith((".json", ".tar")) else None
 
 
 def _choose_frames(draft: _Draft, table: str) -> None:
@@ -308,7 +322,8 @@ def _choose_data_term(draft: _Draft, batch: int) -> None:
     if rl.data_on_first_only:
         text = "the older loss was a mean over the trained steps, with this in one of them"
         draft.put(f"{JOB}.data_term.beta", rl.data_beta / len(rl.train_on), f"{RL}.data_on_first_only", text=text)
-    draft.put(f"{JOB}.data_term.local_dir", draft.read("entry.dataset_dir"), "entry.dataset_dir")
+    place = _find_data(draft) or "entry.dataset_dir"
+    draft.put(f"{JOB}.data_term.local_dir", draft.read(place), place)
     _choose_levels(draft)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from cosmos_rl.policy.model.driver.contract import Level
@@ -176,6 +177,17 @@ def test_real_samples_at_the_trained_steps(
         f"--train.train_policy.data_term={term}{str(per_step).lower()}}}",
     )
     trainer, sigmas = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options), []
+    assert trainer._data_loss is not None
+    both, first = (
+        [float(share.detach()) for share in trainer._data_loss(0, 0, trainer.model.sampling_levels(4).rows(which))]
+        for which in (torch.tensor([0, 1]), torch.tensor([0]))
+    )
+    if per_step:  # a mean over the steps: with one of two its share is half of what it is alone
+        assert len(both) == 2 * len(first)
+        assert both[: len(first)] == pytest.approx([share / 2 for share in first], rel=1e-6)
+    else:
+        assert len(both) == len(first)
+    trainer.model.num_evaluations = 0
     velocity = trainer.model.velocity
 
     def recording(latents: Tensor, level: Level, cond: Any, **given: Any) -> Tensor:

@@ -14,6 +14,7 @@ from cosmos_rl.utils.logging import logger
 PARTS = (
     "start_up",
     "sft_step",
+    "rank_invariant",
     "cache_fill",
     "growth",
     "rollout",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cosmos_rl.distributed.exact_sum import expand_sum, round_sum
 from cosmos_rl.errors import UserError
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -61,6 +62,13 @@ class Context:
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise sums over all shares of the data, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM, self.dp_group)
+
+    def sum_exactly(self, columns: Sequence[Sequence[float]]) -> list[float]:
+        """The sum of each column over all its values on all shares of the data, rounded once: their order and how they
+        lie on the ranks do not matter. The values are float32 numbers; ranks may have columns of different lengths."""
+        own = torch.tensor([expand_sum(values) for values in columns], dtype=torch.float64)
+        parts = self.gather_rows(own).view(-1, *own.shape)
+        return [round_sum(terms.flatten().tolist()) for terms in parts.unbind(1)]
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise maxima over all ranks; NaN where any rank has it."""
@@ -135,6 +143,11 @@ def use_deterministic_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; cuBLAS needs it
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+
+
+def use_one_thread() -> None:
+    """Compute with one thread: with more a CPU adds in another order, and the ranks of a machine share its cores."""
+    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cosmos_rl.distributed.pairwise import reduce_pairwise
 from cosmos_rl.distributed.precision import list_float32_units
 from cosmos_rl.errors import UserError
 
@@ -33,6 +34,8 @@ class Sharding:
     """When gathered weights are freed after a forward pass: ``always``, ``never``, ``default`` (not in the root)."""
     cp_group: dist.ProcessGroup | None = None
     """Context-parallel peers, over which tokens are split; None: they are not."""
+    pairwise: bool = False
+    """Gradients are summed over the ranks along the tree of `distributed.pairwise`, and not averaged."""
 
     def apply(
         self,
@@ -50,7 +53,7 @@ class Sharding:
         if reshard == "default" and not keep_root:
             reshard = "always"
         dtypes = {"param_dtype": param_dtype, "reduce_dtype": self.reduce_dtype}
-        shard_module(module, self.mesh, **dtypes, reshard=reshard, whole=whole)
+        shard_module(module, self.mesh, **dtypes, reshard=reshard, whole=whole, pairwise=self.pairwise)
 
     def any_over_ranks(self, flags: Sequence[bool]) -> list[bool]:
         """Each flag: whether any rank has it set. All ranks must call it."""
@@ -67,6 +70,7 @@ def shard_module(
     reduce_dtype: torch.dtype,
     reshard: str = "default",
     whole: Collection[Any] = (),
+    pairwise: bool = False,
 ) -> None:
     """FSDP2 in place: every block of a class in ``_no_split_modules``, then the rest. See ``Sharding``.
 
@@ -74,7 +78,10 @@ def shard_module(
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     assert mesh.mesh_dim_names is not None
-    if mesh.size(0) == 1:
+    replicas = None
+    if pairwise and mesh.size(0) > 1:
+        replicas = mesh.get_group(0)
+    if pairwise or mesh.size(0) == 1:  # the sum over replicas is ours, not FSDP's
         mesh = mesh[mesh.mesh_dim_names[1]]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(whole)}
     names = set(getattr(module, "_no_split_modules", None) or ())
@@ -84,7 +91,9 @@ def shard_module(
         fully_shard(part, **{**options, "mp_policy": exact}, reshard_after_forward=reshard != "never")
     for block in blocks:
         fully_shard(block, **options, reshard_after_forward=reshard != "never")
-    fully_shard(module, **options, reshard_after_forward=reshard == "always")
+    sharded = fully_shard(module, **options, reshard_after_forward=reshard == "always")
+    if pairwise:
+        reduce_pairwise(sharded, replicas)
 
 
 def materialise(module: nn.Module, device: torch.device, *, but: Collection[Tensor] = ()) -> None:

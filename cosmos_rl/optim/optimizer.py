@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cosmos_rl.distributed.sharding import local_part
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.classes import Hyperparameters, build_arguments, find_class
 from cosmos_rl.optim.loss_scale import LossScale
@@ -70,10 +71,11 @@ class Optimizer:
         max_grad_norm: float,
         lr_patterns: Mapping[str, float] | None = None,
         loss_scale: LossScale | None = None,
+        rank_invariant: bool = False,
     ) -> None:
         """``lr_patterns``: regular expression over parameter names -> base learning rate in place of ``lr``; the first
         match counts. The schedule's factor is the same for all. ``loss_scale``: None for gradients of a type that holds
-        small numbers.
+        small numbers. ``rank_invariant``: the norm has the same bits however the gradients are split over ranks.
 
         Raises:
             UserError: a pattern that matches nothing, a package that is missing, arguments that the class refuses.
@@ -84,7 +86,7 @@ class Optimizer:
         self.lr_factor = 1.0
         """Factor on all learning rates, on top of the schedule's."""
         self._schedule = schedule
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self._rank_invariant = max_grad_norm, rank_invariant
         cls = find_class(settings.name)
         arguments, self._arguments = build_arguments(cls, settings), frozenset(inspect.signature(cls).parameters)
         groups = _groups(params, lr, lr_patterns or {})
@@ -211,17 +213,23 @@ class Optimizer:
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         self._set_rates(step)
-        bound = math.inf
-        if self._max_grad_norm > 0:
-            bound = self._max_grad_norm
-        total = torch.nn.utils.clip_grad_norm_(self._params, bound)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = self._clip()
         refusal = self._judge_gradient(norm, expects_gradient)
         if refusal is None:
             with self._parts():
                 self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, refusal)
+
+    def _clip(self) -> float:
+        """The L2 norm of all gradients, which are scaled down to the bound."""
+        bound = math.inf
+        if self._max_grad_norm > 0:
+            bound = self._max_grad_norm
+        if self._rank_invariant:
+            return clip_by_whole_norms([p.grad for p in self._params if p.grad is not None], bound)
+        total = torch.nn.utils.clip_grad_norm_(self._params, bound)
+        return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
     def _set_rates(self, step: int) -> None:
         for group, base in zip(self.torch_optimizer.param_groups, self._bases, strict=True):
@@ -243,6 +251,20 @@ class Optimizer:
         if lowered:
             return Refusal.OVERFLOW
         return Refusal.NOT_FINITE
+
+
+@torch.no_grad()
+def clip_by_whole_norms(grads: Sequence[Tensor], bound: float) -> float:
+    """Scale gradients down to the global L2 norm ``bound``; the norm before that, with the same bits however they are
+    split over ranks: each norm is of a whole gradient, and their squares are added exactly."""
+    wholes = (grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads)
+    norms = [torch.linalg.vector_norm(whole.contiguous(), dtype=torch.float64) for whole in wholes]
+    squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+    total = math.sqrt(math.fsum(squares))
+    factor = bound / (total + 1e-6)  # as torch's clip_grad_norm_
+    if factor < 1.0:
+        torch._foreach_mul_([local_part(grad) for grad in grads], factor)
+    return total
 
 
 def _is_number(value: object) -> bool:

@@ -228,6 +228,20 @@ def test_trained_state_is_sixteen_bytes_a_weight_over_the_shards(write_toml: Tom
     assert found.phases["forward and backward"] > state
 
 
+@pytest.mark.parametrize(("samples", "copies"), [(1, 0), (2, 1), (3, 1), (8, 3)])
+def test_sums_that_wait_for_others_are_counted(write_toml: Toml, samples: int, copies: int) -> None:
+    """Before the last of 8 samples of a rank there are the sums of 4, 2 and 1 of them."""
+    total = f"--train.global_batch_size={2 * samples}"
+    options = [total, "--train.train_policy.mini_batch=1", "--policy.parallelism.dp_shard_size=2"]
+    config, files = sizes(write_toml(lora=False), *options)
+    bare = estimate.memory(config, files, on_cpu=False, saves=1).phases
+    invariant = ("--train.rank_invariant=true", "--train.optm_impl=for-loop")
+    config, files = sizes(write_toml(lora=False), *options, *invariant)
+    found = estimate.memory(config, files, on_cpu=False, saves=1)
+    rise = found.phases["forward and backward"] - bare["forward and backward"]
+    assert rise == copies * found.parts["gradients"]
+
+
 def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
     config, files = sizes(write_toml())
     offloaded = estimate.memory(config, files, on_cpu=False, saves=1)

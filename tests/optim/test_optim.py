@@ -1,11 +1,14 @@
 """Schedules, averages, the optimiser step and keyed randomness against closed forms."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from cosmos_rl.algorithms.decay import ema_decay
 from cosmos_rl.distributed import randomness
 from cosmos_rl.optim.ema import Ema
+from cosmos_rl.optim.optimizer import clip_by_whole_norms
 from cosmos_rl.optim.schedule import LrSchedule
 from tests.support.optimizers import optimizer
 
@@ -156,3 +159,39 @@ def test_a_step_without_any_gradient_moves_nothing_and_measures_zero() -> None:
     result = optimizer(weight).step(0, scale=0.25, loss=1.0)
     assert result.grad_norm == 0.0
     assert weight.item() == 2.0
+
+
+@pytest.mark.parametrize("bound", [0.5, 100.0])
+def test_the_norm_of_whole_gradients_clips_like_torch(bound: float) -> None:
+    grads = [torch.randn(7, 5, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(params, bound)
+    assert clip_by_whole_norms(grads, bound) == pytest.approx(expected.item(), rel=1e-6)
+    for param, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(grad, param.grad)
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+def test_a_step_and_the_average_have_the_same_bits_on_parts_of_a_weight(implementation: str) -> None:
+    """What ``train.rank_invariant`` builds on; the fused step rounds the last elements of a tensor in another way."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1003, generator=generator) for _ in range(6)]
+
+    def train(parts: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        params = {str(k): torch.nn.Parameter(part.clone()) for k, part in enumerate(parts[0])}
+        foreach = implementation == "foreach"
+        steps = torch.optim.AdamW(params.values(), lr=1e-2, weight_decay=0.01, foreach=foreach, fused=False)
+        ema = Ema(params, 0.9, 1)
+        for step, grads in enumerate(parts[1:]):
+            for param, grad in zip(params.values(), grads, strict=True):
+                param.grad = grad.clone()
+            steps.step()
+            ema.update(step)
+        return torch.cat([p.detach() for p in params.values()]), torch.cat(list(ema.shadow.values()))
+
+    expected = train([[tensor] for tensor in whole])
+    for size in (1, 3, 13, 100, 501, 502):
+        found = train([tensor.split([size, 1003 - size]) for tensor in whole])
+        assert all(map(torch.equal, found, expected)), size

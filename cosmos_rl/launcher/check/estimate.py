@@ -17,7 +17,7 @@ from cosmos_rl.launcher.check.packed import find_packed, frozen_bytes, unpacking
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
-from cosmos_rl.policy.config import Config, images_at_once, world_size
+from cosmos_rl.policy.config import Config, data_ranks, images_at_once, world_size
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
 from cosmos_rl.policy.config.ranks import weight_shards
@@ -141,6 +141,18 @@ class _Rank:
         return weight_shards(self.config.policy.parallelism)
 
     @property
+    def invariant(self) -> bool:
+        return self.config.train.rank_invariant
+
+    @property
+    def partial_sums(self) -> int:
+        """Most sums of gradients that wait for others of as many samples (``distributed/pairwise.py``)."""
+        train = self.config.train
+        if not self.invariant or train.global_batch_size is None:
+            return 0
+        return (train.global_batch_size // data_ranks(self.config.policy.parallelism)).bit_length() - 1
+
+    @property
     def trained(self) -> int:
         return 4 * self.chosen.trained // self.shards
 
@@ -183,7 +195,7 @@ class _Rank:
     def texts_apart(self) -> bool:
         """Whether the transformer leaves the device while texts are encoded."""
         alone = world_size(self.config.policy.parallelism) <= 1  # -1: not settled, and counted as one
-        return self.offloads and self.config.train.train_policy.cached_text and alone
+        return self.offloads and self.config.train.train_policy.cached_text and alone and not self.invariant
 
     @property
     def resident(self) -> int:
@@ -204,7 +216,7 @@ class _Rank:
         compute, train, lora = BYTES[self.config.train.param_dtype], self.config.train, self.config.policy.lora
         shapes, form = self.pipeline.transformer, "none" if lora is None else lora.quantize_base
         unpacked = unpacking(form, shapes, compute)
-        if self.shards > 1:
+        if self.shards > 1 or self.invariant:
             packed = find_packed(form, shapes)
             spread = {name: shape for name, shape in shapes.items() if name not in packed}
             return unpacked + _gathered(spread, compute, train.fsdp_reshard_after_forward)
@@ -272,7 +284,7 @@ class _Rank:
     def _learning(self) -> int:
         rows = self.rl.targets + self.rl.conditions + (self.rl.latents + self.rl.learnt) * self.on_cpu
         activations = self.work.activations + self.work.offloaded * self.on_cpu
-        return self.state + self.trained + self.gathered + activations + rows
+        return self.state + self.trained * (1 + self.partial_sums) + self.gathered + activations + rows
 
     def _stepping(self) -> int:
         gradients = self.trained

@@ -9,6 +9,7 @@ from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.optimizer_rules import optimizer_notes, optimizer_rules
 from cosmos_rl.policy.config.policy import DiffusersConfig
 from cosmos_rl.policy.config.problems import format_value
+from cosmos_rl.policy.config.rank_invariance import rank_invariance_rules
 from cosmos_rl.policy.config.ranks import data_ranks, world_size
 from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
@@ -42,6 +43,7 @@ def cross_check(config: Config) -> list[str]:
         *_memory_rules(config),
         *_lora_rules(config),
         *_sft_batch_rules(config),
+        *rank_invariance_rules(config),
         *_schedule_rules(config),
         *optimizer_rules(config),
         *_saving_rules(config),

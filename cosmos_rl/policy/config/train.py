@@ -94,6 +94,9 @@ class TrainConfig(Table):
     """Seed of every random draw; 0 is a seed like any other."""
     deterministic: StrictBool = False
     """Use deterministic kernels only."""
+    rank_invariant: StrictBool = False
+    """Fine-tuning: losses and weights have the same bits on 1, 2, 4, … ranks, and after a resume on another number of
+    them. Takes more communication and memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
     param_dtype: FloatDtype = "bfloat16"

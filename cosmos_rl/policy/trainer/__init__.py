@@ -53,13 +53,15 @@ def run(
         wanted, is_main = "console" in config.logging.logger, os.environ.get("RANK", "0") == "0"
         display = stack.enter_context(show_progress(wanted=wanted, is_main=is_main))
         with enter_phase("importing"), disable_gc():
-            from cosmos_rl.distributed.context import process_group, use_deterministic_kernels
+            from cosmos_rl.distributed.context import process_group, use_deterministic_kernels, use_one_thread
             from cosmos_rl.distributed.memory import memory_phase
             from cosmos_rl.policy.trainer.loop import TrainLoop
 
             make_task = load_part(kind.task)
-        if config.train.deterministic:
+        if config.train.deterministic or config.train.rank_invariant:
             use_deterministic_kernels()
+        if config.train.rank_invariant:
+            use_one_thread()
         given: dict[str, Any] = {"dataset": dataset, "val_dataset": val_dataset}
         if kind.online:
             given |= {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}

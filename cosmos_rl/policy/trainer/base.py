@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cosmos_rl.data.streams import Stream
 from cosmos_rl.distributed.context import Context
+from cosmos_rl.distributed.pairwise import PairwiseSum
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
 from cosmos_rl.policy.config import Config, data_ranks
@@ -50,6 +51,7 @@ class TaskBase(abc.ABC):
         self._export = export
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
         self._gradients: list[Gradients] | None = None
+        self._pairwise = PairwiseSum() if config.train.rank_invariant else None
         self._peers_compared = False
 
     @abc.abstractmethod
@@ -68,6 +70,10 @@ class TaskBase(abc.ABC):
         # sharded gradients are averaged over all ranks; what is wanted is their sum over the weight of the whole step
         # (context-parallel peers have the gradients of different tokens of the same rows)
         scale = self._context.world_size / max(weight, 1e-12)
+        if self._pairwise is not None:
+            scale = 1.0 / max(weight, 1e-12)  # these are sums already
+            for name, gradient in self._pairwise.take().items():
+                self.params[name].grad = gradient
         if self._gradients is not None:
             return self._record_gradient(step, scale)
         result = self.optimizer.step(step, scale=scale, loss=loss, expects_gradient=expects_gradient)
@@ -77,6 +83,13 @@ class TaskBase(abc.ABC):
                     self.ema.update(self._optimizer_steps)
             self._optimizer_steps += 1
         return result
+
+    def collect_gradient(self) -> None:
+        """After each micro-batch: with ``train.rank_invariant`` its gradient goes into the sum of the step."""
+        if self._pairwise is None:
+            return
+        self._pairwise.add({name: p.grad for name, p in self.params.items() if p.grad is not None})
+        self.optimizer.torch_optimizer.zero_grad(set_to_none=True)
 
     def compare_peers(self, what: str, *values: Tensor) -> None:
         """Once in a process: see `peers.compare_peers`; several tensors have one shape."""

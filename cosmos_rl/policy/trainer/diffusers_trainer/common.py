@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from cosmos_rl.checkpoint.export import Adapter, LoraExport, PipelineExport
 from cosmos_rl.data.given import find_media_problems
@@ -124,6 +125,7 @@ def build_optimizer(params: Mapping[str, torch.nn.Parameter], train: TrainConfig
         schedule=schedule,
         max_grad_norm=train.optm_grad_norm_clip,
         loss_scale=LossScale() if "float16" in (train.param_dtype, train.fsdp_reduce_dtype) else None,
+        rank_invariant=train.rank_invariant,
     )
 
 
@@ -161,11 +163,14 @@ def _copy_weights(
 
 
 def build_sharding(config: Config, context: Context) -> Sharding | None:
-    """How the transformer is spread over the ranks; None for a single one."""
-    if context.mesh is None:
+    """How the transformer is spread over the ranks; None for a single one, unless it has to compute like several."""
+    train, mesh = config.train, context.mesh
+    if mesh is None and train.rank_invariant:
+        mesh = init_device_mesh(context.device.type, (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    if mesh is None:
         return None
-    reduce_dtype = DTYPES[config.train.fsdp_reduce_dtype]
-    return Sharding(context.mesh, reduce_dtype, config.train.fsdp_reshard_after_forward, context.cp_group)
+    options = DTYPES[train.fsdp_reduce_dtype], train.fsdp_reshard_after_forward, context.cp_group
+    return Sharding(mesh, *options, pairwise=train.rank_invariant)
 
 
 def choose_prompts(records: Sequence[PromptRecord], config: Config) -> list[PromptRecord]:

@@ -104,17 +104,34 @@ class SFTTrainer(TaskBase):
 
     def _accumulate(self, step: int, batch: Batch) -> Totals:
         """The gradient of a step, micro-batch by micro-batch."""
-        job, totals, count = self._config.train.train_policy, Totals(self.terms), len(batch.items)
-        ids, size = [p.sample_id for p in batch.positions], job.mini_batch
-        whole = self.prepare("train", step, ids, batch.items, job.caption_dropout)
-        self.compare_peers("the noise and latents of their samples", whole.noise, whole.clean)
-        for first in range(0, count, size):
+        totals, alone = Totals(self.terms), self._config.train.rank_invariant
+        size, count = self._config.train.train_policy.mini_batch, len(batch.items)
+        parts = self._prepare_alone(step, batch) if alone else self._prepare_together(step, batch)
+        for first, samples in zip(range(0, count, size), parts, strict=True):
             count_parts(first, count)
-            self.model.set_gradient_sync(first + size >= count)
-            micro_sum, micro_weight, terms = self.loss(whole.rows(slice(first, first + size)))
+            self.model.set_gradient_sync(alone or first + size >= count)
+            micro_sum, micro_weight, terms = self.loss(samples)
             (micro_sum * self.optimizer.loss_factor).backward()
+            self.collect_gradient()
             totals.add(micro_sum, micro_weight, terms)
         return totals
+
+    def _prepare_together(self, step: int, batch: Batch) -> Iterator[NoisedSamples]:
+        """The micro-batches of a step, encoded in one go."""
+        job, count = self._config.train.train_policy, len(batch.items)
+        ids = [p.sample_id for p in batch.positions]
+        whole = self.prepare("train", step, ids, batch.items, job.caption_dropout)
+        self.compare_peers("the noise and latents of their samples", whole.noise, whole.clean)
+        for first in range(0, count, job.mini_batch):
+            yield whole.rows(slice(first, first + job.mini_batch))
+
+    def _prepare_alone(self, step: int, batch: Batch) -> Iterator[NoisedSamples]:
+        """The samples of a step, each with bits that depend on no other one: encoders may give a sample other last bits
+        in a batch of another size, and dropout is drawn for each sample."""
+        dropout = self._config.train.train_policy.caption_dropout
+        for position, item in zip(batch.positions, batch.items, strict=True):
+            torch.manual_seed(randomness.torch_seed(self._seed, "dropout", step, position.sample_id))
+            yield self.prepare("train", step, [position.sample_id], [item], dropout)
 
     def validate(self, step: int, notify: Notify) -> ValidationReport:
         """Held-out loss at fixed sigmas and noise, and images from fixed noise, both with the EMA weights if kept."""

@@ -49,20 +49,20 @@ class Totals:
     """Sums over the samples of a step: of their losses, of their weights, and of what else is reported of them."""
 
     def __init__(self, terms: Sequence[str]) -> None:
-        self._sums = dict.fromkeys(("loss", "weight", *terms), 0.0)
+        self._values: dict[str, list[float]] = {name: [] for name in ("loss", "weight", *terms)}
 
     def add(self, loss: Tensor, weight: Tensor, terms: Mapping[str, Tensor]) -> None:
         """Take in a micro-batch: summed loss and weight, and terms ``[B]``."""
         for name, value in (("loss", loss), ("weight", weight), *terms.items()):
-            self._sums[name] += float(value.detach().sum())
+            self._values[name].append(float(value.detach().sum()))
 
     def mean(self) -> float:
         """Mean loss of this rank."""
-        return self._sums["loss"] / max(self._sums["weight"], 1e-12)
+        return sum(self._values["loss"]) / max(sum(self._values["weight"]), 1e-12)
 
     def reduce(self, context: Context) -> tuple[float, dict[str, float]]:
         """The weight of all ranks, and the means over it."""
-        sums = dict(zip(self._sums, context.sum_over_ranks(list(self._sums.values())), strict=True))
+        sums = dict(zip(self._values, context.sum_exactly(list(self._values.values())), strict=True))
         weight = sums.pop("weight")
         return weight, {name: value / max(weight, 1e-12) for name, value in sums.items()}
 

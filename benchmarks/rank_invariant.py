@@ -1,0 +1,50 @@
+"""What ``train.rank_invariant`` costs a fine-tuning step: blocks of steps with and without it, taken in turn."""
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.images import write_images
+from benchmarks.sft_step import BATCH, ROUNDS, config_for, cpu_seconds, steps_of
+from cosmos_rl.data.local_pairs import LocalPairs
+from cosmos_rl.distributed.context import process_group
+from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
+
+
+def with_settings(config: Config, mini_batch: int, *, invariant: bool) -> Config:
+    """The same with this micro-batch."""
+    job = config.train.train_policy.model_copy(update={"mini_batch": mini_batch})
+    own = {"optm_impl": "foreach", "global_batch_size": BATCH, "rank_invariant": invariant, "train_policy": job}
+    return config.model_copy(update={"train": config.train.model_copy(update=own)})
+
+
+def measure() -> list[tuple[str, str, str]]:
+    """Rows (what, result, target)."""
+    with tempfile.TemporaryDirectory() as name, process_group("cpu") as context:
+        folder = Path(name)
+        build("sd3", folder / "model", "digits", seed=0)
+        write_images(folder / "data", 64, 32)
+        pairs, base = LocalPairs(folder / "data", 32, 32), config_for(folder, cached=True)
+        settings = {"with it": (1, True), "samples one by one": (1, False), "samples together": (BATCH, False)}
+        loops = {
+            key: steps_of(build_sft(with_settings(base, size, invariant=on), context, dataset=pairs))
+            for key, (size, on) in settings.items()
+        }
+        times: dict[str, list[float]] = {key: [] for key in loops}
+        for round_number in range(ROUNDS + 1):
+            for key, loop in loops.items():
+                spent = cpu_seconds(loop)
+                if round_number:  # the first round warms up
+                    times[key].append(spent)
+    return [
+        (
+            f"SFT step of {BATCH} on one rank with rank_invariant, against {key} without it",
+            f"{statistics.median(np.array(times['with it']) / np.array(times[key])):.2f}",
+            "none",
+        )
+        for key in ("samples one by one", "samples together")
+    ]

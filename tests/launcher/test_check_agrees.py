@@ -127,6 +127,7 @@ def test_what_check_accepts_reaches_its_first_step(write_toml: Toml, capsys: pyt
         ("--policy.diffusers.inference_size=[1000, 32]", "has positions for at most"),
         ('--policy.lora.target_modules=["attn"]', "'attn' matches no layer of the transformer"),
         ('--policy.lora.target_modules=["attn.to_qq"]', "did you mean 'attn.to_q'?"),
+        ("--policy.diffusers.trained_denoiser=transformer_2", 'has transformer; set it to "all" or one of them'),
         ("--train.train_batch_per_replica=14", "make no whole step"),
     ],
 )

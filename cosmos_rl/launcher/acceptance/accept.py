@@ -101,6 +101,7 @@ def find_problems(
     """What speaks against a run in the files of model and data. `model`: None where they cannot be read."""
     if model is not None:
         yield from model.selection.problems
+        yield from _denoiser_problems(config, model.pipeline)
         yield from media_problems(config, model.pipeline)
         yield from _switch_problems(config, model.pipeline.class_name)
         yield from _peer_problems(config, model.pipeline)
@@ -123,6 +124,15 @@ def find_problems(
             f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"
             f" out, make no whole step of {length.batch} samples; lower the batch or set "
             "train.train_policy.dataloader_drop_last = false"
+        )
+
+
+def _denoiser_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    wanted, found = config.policy.diffusers.trained_denoiser, pipeline.experts
+    if wanted not in ("all", *found):
+        yield (
+            f'policy.diffusers.trained_denoiser = "{wanted}": {config.policy.model_name_or_path} has '
+            f'{" and ".join(found)}; set it to "all" or one of them'
         )
 
 

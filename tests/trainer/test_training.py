@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,27 @@ from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.trainer.diffusers_trainer.build import build_sft
 from cosmos_rl.policy.trainer.loop import HOOKS
 from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
 from tests.support.states import saved_state, trace
-from tests.support.trainer_runs import train
+from tests.support.trainer_runs import train, train_task
 
 VALIDATION = '[validation]\nenable = true\nfreq = 2\nval_before_train = true\ndataset.local_dir = "{}"'
 
 
 def losses(run: Path) -> list[float]:
     return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
+
+
+def test_the_processes_that_read_data_end_with_the_task(write_toml: Callable[..., Path]) -> None:
+    """Else the end of the program waits for them; a run that ends early has not read all of its batches."""
+    config = write_toml()
+    _, task = train_task(build_sft, config, "--train.max_num_steps=1", "--train.train_policy.dataloader_num_workers=1")
+    assert len(multiprocessing.active_children()) == 1
+    task.close()
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow

@@ -74,6 +74,10 @@ class SFTTrainer(TaskBase):
             skipped=self._skipped,
         )
 
+    def close(self) -> None:
+        """End the processes that read data: they outlast a stop signal, and the end of this one would wait for them."""
+        self._batches = iter(())
+
     def train_step(self, step: int) -> StepReport:
         """One optimiser step on the batch at ``step``."""
         with enter_phase("reading data"):

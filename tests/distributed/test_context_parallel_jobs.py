@@ -61,9 +61,9 @@ class Kind:
 KINDS = {
     "wan sft": Kind("wan", "sft"),
     "wan dpo": Kind("wan", "dpo", lora=True, ranks=(2,), within=1e-4),
-    "wan nft": Kind("wan", "nft", replicas=2),
-    "wan flow_grpo": Kind("wan", "flow_grpo"),
-    "wan ddrl": Kind("wan", "ddrl"),
+    "wan nft": Kind("wan", "nft", ranks=(4,), replicas=2),
+    "wan flow_grpo": Kind("wan", "flow_grpo", ranks=(2,)),
+    "wan ddrl": Kind("wan", "ddrl", ranks=(4,)),
     "moved": Kind(
         "wan", "flow_grpo", more=("--train.train_policy.batch_size_per_optimize=2",), heads=4, ranks=(4,), peers=4
     ),

@@ -1,6 +1,7 @@
 """Ranks over which the tokens of denoisers are split, compared with the same denoisers as a whole."""
 
 import copy
+import inspect
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -18,7 +20,7 @@ from cosmos_rl.policy.model.checkpointing import checkpoint_blocks
 from cosmos_rl.policy.model.context_parallel import split_over_peers
 from cosmos_rl.policy.model.driver.loading import load_pipeline
 from cosmos_rl.policy.model.tiny.parts import randomise_zeros
-from tests.support.driven import ORDINARY, ZOO
+from tests.support.driven import CONDITIONED, ORDINARY, ZOO
 from tests.support.patience import wait_until
 from tests.support.ranks import free_port
 
@@ -36,15 +38,13 @@ def catch_inputs(pipeline: Any, **call: Any) -> dict[str, Any]:
     transformer, caught = pipeline.transformer, {}
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = list(transformer.forward.__code__.co_varnames) if not args else []
-        caught.update(dict(zip(names, args, strict=False)), **kwargs)
+        caught.update(inspect.signature(transformer.forward).bind(*args, **kwargs).arguments)
         raise _Caught
 
     handle = transformer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        pipeline(
-            PROMPTS, height=32, width=32, num_inference_steps=2, generator=torch.Generator().manual_seed(0), **call
-        )
+        size = {"height": 32, "width": 32, "num_inference_steps": 2}
+        pipeline(generator=torch.Generator().manual_seed(0), **size, **call)
     except _Caught:
         return caught
     finally:
@@ -53,18 +53,25 @@ def catch_inputs(pipeline: Any, **call: Any) -> dict[str, Any]:
 
 
 def call_of(family: str) -> dict[str, Any]:
-    """Arguments of a call of the family without guidance."""
+    """Arguments of a call of the family without guidance, of those that need one with an image."""
+    if family in CONDITIONED:
+        image = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+        call: dict[str, Any] = {"prompt": PROMPTS, "image": image, "guidance_scale": 1.0, "num_frames": 5}
+        if family == "flux-kontext":
+            return {"prompt": PROMPTS, "image": image, "_auto_resize": False, "max_area": 32 * 32}
+        if family == "hunyuan-video-i2v":  # does not take several prompts
+            return {**call, "prompt": PROMPTS[:1]}
+        return call
     one = next(one for one in (*ORDINARY, *ZOO) if one.name == family)
-    call: dict[str, Any] = {one.guidance: one.off, **one.call}
+    call = {"prompt": PROMPTS, one.guidance: one.off, **one.call}
     if one.frames is not None:
         call[one.frames[0]] = one.frames[1]
     return call
 
 
-def with_heads(transformer: Any, heads: int) -> Any:
-    """The same kind of denoiser with so many heads."""
-    config = {**transformer.config, "num_attention_heads": heads}
-    return randomise_zeros(type(transformer).from_config(config))
+def changed(transformer: Any, **changes: Any) -> Any:
+    """The same kind of denoiser with another configuration."""
+    return randomise_zeros(type(transformer).from_config({**transformer.config, **changes}))
 
 
 def compare(name: str, denoiser: Any, inputs: dict[str, Any], other: dict[str, Any] | None = None) -> None:
@@ -72,20 +79,17 @@ def compare(name: str, denoiser: Any, inputs: dict[str, Any], other: dict[str, A
     group, whole = dist.group.WORLD, copy.deepcopy(denoiser)
     assert group is not None
     split_over_peers(denoiser, group)
-    expected, outputs = _gradients(whole, inputs), {}
+    with torch.no_grad():
+        outputs = {"output": _call(denoiser, inputs)}, {"output": _call(whole, inputs)}
+        _require_equal(f"{name} no_grad", *outputs)
     for kind in ("plain", "checkpointed"):
         if kind == "checkpointed":
-            if not denoiser._supports_gradient_checkpointing:
-                continue
-            denoiser.train()
-            checkpoint_blocks([denoiser], offload=False)
-        outputs[kind] = _gradients(denoiser, inputs, other)
-        for key, grad in outputs[kind].items():
+            checkpoint_blocks([whole.train(), denoiser.train()], offload=False)
+        found = _gradients(denoiser, inputs, other)
+        for key, grad in found.items():
             if key not in ("output", "input"):
                 dist.all_reduce(grad)
-        _require_equal(f"{name} {kind}", outputs[kind], expected)
-    with torch.no_grad():
-        _require_equal(f"{name} no_grad", {"output": _call(denoiser, inputs)}, {"output": expected["output"]})
+        _require_equal(f"{name} {kind}", found, _gradients(whole, inputs))
 
 
 def _call(denoiser: Any, inputs: dict[str, Any]) -> Tensor:
@@ -102,7 +106,7 @@ def _gradients(denoiser: Any, inputs: dict[str, Any], other: dict[str, Any] | No
     if other is not None:
         with torch.no_grad():
             _call(denoiser, other)
-    output.mul(torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    output.mul(torch.linspace(0, 1, output.numel()).view_as(output)).sum().backward()
     first = state[0] if isinstance(state, list) else state
     found = {name: w.grad.detach().clone() for name, w in denoiser.named_parameters() if w.grad is not None}
     return {**found, "output": output.detach(), "input": first.grad}
@@ -121,9 +125,10 @@ def _require_equal(what: str, found: dict[str, Tensor], expected: dict[str, Tens
 
 
 def _rows_of_two_times(inputs: dict[str, Any]) -> dict[str, Any]:
-    time = inputs["timestep"].clone()
+    key = "timestep" if "timestep" in inputs else "t"
+    time = inputs[key].clone()
     time[1:] = time[1:] / 2
-    return {**inputs, "timestep": time}
+    return {**inputs, key: time}
 
 
 def compare_family(folder: Path, family: str, heads: int) -> None:
@@ -132,7 +137,9 @@ def compare_family(folder: Path, family: str, heads: int) -> None:
     inputs = _rows_of_two_times(catch_inputs(pipeline, **call_of(family)))
     denoiser = pipeline.transformer
     if heads:
-        denoiser = with_heads(denoiser, heads)
+        denoiser = changed(denoiser, num_attention_heads=heads)
+    if family == "sd3":
+        denoiser = changed(denoiser, dual_attention_layers=[0])  # as 3.5 medium
     adapted = copy.deepcopy(denoiser)
     other = None
     if family == "wan":  # lengths that no number of ranks divides, and another one before the backward pass

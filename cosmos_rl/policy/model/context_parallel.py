@@ -49,6 +49,11 @@ class Peers:
         """How many of ``length`` tokens each peer has: the first ones have one more where that does not divide."""
         return [length // self.size + (peer < length % self.size) for peer in range(self.size)]
 
+    def own_place(self, length: int) -> tuple[int, int]:
+        """(first token, number of tokens) of this rank's part."""
+        shares = self.shares(length)
+        return sum(shares[: self.rank]), shares[self.rank]
+
     def places(self, streams: Sequence[str]) -> list[tuple[int, int]]:
         """(first token, number of tokens) of each peer's part of each stream, peer by peer.
 
@@ -101,7 +106,7 @@ def find_modules(root: nn.Module, pattern: str) -> list[nn.Module]:
     found: list[Any] = [root]
     for part in filter(None, pattern.split(".")):
         if part == "*":
-            found = [child for module in found for child in module]
+            found = [child for module in found for child in module.children()]
         else:
             found = [getattr(module, part) for module in found if module is not None]
     return [module for module in found if module is not None]
@@ -157,18 +162,23 @@ def _cut_outputs(
 
 
 def _gather_output(peers: Peers, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    lengths = peers.shares(_current_lengths()["image"])
-    return _Gather.apply(forward(*args, **kwargs), peers, lengths)
+    return _Gather.apply(forward(*args, **kwargs), peers, _current_lengths()["image"])
 
 
-def _keep_own(x: Tensor, cut: Cut, peers: Peers) -> Tensor:
+def _keep_own(x: Any, cut: Cut, peers: Peers) -> Any:
+    lengths = _current_lengths()
+    if isinstance(x, int):
+        start, own = peers.own_place(lengths[cut.stream])
+        return min(max(x - start, 0), own)
     if cut.ndim is not None and x.ndim != cut.ndim:
         return x
-    length, lengths = x.shape[cut.dim], _current_lengths()
-    if lengths.setdefault(cut.stream, length) != length:
-        raise RuntimeError(f"{length} tokens of the stream {cut.stream}, which has {lengths[cut.stream]}")
-    share = peers.shares(length)
-    return x.narrow(cut.dim, sum(share[: peers.rank]), share[peers.rank])
+    length = x.shape[cut.dim]
+    known = lengths.setdefault(cut.stream, length)
+    if length == 1 and known != 1:
+        return x
+    if length != known:
+        raise RuntimeError(f"{length} tokens of the stream {cut.stream}, which has {known}")
+    return x.narrow(cut.dim, *peers.own_place(length))
 
 
 def _attend(peers: Peers, attention: SelfAttention, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -322,9 +332,9 @@ class _Gather(torch.autograd.Function):
     """Own tokens ``[B, S', C]`` -> all. Every peer has the same loss, so the gradient is the own part of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
-        ctx.place = 1, sum(lengths[: peers.rank]), lengths[peers.rank]
-        shapes = [[len(x), length, *x.shape[2:]] for length in lengths]
+    def forward(ctx: Any, x: Tensor, peers: Peers, length: int) -> Tensor:
+        ctx.place = 1, *peers.own_place(length)
+        shapes = [[len(x), share, *x.shape[2:]] for share in peers.shares(length)]
         return torch.cat(_trade([x] * peers.size, shapes, peers), 1)
 
     @staticmethod

@@ -6,7 +6,7 @@ import filecmp
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from cosmos_rl.launcher.flags import OLDER_FLAGS, launch_parser
 from cosmos_rl.launcher.ranks.nodes import Nodes, read_nodes
 from cosmos_rl.policy.config import Config, is_older, load_config, read_toml
 from cosmos_rl.policy.config.checks import place_problem
-from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.jobs import SCRIPTS, job_kind
 from cosmos_rl.policy.config.keys import describe_allowed, find_field, list_tables
+from cosmos_rl.policy.config.reward_names import unknown_names
 from cosmos_rl.utils.logging import logger
 
 _WITH_VALUE = (
@@ -54,8 +55,13 @@ class Launch:
     """Unknown keys of such a configuration are left out."""
 
     def load_config(self, fit: Callable[[Config], Config]) -> Config:
-        """The configuration that it names; `fit` and errors as in `load_config`."""
-        config = load_config(self.config, self.overrides, fit=fit, lenient=self.lenient)
+        """The configuration that it names; `fit` and errors as in `load_config`, which names
+        wrong names of rewards too, unless a script may give rewards."""
+
+        def check_rewards(config: Config) -> Iterable[str]:
+            return unknown_names(config) if script_for(self.script, config) in SCRIPTS else ()
+
+        config = load_config(self.config, self.overrides, fit=fit, lenient=self.lenient, rules=check_rewards)
         if self.older and not is_older(read_toml(self.config)):
             logger.warning(f"{self.config} is of the present form: {' and '.join(OLDER_FLAGS)} have no effect")
         return config

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from cosmos_rl.checkpoint.layout import find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.file_kinds import FileKind, find_kind
 from cosmos_rl.launcher.flags import add_lenient
 from cosmos_rl.launcher.sample_media import check_class, check_file, load_media
 from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
@@ -100,6 +102,12 @@ def export(argv: Sequence[str]) -> int:
     suffix = _FORMATS[given.format].suffix
     if suffix and given.out.suffix != suffix:
         raise UserError(f"--out {given.out}: --format {given.format} writes one file, name it <name>{suffix}")
+    kind = find_kind(given.checkpoint)
+    if kind not in (None, FileKind.CHECKPOINT, FileKind.RUN):
+        raise UserError(
+            f"{kind.describe(given.checkpoint)}. cosmos-rl export takes a checkpoint of a run, such as "
+            "<output_dir>/<timestamp>/checkpoints/step_<N>/policy"
+        )
     policy = find_checkpoint(given.checkpoint)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
@@ -117,6 +125,9 @@ def import_weights(argv: Sequence[str]) -> int:
     parser.add_argument("--revision", help="of the base on the hub")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     given = parser.parse_args(argv)
+    kind = find_kind(given.file)
+    if kind not in (None, FileKind.TORCH_FILE):
+        raise UserError(f"{kind.describe(given.file)}. cosmos-rl import takes a .pt file")
     if not given.file.expanduser().is_file():
         raise UserError(f"{given.file}: no such file")
     from cosmos_rl.policy.trainer.offline import import_consolidated  # imports torch: seconds
@@ -333,14 +344,23 @@ def _find_source(source: str, revision: str | None) -> _Source:
                 )
             return _Source(base, revision or about.get("revision"), folder)
     if place.is_dir() and not (place / "model_index.json").is_file():
-        found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))
-        hint = f"; there is {found[-1].parent}" if found else ""
-        if "checkpoints" in place.absolute().parts:
-            hint = f"; this looks like trainer state: cosmos-rl export {source} --out DIR makes one of it"
-        raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{hint}")
+        raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{_hint(place)}")
+    if place.is_file():
+        raise UserError(f"{source}: neither a pipeline folder nor an exported adapter, but a file{_hint(place)}")
     if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise UserError(f"{place.absolute()} does not exist")
     return _Source(source, revision, None)
+
+
+def _hint(place: Path) -> str:
+    """What the place is that cannot be sampled from, and what can be, near it."""
+    kind = find_kind(place)
+    if kind is FileKind.CHECKPOINT:
+        return f"; {kind.describe('it')}: cosmos-rl export {shlex.quote(str(place))} --out DIR"
+    found = sorted(place.glob("**/model_index.json")) + sorted(place.glob("**/adapter_config.json"))
+    if found:
+        return f"; there is {found[-1].parent}"
+    return "" if kind is None else f"; {kind.describe('it')}"
 
 
 def _read_class(source: _Source) -> str:

@@ -35,7 +35,10 @@ class SetRewards:
         known = {name: weight for name, weight in rewards.weights.items() if name not in rewards.terms}
         if problem := next(find_reward_problems(sets, known), None):
             raise UserError(problem)
-        named = (frozenset((*one.rewards, *_find_terms(one.rewards, rewards.terms))) or None for one in sets)
+        named = (
+            None if one.rewards is None else frozenset((*one.rewards, *_find_terms(one.rewards, rewards.terms)))
+            for one in sets
+        )
         return cls(tuple(one.shown_name for one in sets), tuple(named))
 
     def counts(self, number: int, name: str) -> bool:

@@ -170,7 +170,7 @@ def find_run(path: Path) -> RunFolder:
         return here
     run = find_newest_run(path)
     if run is None:
-        holds = "does not exist"
+        holds = "is a file" if path.is_file() else "does not exist"
         if path.is_dir():
             holds = "holds no run"
         raise UserError(

@@ -1,17 +1,18 @@
 """The configuration: defaults, overrides, and one report of everything that is wrong."""
 
+import contextlib
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import (
@@ -24,7 +25,8 @@ from cosmos_rl.policy.config import (
     unsupported_settings,
 )
 from cosmos_rl.policy.config.aliases import PRESENT_NAMES
-from cosmos_rl.policy.config.keys import dotted_keys, find_field
+from cosmos_rl.policy.config.base import Support
+from cosmos_rl.policy.config.keys import dotted_keys, find_field, list_branches, read_support
 
 SFT = """
 [policy]
@@ -471,3 +473,28 @@ def test_a_dump_read_back_is_the_same_configuration(
     again = Config.from_dict(tomllib.loads(dump_toml(config)))
     assert again == config
     assert type(again.train.optm_warmup_steps) is type(warmup)
+
+
+def test_a_key_that_may_be_left_out_takes_no_empty_value_in_place_of_that(toml: Callable[..., Path]) -> None:
+    """An empty text or list looks like a value and would mean none. Empty patterns are as they say: none matches."""
+    literal = {"policy.freeze_pattern", "policy.trainable_map"}
+    asked, tables = set[str](), [("", Config, Support.WORKS)]
+    while tables:
+        prefix, table, inherited = tables.pop()
+        for name, field in table.model_fields.items():
+            kind = read_support(field.metadata, inherited)
+            if kind in (Support.NO_EFFECT, Support.PLANNED, Support.VLM) or prefix + name in literal:
+                continue
+            tables += [(f"{prefix}{name}.", inner, own) for inner, own in list_branches(field.annotation, kind)]
+            if field.default is not None or name == "experiment_name":  # recipes write "None" there
+                continue
+            accepts = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+            asked.add(prefix + name)
+            for empty in ("", [], {}):
+                with contextlib.suppress(ValidationError):
+                    found = accepts.validate_python(empty)
+                    assert isinstance(found, BaseModel), f"{prefix}{name} = {empty!r}"  # a table of defaults is given
+    assert {"policy.lora.lora_path", "train.train_policy.dataset.sets.rewards", "validation.sets.rewards"} <= asked
+    assert problems_of(toml(more='[policy.lora]\nlora_path = ""\n')) == [
+        'policy.lora.lora_path: found ""; allowed: text that is not empty; or leave the key out (line 8)'
+    ]

@@ -9,6 +9,7 @@ from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
 from cosmos_rl.policy.config import Config, ConfigError, cross_check, load_config, notes, unsupported_settings
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import Solver
+from cosmos_rl.policy.config.reward_names import list_rewards
 
 NFT = """
 mode = "colocated"
@@ -253,6 +254,25 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
             'train.train_policy.local_reward.reward_fns: found the name "ocr", which remote_reward also has',
         ),
         (
+            [
+                "train.train_policy.remote_reward.reward_fns.0={name='ocr', score_key='words'}",
+                "train.train_policy.local_reward.reward_fns=[{function='a:b', name='ocr.words'}]",
+            ],
+            'train.train_policy.local_reward.reward_fns: found the name "ocr.words", which remote_reward also has',
+        ),
+        (
+            [
+                "validation.enable=true",
+                "validation.dataset.name=ocr",
+                "validation.local_reward.reward_fns=[{function='a:ocr'}]",
+            ],
+            'validation.local_reward.reward_fns: found the name "ocr", which remote_reward also has',
+        ),
+        (
+            ["train.train_policy.remote_reward.reward_fns.0={name='ocr', score_key='ocr_reward'}"],
+            "train.train_policy.remote_reward.reward_fns: found ['ocr.ocr_reward', 'ocr.ocr_reward']; allowed: each of",
+        ),
+        (
             ["train.train_policy.local_reward.reward_fns=[{function='a.b'}]"],
             'train.train_policy.local_reward.reward_fns.0.function: found "a.b"; allowed: "package.module:function" or',
         ),
@@ -371,3 +391,11 @@ def test_schedule_free_optimisers_are_refused_where_a_ratio_to_the_sampling_poli
             "the gradient at other weights than those that make the samples, so that the likelihood ratio is not 1 "
             "before the first step and the clip leaves samples out"
         ]
+
+
+def test_scores_of_one_reward_with_their_keys_leave_its_name_to_a_function(path: Path) -> None:
+    """They are called ocr.words and ocr.ocr_reward in metrics, so a function may be called ocr."""
+    two = "train.train_policy.remote_reward.reward_fns.0={name='ocr', score_key='words'}"
+    local = "train.train_policy.local_reward.reward_fns=[{function='a:ocr'}]"
+    config = load_config(path, [two, local])
+    assert list_rewards(config) == {"ocr.words": 1.0, "ocr.ocr_reward": 0.5, "ocr": 1.0}

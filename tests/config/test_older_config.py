@@ -277,7 +277,7 @@ def test_values_that_cannot_be_translated_are_named(tables: dict[str, Any], key:
         ("model.scaling", 'one of "rectified_flow", "edm"', "rectified_flow"),
         ("checkpoint.type", 'one of "distributed", "None"', None),
         ("optimizer.betas", "a list of 2 values: a number, a number", [0.9, 0.99]),
-        ("scheduler.f_max", "a list of values, each a number > 0", [1.0]),
+        ("scheduler.f_max", "a list of one or more values, each a number > 0", [1.0]),
         ("checkpoint.keys_not_to_resume", "a list of values, each text", []),
         ("trainer.callbacks", "a list of tables", ()),
         ("trainer.callbacks.args", "a table", {}),

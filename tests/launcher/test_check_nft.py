@@ -1,5 +1,6 @@
 """`cosmos-rl check` for reinforcement learning: its arithmetic, its words, and its sizes against real runs."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -278,3 +279,28 @@ def test_a_prompt_set_that_there_is_not_is_refused_without_a_look_at_the_environ
     code, _, errors = check(capsys, "--config", RECIPE, f"--{option}")
     assert code == 2
     assert message in errors
+
+
+def test_wrong_names_of_rewards_come_in_one_report_with_wrong_keys(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = (
+        '[[train.train_policy.dataset.sets]]\nname = "ocr"\nrewards = ["sharpnes"]\n'
+        '[[train.train_policy.dataset.sets]]\nname = "pickscore"\nrewards = []\n'
+        '[validation]\nenable = true\nsets = [{ dataset = { name = "ocr" }, rewards = ["red"] }]\n'
+    )
+    path = write_nft_toml()
+    path.write_text(re.sub(r"dataset\.local_dir = .*\n", "", path.read_text()) + sets)
+    options = ["--config", path, "--train.seed=-1"]
+    first = 'train.train_policy.dataset.sets.0.rewards: found "sharpnes"; allowed: rewards of the run (sharpness); did'
+    third = 'validation.sets.0.rewards: found "red"; allowed: sharpness'
+    code, _, errors = check(capsys, *options)
+    assert (code, errors.count("\n")) == (2, 5)
+    for text in ("4 problems", first, "train.train_policy.dataset.sets.1.rewards: found []; allowed:", third, "seed"):
+        assert text in errors, text
+    code, _, errors = check(capsys, *options, "my_script.py")  # which may give any
+    assert (code, errors.count("\n")) == (2, 3)
+    wrong = "--train.train_policy.local_reward.reward_fns.0.function=nowhere"
+    code, _, errors = check(capsys, *options, wrong)  # of which reward there should be one, nobody knows
+    assert first not in errors
+    assert third not in errors

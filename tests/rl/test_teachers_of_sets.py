@@ -359,7 +359,7 @@ def set_options(folder: Path, teachers: Sequence[str], weight: float = 1.0) -> t
 
 
 def test_check_names_the_teacher_of_each_set(tmp_path: Path, tiny_sd3: Path, capsys: Any) -> None:
-    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "transformer").mkdir(parents=True)
     options = set_options(tmp_path, [str(tmp_path / "t"), ""])
     full = nft_toml(tmp_path, tiny_sd3, lora=False)
     assert main(["check", "--env", "--config", str(full), *options]) == 0

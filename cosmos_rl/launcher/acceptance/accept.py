@@ -20,9 +20,8 @@ from cosmos_rl.launcher.pipeline_source import call_defaults
 from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
 from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
-from cosmos_rl.policy.config.prompt_sets import find_reward_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
-from cosmos_rl.policy.config.validation_sets import unknown_rewards
+from cosmos_rl.policy.config.reward_names import unknown_names
 from cosmos_rl.policy.model.context_plans import find_problem
 from cosmos_rl.policy.model.single_file import find_single_file
 
@@ -116,9 +115,7 @@ def find_problems(
             "train.train_policy.local_reward, or start a script that gives reward_fns"
         )
     elif job_kind(config).online and not own_script:
-        if not online_table(config).bypass_reward:  # else nothing is asked, and a note says so
-            yield from find_reward_problems(online_table(config).dataset.sets, list_rewards(config))
-        yield from unknown_rewards(config)
+        yield from unknown_names(config)
     if length.steps_per_epoch == 0:
         yield (
             f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"
@@ -189,13 +186,3 @@ def _has_rewards(config: Config) -> bool:
     job = online_table(config)
     remote = job.use_remote_reward and job.remote_reward.reward_fns
     return bool(job.bypass_reward or remote or job.local_reward.reward_fns)
-
-
-def list_rewards(config: Config) -> dict[str, float]:
-    """Name -> scale times weight of every reward that the configuration asks for."""
-    job, found = online_table(config), dict[str, float]()
-    local, remote = job.local_reward, job.remote_reward
-    if job.use_remote_reward and remote.scale:
-        named = zip(remote.shown_names, remote.reward_fns, strict=True)
-        found = {name: remote.scale * entry.weight for name, entry in named if name is not None}
-    return {**found, **{entry.shown_name: local.scale * entry.weight for entry in local.reward_fns}}

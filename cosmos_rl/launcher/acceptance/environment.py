@@ -15,6 +15,7 @@ from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_f
 from cosmos_rl.data.shards import INFO, is_shard_file
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
+from cosmos_rl.launcher.file_kinds import FileKind, find_kind
 from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
@@ -45,15 +46,33 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
         problems += _DATA[data](config, notes)
     if job_kind(config).online:
         problems += _rewards(config) + _check_pair_folders(config, notes)
-        if online_table(config).teacher:
-            problems += _missing("train.train_policy.teacher", online_table(config).teacher)
-        for key, place in list_teachers(online_table(config)).items():
-            problems += _missing(key, place)
+        teacher = online_table(config).teacher
+        named = {"train.train_policy.teacher": teacher} if teacher else {}
+        for key, place in {**named, **list_teachers(online_table(config))}.items():
+            problems += _policy_place(key, place, adapter=config.policy.lora is not None)
     if config.policy.lora is not None and config.policy.lora.lora_path:
-        problems += _missing("policy.lora.lora_path", config.policy.lora.lora_path)
+        problems += _policy_place("policy.lora.lora_path", config.policy.lora.lora_path, adapter=True)
     problems += _trackers(config) + missing_optimizer(config) + _missing_quantiser(config)
     problems += find_missing_access(config)
     return problems, notes
+
+
+def _policy_place(key: str, value: str, *, adapter: bool) -> list[str]:
+    """Whether weights of a policy are of the wrong kind: no adapter where one is trained, else no pipeline."""
+    path = Path(value).expanduser()
+    if not path.exists():
+        return _missing(key, value)
+    kind, wanted = find_kind(path), "give a pipeline folder without [policy.lora]"
+    fits, right = (path / "transformer").is_dir(), {FileKind.PIPELINE}
+    if adapter:
+        wanted = "give an exported adapter with [policy.lora], such as safetensors/step_<N>/lora of a run"
+        fits, right = path.is_file() or any(path.rglob("*.safetensors")), {FileKind.ADAPTER, FileKind.ADAPTER_FILE}
+    if kind in right or (kind is None and fits):
+        return []
+    found = f"is {kind.value[0]}" if kind is not None else "has no weights of a policy"
+    if kind is FileKind.CHECKPOINT:
+        wanted += f" (cosmos-rl export {value} --out DIR makes it)"
+    return [f'{key} = "{value}": {found}; {wanted}']
 
 
 def _missing_quantiser(config: Config) -> list[str]:
@@ -229,6 +248,8 @@ def _model(config: Config) -> list[str]:
             hint = "; this looks like trainer state, exported pipelines are under safetensors/step_<N>"
         elif (path.absolute().parent / "model_index.json").is_file():
             hint = f"; it is a part of a pipeline, which is {path.parent}"
+        elif find_kind(path) is FileKind.ADAPTER:
+            hint = "; it is an exported adapter: name its base here, and the adapter as policy.lora.lora_path"
         return [f'policy.model_name_or_path = "{name}": the folder has no model_index.json{hint}']
     is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name:

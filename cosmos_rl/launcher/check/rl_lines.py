@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cosmos_rl.algorithms.decay import old_policy_decay
-from cosmos_rl.launcher.acceptance.accept import list_rewards
 from cosmos_rl.launcher.machine import format_count
 from cosmos_rl.policy.config import Config, data_ranks
 from cosmos_rl.policy.config.jobs import job_kind, online_table
@@ -19,6 +18,7 @@ from cosmos_rl.policy.config.plan import (
 )
 from cosmos_rl.policy.config.ranks import describe_peers
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.reward_names import list_rewards
 from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 
 
@@ -152,7 +152,7 @@ def _unused_lines(config: Config) -> Iterator[str]:
     sets = online_table(config).dataset.sets
     if not sets or not all(one.rewards for one in sets):
         return
-    used = {name for one in sets for name in one.rewards}
+    used = {name for one in sets for name in one.rewards or ()}
     for name, weight in list_rewards(config).items():
         if weight and name not in used:
             yield f"note: {name} has a weight, but no prompt set names it in its rewards: it is not trained on"

@@ -80,6 +80,13 @@ Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
 PositiveFraction = Annotated[StrictFloat, Field(gt=0, le=1)]
 OpenFraction = Annotated[StrictFloat, Field(gt=0, lt=1)]
 HalfOpenFraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
+FilledText = Annotated[str, Field(min_length=1)]
+"""Of keys that may be left out: an empty text would look like a value and mean none."""
+RewardNames = Annotated[
+    tuple[str, ...],
+    Field(min_length=1),
+    Description("a list of one or more names of rewards"),
+]
 FloatDtype = Literal["float32", "bfloat16", "float16"]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Description("a regular expression")]
 AnyTable = dict[str, object]

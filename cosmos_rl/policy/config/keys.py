@@ -144,7 +144,11 @@ def describe_allowed(annotation: object, metadata: Sequence[object] = ()) -> str
         return words
     pattern = next((found for limit in limits if (found := getattr(limit, "pattern", None))), None)
     bounds = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in _BOUNDS if hasattr(limit, name)]
-    return " ".join([_plain(annotation), *([f"matching {pattern}"] if pattern else []), " and ".join(bounds)]).rstrip()
+    plain = _plain(annotation)
+    if any(getattr(limit, "min_length", None) for limit in limits):
+        filled = plain.replace("a list of ", "a list of one or more ", 1)
+        plain = filled if filled != plain else f"{plain} that is not empty"
+    return " ".join([plain, *([f"matching {pattern}"] if pattern else []), " and ".join(bounds)]).rstrip()
 
 
 def _flatten(metadata: Sequence[object]) -> Iterator[object]:

@@ -4,7 +4,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -30,6 +30,7 @@ def load_config(
     *,
     fit: Callable[[Config], Config] = lambda config: config,
     lenient: bool = False,
+    rules: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> Config:
     """The checked configuration of a TOML file; one of the older form is translated, and the translation is shown.
 
@@ -38,6 +39,7 @@ def load_config(
         overrides: `a.b.0.c=VALUE`, with or without leading dashes, of the present form.
         fit: sets the number of ranks for a machine before the rules between keys are checked.
         lenient: leave out unknown keys of an older file.
+        rules: further ones of the caller, on rewards; not checked where a value of such a key is wrong.
 
     Raises:
         UserError: no such file.
@@ -53,7 +55,7 @@ def load_config(
                 "\n  ".join([f"{path}: a configuration of the older form, translated:", *translation.describe()])
             )
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
-    config, invalid = _check(tree, problems, fit)
+    config, invalid = _check(tree, problems, fit, rules)
     problems = [*problems, *invalid]
     if problems or config is None:
         raise _config_error(problems, path, [override.lstrip("-") for override in overrides])
@@ -101,14 +103,17 @@ def config_from_tables(tree: Mapping[str, object], source: str) -> Config:
     Raises:
         ConfigError: names every problem.
     """
-    config, problems = _check(tree, [], lambda config: config)
+    config, problems = _check(tree, [], lambda config: config, lambda config: ())
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
 
 
 def _check(
-    tree: Mapping[str, object], known: Sequence[Problem], fit: Callable[[Config], Config]
+    tree: Mapping[str, object],
+    known: Sequence[Problem],
+    fit: Callable[[Config], Config],
+    rules: Callable[[Config], Iterable[str]],
 ) -> tuple[Config | None, list[Problem]]:
     """The configuration, and all that is wrong with its values and between them, except what is `known`."""
     config, problems = validate(Config, tree)
@@ -121,6 +126,8 @@ def _check(
     # A rule that involves a rejected value would complain about the default in its place.
     wrong = [problem.key for problem in [*known, *problems]]
     problems += [Problem("", line) for line in cross_check(config) if not _mentions(line, wrong)]
+    if not any(re.search(r"_reward\b", key) for key in wrong):
+        problems += [Problem("", line) for line in rules(config)]
     return config, problems
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     Description,
+    FilledText,
     FloatDtype,
     ForRl,
     ForVideo,
@@ -44,7 +45,7 @@ class LoraConfig(Table):
     """Dropout on the adapters' input while training."""
     lora_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("default",)
     """Adapters to create, all with the same settings. DiffusionNFT needs "default" and "old"."""
-    primary_adapter: str | None = None
+    primary_adapter: FilledText | None = None
     """The adapter that is trained; unset: the first of lora_names."""
     target_modules: Annotated[
         Literal["all-linear"] | tuple[str, ...], Description('a list of name endings of layers, or "all-linear"')
@@ -53,7 +54,7 @@ class LoraConfig(Table):
     init_lora_weights: LoraInit = True
     """How adapters start: true (no change of the base model), false, "gaussian", "eva", "olora", "pissa" or
     "pissa_niter_<number>"."""
-    lora_path: str | None = None
+    lora_path: FilledText | None = None
     """Folder or file of an exported adapter to start from."""
     quantize_base: Quantisation = "none"
     """How the frozen base is held: "none" in train.param_dtype, "int8" the linear layers of its blocks in 8 bits, "nf4"
@@ -241,13 +242,13 @@ class PolicyConfig(Table):
 
     model_name_or_path: str = ""
     """Folder or hub name of the pipeline, or a .safetensors file of its transformer; required for a run."""
-    single_file_base: str | None = None
+    single_file_base: FilledText | None = None
     """Of a .safetensors file: folder or hub name of the pipeline that has the other parts. Unset: the published one,
     where only one has the file's names of tensors."""
-    single_file_low_noise: str | None = None
+    single_file_low_noise: FilledText | None = None
     """Of a pipeline with two experts (Wan 2.2): the .safetensors file of the low-noise one, where
     `policy.model_name_or_path` is that of the high-noise one. Unset: the low-noise expert of the base."""
-    model_revision: str | None = None
+    model_revision: FilledText | None = None
     """Branch, tag or commit on the hub."""
     model_safetensor_path: ForVlm[str | None] = None
     """Folder of the weights, when they are not with the model."""
@@ -259,7 +260,7 @@ class PolicyConfig(Table):
     """Recompute activations in the backward pass to save memory."""
     freeze_pattern: tuple[Pattern, ...] | None = None
     """Transformer parameters with a name that one of these regular expressions finds are not trained."""
-    trainable_pattern: tuple[Pattern, ...] | None = None
+    trainable_pattern: Annotated[tuple[Pattern, ...], Field(min_length=1)] | None = None
     """Only transformer parameters with a name that one of these regular expressions finds are trained."""
     trainable_map: dict[Pattern, StrictBool] | None = None
     """Whether transformer parameters with a matching name are trained; the last match counts, others are trained."""

@@ -118,7 +118,8 @@ def _problem(model: type[BaseModel], tree: Mapping[str, object], path: tuple[str
     if isinstance(holder, Mapping) and path[-1] not in holder:
         return Problem(key, f"missing; allowed: {' or '.join(kinds)}")
     value = _value_at(tree, path)
-    reason, near = "", next((name for field in fields if (name := near_choice(field, value))), None)
+    reason = "; or leave the key out" if value in ("", [], {}) and not any(f.is_required() for f in fields) else ""
+    near = next((name for field in fields if (name := near_choice(field, value))), None)
     if near is not None:
         reason = f"; did you mean {format_value(near)}?"
     if path[-1] == "solver" and isinstance(value, str) and value in SAMPLING_ONLY:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from cosmos_rl.policy.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Table
+from cosmos_rl.policy.config.base import NonNegativeInt, PositiveFloat, PositiveInt, RewardNames, Table
 
 _KEY = "train.train_policy.dataset"
 
@@ -22,8 +22,8 @@ class PromptSetConfig(Table):
     """Split of the set; unset: "train"."""
     label: str = ""
     """Its name in metrics and messages; unset: name, or that of the file or folder without its ending."""
-    rewards: tuple[str, ...] = ()
-    """Rewards that score and train its samples, by their names in metrics; unset: all."""
+    rewards: RewardNames | None = None
+    """Rewards that score and train its samples, by their names in metrics, one or more; unset: all."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the weights of the other sets that are drawn in the same steps."""
     teacher: str = ""
@@ -96,9 +96,10 @@ def find_reward_problems(sets: Sequence[PromptSetConfig], known: Mapping[str, fl
     """Rewards of sets that there are not, and sets with none that counts; ``known``: name -> scale times weight."""
     for number, one in enumerate(sets):
         key = f"{_KEY}.sets.{number}.rewards"
-        unknown = next((name for name in one.rewards if name not in known), None)
+        named = one.rewards or ()
+        unknown = next((name for name in named if name not in known), None)
         if unknown is not None:
             near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown, known, n=1))
             yield f'{key}: found "{unknown}"; allowed: rewards of the run ({", ".join(known)}){near}'
-        elif one.rewards and not any(known[name] for name in one.rewards):
-            yield f"{key}: found {list(one.rewards)}, all of weight 0; allowed: one at least that is trained on"
+        elif named and not any(known[name] for name in named):
+            yield f"{key}: found {list(named)}, all of weight 0; allowed: one at least that is trained on"

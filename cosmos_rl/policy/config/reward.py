@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat
 
-from cosmos_rl.policy.config.base import Description, PositiveFloat, PositiveInt, Table
+from cosmos_rl.policy.config.base import Description, FilledText, PositiveFloat, PositiveInt, Table
 
 _CLIP = 5.0
 _WIDE_CLIPS = {"hpsv3": 15.0}
@@ -27,7 +27,7 @@ class RewardFnConfig(Table):
     """Weight in the sum over all rewards; negative: a penalty, 0: not requested, unless it is `measured`."""
     measured: StrictBool = False
     """Request it although its weight is 0."""
-    score_key: str | None = None
+    score_key: FilledText | None = None
     """Field of the answer that holds the score, or "a+b" for a sum; unset: the usual one (ocr: ocr_reward, gen_eval:
     gen_eval_score, cosmos_reason1: no_score, dance_grpo: overall_reward), else as name."""
     clip_min: StrictFloat | None = None
@@ -113,7 +113,7 @@ class LocalRewardFnConfig(Table):
 
     function: FunctionName
     """Where it is: "package.module:function" or "path/file.py:function"."""
-    name: str | None = None
+    name: FilledText | None = None
     """Name in metrics and messages; unset: that of the function."""
     weight: StrictFloat = 1.0
     """Weight in the sum over all rewards; negative: a penalty, 0: measured, not trained on."""

@@ -19,6 +19,7 @@ from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
 from cosmos_rl.policy.config.prompt_sets import set_rules
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.reward_names import repeated_names
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 from cosmos_rl.policy.config.validation_sets import list_validation_sets, requested_table
@@ -354,13 +355,7 @@ def _rewards(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"validation.use_remote_reward: found {str(validation.use_remote_reward).lower()}; allowed: "
             f"{str(job.use_remote_reward).lower()} as in train.train_policy, or leave it out"
         )
-    rewards = [reward.name for reward in remote.reward_fns if reward.is_asked]
-    asked = set(rewards) if job.use_remote_reward else set()
-    if both := sorted(asked & {reward.shown_name for reward in local.reward_fns}):
-        yield (
-            f'train.train_policy.local_reward.reward_fns: found the name "{both[0]}", which remote_reward also has; '
-            "allowed: another name"
-        )
+    yield from repeated_names(config)
 
 
 def _gen_eval(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
@@ -369,8 +364,8 @@ def _gen_eval(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     if job.use_remote_reward and not dataset.sets and not dataset.local_dir and _asks_gen_eval((), remote):
         yield from _gen_eval_name(key, dataset.name)
     for number, one in enumerate(dataset.sets if job.use_remote_reward else ()):
-        if one.name and _asks_gen_eval(one.rewards, remote):
-            yield from _gen_eval_rewards(f"{key}.sets.{number}", one.name, one.rewards)
+        if one.name and _asks_gen_eval(one.rewards or (), remote):
+            yield from _gen_eval_rewards(f"{key}.sets.{number}", one.name, one.rewards or ())
     for tested in list_validation_sets(config) if not job.bypass_reward else ():
         table, dataset = requested_table(tested.config), tested.config.validation.dataset
         if table is None or dataset.local_dir or not dataset.name or not _asks_gen_eval(tested.rewards, table):
@@ -409,7 +404,7 @@ _Clip = tuple[str, float, float]
 
 
 def _remote_clips(table: RemoteRewardConfig) -> list[_Clip]:
-    return [(f"{entry.name} {entry.score_key or ''}".rstrip(), entry.lower, entry.upper) for entry in table.reward_fns]
+    return [(f"{entry.name}.{entry.read_key}", entry.lower, entry.upper) for entry in table.reward_fns]
 
 
 def _local_clips(table: LocalRewardConfig) -> list[_Clip]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from cosmos_rl.policy.config.base import AnyTable, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
+from cosmos_rl.policy.config.base import AnyTable, FilledText, ForRl, NoEffect, NonNegativeInt, PositiveInt, Table
 from cosmos_rl.policy.config.policy import ParallelismConfig, PolicyConfig
 from cosmos_rl.policy.config.presets import fill_in_preset
 from cosmos_rl.policy.config.problems import ConfigError, validate
@@ -85,9 +85,9 @@ class LoggingConfig(Table):
     """Steps between two galleries of generated training samples. Validation shows its images each time anyway."""
     project_name: str = "cosmos_rl"
     """Project in wandb."""
-    group_name: str | None = None
+    group_name: FilledText | None = None
     """Group in wandb."""
-    experiment_name: Annotated[str | None, BeforeValidator(_none_word_to_none)] = None
+    experiment_name: Annotated[FilledText | None, BeforeValidator(_none_word_to_none)] = None
     """Name of the run in wandb; unset: the output folder."""
     report_mfu: NoEffect[StrictBool] = False
     """Share of the GPU's peak speed."""

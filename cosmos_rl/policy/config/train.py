@@ -9,6 +9,7 @@ from cosmos_rl.policy.config.base import (
     AnyTable,
     Choices,
     Description,
+    FilledText,
     FloatDtype,
     Fraction,
     HalfOpenFraction,
@@ -61,7 +62,7 @@ class CheckpointConfig(Table):
     """Export a loadable pipeline or adapter at every save; false: only at the end."""
     upload_hf: StrictBool = False
     """Upload the final export to the hub."""
-    hf_repo_name: str | None = None
+    hf_repo_name: FilledText | None = None
     """Repository on the hub, needed for upload_hf: owner/name, or a name alone, which becomes
     <user>/<name>-<start time of the run>."""
     upload_s3: Planned[Literal[False, "final", "all"]] = False

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from cosmos_rl.policy.config.base import (
     AnyTable,
+    FilledText,
     ForDpo,
     ForRl,
     ForVlm,
@@ -79,7 +80,7 @@ class DatasetConfig(Table):
     """Subset of the data set on the hub."""
     revision: Planned[str | None] = None
     """Branch, tag or commit of the data set on the hub."""
-    split: ForRl[str | tuple[str, ...]] = ""
+    split: ForRl[str | Annotated[tuple[str, ...], Field(min_length=1)]] = ""
     """Split of the prompt set, of several the first; unset: "train", for validation "test"."""
     sets: ForRl[tuple[PromptSetConfig, ...]] = ()
     """Several prompt sets in place of name and local_dir, for reinforcement learning."""
@@ -129,7 +130,7 @@ class CacheConfig(Table):
     """Keep the VAE's latents of the training images."""
     text: StrictBool = False
     """Keep the text encoders' output for the training prompts."""
-    dir: str | None = None
+    dir: FilledText | None = None
     """Folder, which runs may share; unset: $COSMOS_CACHE, and without that the folder `cache` in train.output_dir."""
     max_gb: PositiveFloat = 50.0
     """When the folder is larger, the entries that were not used for longest are deleted."""

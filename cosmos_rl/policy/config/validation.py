@@ -11,6 +11,7 @@ from cosmos_rl.policy.config.base import (
     NonNegativeFloat,
     PositiveInt,
     RewardFunction,
+    RewardNames,
     Table,
 )
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
@@ -43,8 +44,8 @@ class ValidationSetConfig(Table):
     """Classifier-free guidance of its samples; 1 or less switches it off."""
     size: tuple[PositiveInt, PositiveInt] | None = None
     """[height, width] of its samples: policy.diffusers.inference_size or one of the sizes of its buckets."""
-    rewards: ForRl[tuple[str, ...]] = ()
-    """Names of the rewards that score it; empty: all that validation has."""
+    rewards: ForRl[RewardNames | None] = None
+    """Names of the rewards that score it; unset: all that validation has."""
     remote_reward: ForRl[RemoteRewardConfig | None] = None
     """Rewards of the service of its own."""
     local_reward: ForRl[LocalRewardConfig | None] = None

@@ -70,7 +70,7 @@ def _build_set(config: Config, one: ValidationSetConfig, number: int) -> Validat
         config, validation=_replace(validation, **own), policy=_replace(config.policy, diffusers=diffusers)
     )
     size = one.size if one.size != config.policy.diffusers.inference_size else None
-    return ValidationSet(alone, f"validation.sets.{number}", label_of(one, number), one.rewards, size, one.freq)
+    return ValidationSet(alone, f"validation.sets.{number}", label_of(one, number), one.rewards or (), size, one.freq)
 
 
 def _replace(table: Any, **changes: Any) -> Any:

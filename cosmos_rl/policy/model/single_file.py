@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def find_single_file(policy: PolicyConfig) -> SingleFile | None:
         command = _write_import_command(path)
         raise UserError(f"{what}. Of a checkpoint of Cosmos-Predict2.5 this makes one:\n  {command}")
     keys = _read_keys(path, what)
-    if any(".lora_" in key or ".lora." in key for key in keys):
+    if holds_adapter(keys):
         raise UserError(f"{what}; it holds an adapter: name its base there, and this file as policy.lora.lora_path")
     base = policy.single_file_base or _choose_base(keys, what)
     folder = find_folder(base, policy.model_revision)
@@ -133,6 +133,11 @@ def _read_keys(path: Path, what: str) -> list[str]:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
         raise UserError(f"{what}; it is not a complete .safetensors file either ({error})") from error
+
+
+def holds_adapter(keys: Iterable[str]) -> bool:
+    """Whether tensors of these names are an adapter of any form."""
+    return any(re.search(r"[._]lora[12_.]", key) for key in keys)
 
 
 def _choose_base(keys: Sequence[str], what: str) -> str:

@@ -1,0 +1,119 @@
+"""Commands that are given a file or folder of another kind say what it is and what takes it."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cosmos_rl.launcher.acceptance.environment import inspect_environment
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.file_kinds import FileKind, find_kind
+from cosmos_rl.policy.config import load_config
+from tests.support.nft_runs import nft_toml
+
+ONE = np.zeros((1, 1), np.float32)
+EXPORTED, PLAIN = {"transformer.a.lora_A.weight": ONE, "transformer.a.lora_B.weight": ONE}, {"a.weight": ONE}
+FILES = {
+    "kohya.safetensors": {"lora_unet_a.lora_down.weight": ONE},
+    "older.safetensors": {"a.attn.processor.to_q_lora.down.weight": ONE},
+    "flux.safetensors": {"double_blocks.0.processor.qkv_lora1.down.weight": ONE},
+    "model.safetensors": PLAIN,
+    "exported/model.safetensors": EXPORTED,
+    "step_2/lora/model.safetensors": EXPORTED,
+}
+KINDS = {
+    "kohya.safetensors": FileKind.ADAPTER_FILE,
+    "older.safetensors": FileKind.ADAPTER_FILE,
+    "flux.safetensors": FileKind.ADAPTER_FILE,
+    "model.safetensors": FileKind.WEIGHTS_FILE,
+    "broken.safetensors": None,
+    "exported": FileKind.ADAPTER,
+    "step_2": FileKind.ADAPTER,
+    "experts": FileKind.ADAPTER,
+    "pipeline": FileKind.PIPELINE,
+    "pipeline/transformer": FileKind.PIPELINE_PART,
+    "run": FileKind.RUN,
+    "run/checkpoints": FileKind.CHECKPOINT,
+    "run/checkpoints/step_3": FileKind.CHECKPOINT,
+    "run/checkpoints/step_3/policy": FileKind.CHECKPOINT,
+    "run/config.toml": FileKind.CONFIG,
+    "model.pt": FileKind.TORCH_FILE,
+    "a.png": None,
+    "empty": None,
+    "nowhere": None,
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one of every kind, which is the current one."""
+    for folder in ("experts/transformer", "pipeline/transformer", "run/checkpoints/step_3/policy", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("run/config.toml", "model.pt", "a.png", "broken.safetensors", "pipeline/transformer/config.json"):
+        (tmp_path / name).touch()
+    for name in ("experts/transformer/adapter_config.json", "pipeline/model_index.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "run/checkpoints/step_3/policy/COMMITTED.json").write_text('{"files": {}}')
+    for name, tensors in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_place_is_known_by_what_lies_in_it(place: Path) -> None:
+    assert {name: find_kind(Path(name)) for name in KINDS} == KINDS
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*argv, "--out", "out"]) == 2
+    return capsys.readouterr().err
+
+
+def test_sample_says_what_it_was_given_and_what_takes_that(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, kind in KINDS.items():
+        if kind not in (FileKind.PIPELINE, FileKind.ADAPTER) and name != "nowhere":
+            error = run(capsys, "sample", name, "a cat")
+            assert f"{name}: neither a pipeline folder" in error
+            if kind is not None and "run" not in name:
+                assert kind.describe("it") in error
+    step = "run/checkpoints/step_3"
+    assert f"cosmos-rl export {step} --out DIR" in run(capsys, "sample", step, "a cat")
+    assert "safetensors/step_<N>" in run(capsys, "sample", "run", "a cat")
+
+
+def test_export_and_import_say_what_they_were_given(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, kind in KINDS.items():
+        if kind not in (None, FileKind.RUN, FileKind.CHECKPOINT):
+            error = run(capsys, "export", name)
+            assert kind.describe(name) in error
+            assert "export takes a checkpoint of a run" in error
+        if kind not in (None, FileKind.TORCH_FILE):
+            assert kind.describe(name) in run(capsys, "import", name, "--base", "pipeline")
+
+
+@pytest.mark.parametrize("key", ["train.train_policy.teacher", "policy.lora.lora_path"])
+def test_weights_of_a_policy_of_the_wrong_kind_are_refused_before_a_model_is_loaded(
+    place: Path, tiny_sd3: Path, key: str
+) -> None:
+    def problems(value: str, *, lora: bool) -> list[str]:
+        config = load_config(nft_toml(place, tiny_sd3, lora=lora), [f"{key}={value}", "train.train_policy.kl_beta=1.0"])
+        return [line for line in inspect_environment(config, None)[0] if key in line]
+
+    shutil.rmtree("run/checkpoints/step_3")
+    for value in ("exported", "step_2", "experts", "kohya.safetensors"):
+        assert problems(value, lora=True) == []
+    for value in ("pipeline", "pipeline/transformer", "run", "model.safetensors", "empty"):
+        [line] = problems(value, lora=True)
+        assert line.startswith(f'{key} = "{value}": ')
+        assert "give an exported adapter with [policy.lora]" in line
+    if key == "policy.lora.lora_path":
+        return
+    assert problems("pipeline", lora=False) == []
+    for value in ("exported", "kohya.safetensors", "run", "empty"):
+        [line] = problems(value, lora=False)
+        assert line.endswith("give a pipeline folder without [policy.lora]")
+    [line] = problems("nowhere/teacher", lora=True)
+    assert "does not exist" in line

@@ -2,13 +2,12 @@
 
 import bisect
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cosmos_rl.data.streams import Position
+from cosmos_rl.data.streams import Position, make_seed
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.buckets import Sides
 
@@ -25,7 +24,7 @@ class Bucket:
         """Positions in ``members`` in the 0-based pass ``number`` over them."""
         if not shuffle:
             return range(len(self.members))
-        return _permute(len(self.members), _make_seed(f"{seed}/{self.size}/{number}"))
+        return _permute(len(self.members), make_seed(f"{seed}/{self.size}/{number}"))
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class BucketStream:
         ]
         if not self.shuffle:
             return steps
-        return [steps[i] for i in _permute(len(steps), _make_seed(f"{self.seed}/steps/{epoch}"))]
+        return [steps[i] for i in _permute(len(steps), make_seed(f"{self.seed}/steps/{epoch}"))]
 
     def _take(self, bucket: Bucket, number: int) -> list[int]:
         """The items of a bucket's own step ``number``."""
@@ -134,10 +133,6 @@ class BucketStream:
             order = bucket.order(self.seed, passes, shuffle=self.shuffle)
             found.append(bucket.members[order[place]])
         return found
-
-
-def _make_seed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 @functools.lru_cache(maxsize=64)  # a step of a small bucket may take several passes, and steps change between buckets

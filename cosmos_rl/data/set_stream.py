@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.data.set_schedule import SetSchedule
-from cosmos_rl.data.streams import MapStream, Position
+from cosmos_rl.data.streams import MapStream, Position, make_seed
 from cosmos_rl.errors import UserError
-
-_SEEDS_APART = 2**32
-"""Between the seeds of two sets: more than there are epochs."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class SetStream:
     @functools.cached_property
     def _own(self) -> list[MapStream]:
         return [
-            MapStream(len(members), 1, self.seed + _SEEDS_APART * number, self.shuffle)
+            MapStream(len(members), 1, make_seed(f"{self.seed}/set/{number}"), self.shuffle)
             for number, members in enumerate(self.members)
         ]
 

@@ -2,6 +2,7 @@
 reads nothing twice, whatever the number of ranks."""
 
 import functools
+import hashlib
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,11 @@ def find_items(stream: Stream, steps: int) -> Sequence[int]:
     if steps >= stream.steps_until(2):  # what one epoch leaves out, another takes
         return range(stream.length)
     return sorted({position.index for batch in stream.batches(0, steps) for position in batch})
+
+
+def make_seed(text: str) -> int:
+    """Of a generator: a hash, as torch's CPU generator uses 32 bits of a seed and no more."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 @functools.lru_cache(maxsize=4)  # a step asks several times, and a run has few streams

@@ -119,6 +119,39 @@ def test_each_set_has_shuffled_epochs_of_its_own() -> None:
     assert (stream.length, stream.batch, stream.steps_until(1), stream.epoch_of(39)) == (17, 6, 40, 0)
 
 
+def own_orders(stream: SetStream, first: int = 0) -> list[list[int]]:
+    """Of each set which of its prompts are drawn from step ``first`` on, by their places in the set."""
+    drawn = [position.index for batch in stream.batches(first, 60) for position in batch]
+    return [[list(members).index(i) for i in drawn if i in members] for members in stream.members]
+
+
+def test_the_epochs_of_a_set_are_in_an_order_that_no_other_set_weight_or_stage_changes() -> None:
+    plain = own_orders(make_stream([6, 6, 4], 1.0, 1.0, 1.0))
+    for lengths, weights, stages in (
+        ([6, 11, 4], (1.0, 1.0, 1.0), {}),  # another size of another set
+        ([6, 6, 4], (5.0, 0.5, 2.0), {}),  # other shares
+        ([6, 6, 4], (1.0, 1.0, 1.0), {"first_step": [0, 3, 7], "last_step": [None, 30, None]}),  # stages
+    ):
+        for number, own in enumerate(own_orders(make_stream(lengths, *weights, **stages))):
+            if lengths[number] == len(make_stream([6, 6, 4], 1.0, 1.0, 1.0).members[number]):
+                both = min(len(own), len(plain[number]))
+                assert both > 3 * lengths[number]
+                assert own[:both] == plain[number][:both]
+    assert plain[0][:60] != plain[1][:60]  # of sets of one size each has its own order
+    ends = [len(own) for own in plain]
+    for first in range(0, 60, 7):  # a resume within epochs of all of them draws what is left of each order
+        rest = own_orders(make_stream([6, 6, 4], 1.0, 1.0, 1.0), first)
+        assert [own[len(own) - len(left) :] for own, left in zip(plain, rest, strict=True)] == rest
+        assert [end - len(left) for end, left in zip(ends, rest, strict=True)] == [2 * first] * 3
+
+
+def test_without_shuffling_each_set_repeats_in_the_order_of_its_file() -> None:
+    shuffled = make_stream([7, 3], 2.0, 1.0)
+    stream = SetStream(shuffled.members, shuffled.schedule, 60, seed=5, shuffle=False)
+    for members, own in zip(stream.members, own_orders(stream), strict=True):
+        assert own == list(itertools.islice(itertools.cycle(range(len(members))), len(own)))
+
+
 def test_a_step_is_the_same_by_itself_and_for_any_number_of_ranks() -> None:
     stream = make_stream([5, 3, 11], 2.0, 1.0, 1.0, first_step=[0, 0, 9])
     steps = list(stream.batches(0, 40))

@@ -13,11 +13,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor
 
+from cosmos_rl.checkpoint.layout import LORA_FILE
 from cosmos_rl.errors import UserError
 from cosmos_rl.storage import atomic
 from cosmos_rl.utils.logging import logger
 
-LORA_FILE = "model.safetensors"
 SAMPLING_FILE = "cosmos_rl.json"
 """What an export says about its use that no file of diffusers or PEFT can hold."""
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"

@@ -12,6 +12,8 @@ from cosmos_rl.errors import UserError
 
 COMMIT_MARKER = "COMMITTED.json"
 TRAINER_STATE = "trainer_state.json"
+LORA_FILE = "model.safetensors"
+"""Of the export of an adapter."""
 _STEP = re.compile(r"step_(\d+)")
 
 

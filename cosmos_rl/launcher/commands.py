@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from cosmos_rl.checkpoint.layout import find_checkpoint
+from cosmos_rl.checkpoint.layout import LORA_FILE, find_checkpoint
 from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
@@ -336,6 +336,11 @@ def _find_source(source: str, revision: str | None) -> _Source:
         configs = [*folder.glob("adapter_config.json"), *folder.glob("transformer*/adapter_config.json")]
         for config in configs[:1]:
             about = json.loads(config.read_text(encoding="utf-8"))
+            if not (config.parent / LORA_FILE).is_file():
+                raise UserError(
+                    f"{config.parent}: an adapter in the form of PEFT, without {LORA_FILE}; cosmos-rl sample takes "
+                    "what cosmos-rl export --format diffusers writes"
+                )
             base = about.get("base_model_name_or_path")
             if not base:
                 raise UserError(

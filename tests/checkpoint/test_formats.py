@@ -220,6 +220,36 @@ def test_two_experts_leave_as_two_files_each_and_start_from_them(tmp_path: Path)
 
 
 @pytest.mark.zoo
+def test_two_experts_leave_as_two_folders_of_peft_that_peft_diffusers_and_a_run_load(tmp_path: Path) -> None:
+    model, base = two_experts(), folder_of("wan2.2")
+    [out] = exports.write_peft(model, tmp_path / "out", torch.float32)
+    assert sorted(file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()) == [
+        f"{name}/{file}"
+        for name in ("transformer", "transformer_2")
+        for file in ("adapter_config.json", "adapter_model.safetensors")
+    ]
+    again = two_experts(lora_path=str(out), init_lora_weights=True)
+    pipe: Any = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
+    for name, module in model.denoisers.items():
+        start = lora.adapter_state(again.denoisers[name], "default")
+        for key, value in lora.adapter_state(module, "default").items():
+            torch.testing.assert_close(start[key], value)
+        module.fuse_lora()  # what the trainer's policy computes with
+        wanted = lora.base_state(module)
+        alone = type(module).from_pretrained(str(base / name), torch_dtype=torch.float32)
+        by_peft = PeftModel.from_pretrained(alone, str(out / name)).merge_and_unload().state_dict()
+        part = getattr(pipe, name)
+        part.load_lora_adapter(str(out / name), prefix="base_model.model", weight_name="adapter_model.safetensors")
+        part.fuse_lora()
+        by_diffusers = lora.base_state(part)
+        plain = type(module).from_pretrained(str(base / name), torch_dtype=torch.float32).state_dict()
+        for key, value in wanted.items():
+            torch.testing.assert_close(by_peft[key], value)
+            torch.testing.assert_close(by_diffusers[key], value)
+        assert any((plain[key] - value).abs().max() > 1e-3 for key, value in wanted.items())
+
+
+@pytest.mark.zoo
 @pytest.mark.parametrize("form", ["comfyui", "peft"])
 def test_the_only_trained_expert_leaves_as_one_file_and_starts_from_it(tmp_path: Path, form: str) -> None:
     model = two_experts("transformer_2")

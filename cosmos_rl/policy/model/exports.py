@@ -36,21 +36,23 @@ def merge_adapters(model: PipelineModel) -> dict[str, dict[str, Tensor]]:
 
 
 def write_peft(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
-    """A folder that ``peft.PeftModel.from_pretrained(transformer, folder)`` loads.
+    """A folder that ``peft.PeftModel.from_pretrained(transformer, folder)`` loads; of several trained experts one with
+    such a folder for each, by its name in the pipeline."""
+    with atomic.staging(out) as stage:
+        for name, module in model.denoisers.items():
+            _write_peft_folder(model, module, stage / name if len(model.denoisers) > 1 else stage, dtype)
+    return [out]
 
-    Raises:
-        UserError: the pipeline has several trained experts.
-    """
-    module = _only_denoiser(model, "peft")
+
+def _write_peft_folder(model: PipelineModel, module: Any, folder: Path, dtype: torch.dtype) -> None:
     weights = {f"base_model.model.{name}": value for name, value in _folded(model, module, dtype).items()}
     config = fold_config(module.peft_config[model.primary_adapter])
     config |= {"base_model_name_or_path": model.model_str, "revision": model.revision, "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    with atomic.staging(out) as stage:
-        save_file(weights, stage / "adapter_model.safetensors", metadata={"format": "pt"})
-        atomic.share(stage / "adapter_model.safetensors")
-        (stage / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
-    return [out]
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    atomic.share(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def write_comfyui(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[Path]:
@@ -148,15 +150,6 @@ def write_single_file(model: PipelineModel, out: Path, dtype: torch.dtype) -> li
 def _folded(model: PipelineModel, module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     found = fold_weights(module, model.primary_adapter)
     return {name: value.detach().to("cpu", dtype).contiguous() for name, value in found}
-
-
-def _only_denoiser(model: PipelineModel, file_format: str) -> Any:
-    if len(model.denoisers) > 1:
-        raise UserError(
-            f"--format {file_format}: one file cannot hold the {len(model.denoisers)} trained experts of this pipeline"
-            "; --format diffusers writes a folder for each"
-        )
-    return next(iter(model.denoisers.values()))
 
 
 def _write_files(

@@ -162,6 +162,7 @@ def fold_config(peft_config: Any) -> dict[str, Any]:
 
 
 _PATH_KEY = "policy.lora.lora_path"
+_PEFT_FILE = "adapter_model.safetensors"
 _WORD = r"(?:(?<![A-Za-z])(?:high|low|HIGH|LOW)|High|Low)"
 _EXPERT_WORDS = (_WORD + r"(?=[-_. ]?[Nn](?:oise|OISE))", _WORD + r"(?![A-Za-z])")
 """The word that names an expert of Wan 2.2 in the name of a file, as in `HighNoise`; else one that stands alone. Not
@@ -177,7 +178,7 @@ def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
     location = Path(path).expanduser()
     tries = [location]
     if location.suffix != ".safetensors":
-        names = ("model.safetensors", "pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+        names = ("model.safetensors", "pytorch_lora_weights.safetensors", _PEFT_FILE)
         tries = [location / place / name for place in ("", "lora") for name in names]
         alone = list(location.glob("*.safetensors"))
         tries += alone if len(alone) == 1 else []
@@ -191,7 +192,8 @@ def adapter_place(exported: str, denoiser: str, trained: Collection[str]) -> str
     """Where an exported adapter, by file or folder, has the one of a denoiser.
 
     Of several experts a file has the one that its name says, ``high_noise`` or ``low_noise``, and the other one's is
-    next to it; a name that says none is each one's. The only trained expert takes any file, and the folder of PEFT.
+    next to it; a name that says none is each one's. The only trained expert takes any file, and the folder of PEFT, of
+    which several have one each.
 
     Args:
         exported: ``policy.lora.lora_path``.
@@ -200,8 +202,9 @@ def adapter_place(exported: str, denoiser: str, trained: Collection[str]) -> str
     """
     path = Path(exported)
     if path.suffix != ".safetensors":
-        of_peft = len(trained) == 1 and (path.expanduser() / "adapter_model.safetensors").is_file()
-        return exported if denoiser == "transformer" or of_peft else str(path / denoiser)
+        of_peft = len(trained) == 1 and (path.expanduser() / _PEFT_FILE).is_file()
+        own = (path.expanduser() / denoiser / _PEFT_FILE).is_file()  # of several experts each has a folder there
+        return exported if not own and (denoiser == "transformer" or of_peft) else str(path / denoiser)
     found = [match for word in _EXPERT_WORDS for match in list(re.finditer(word, path.name))[-1:]]
     if len(trained) == 1 or not found:
         return exported

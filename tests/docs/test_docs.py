@@ -12,12 +12,13 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cosmos_rl.launcher import cli
 from cosmos_rl.launcher.arguments import parse_launch, script_for, worker_command
-from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.config import Config, cross_check, load_config
 from cosmos_rl.policy.config.keys import dotted_keys
 from cosmos_rl.policy.config.ranks import resolve_world_size
 from cosmos_rl.storage.run_folder import find_newest_run
@@ -113,6 +114,47 @@ def test_every_key_that_is_named_exists(page: Path) -> None:
 def test_every_piece_of_toml_is_a_configuration(page: Path) -> None:
     for block in blocks(page, "toml"):
         Config.from_dict(tomllib.loads(block))
+
+
+BASES: list[dict[str, Any]] = [
+    {"policy": {"model_name_or_path": "model", "is_diffusers": True}},
+    {
+        "mode": "colocated",
+        "policy": {
+            "model_name_or_path": "model",
+            "is_diffusers": True,
+            "lora": {"lora_names": ["default", "old"]},
+            "diffusers": {"sample": {"deterministic_sampling": True}},
+        },
+        "rollout": {"n_generation": 4},
+        "train": {
+            "train_batch_per_replica": 16,
+            "train_policy": {"type": "grpo", "trainer_type": "diffusion_nft", "uncentralized_training": True},
+        },
+    },
+]
+"""Of fine-tuning and of reinforcement learning."""
+
+
+def add(table: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = {name for name in more if isinstance(more[name], dict) and isinstance(table.get(name), dict)}
+    return {**table, **more, **{name: add(table[name], more[name]) for name in both}}
+
+
+@each_page
+def test_every_piece_of_toml_breaks_no_rule_where_it_is_put(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the rest of a configuration; one that has a mode is whole."""
+    for block in blocks(page, "toml"):
+        tables = tomllib.loads(block)
+        if "mode" in tables:
+            (tmp_path / "whole.toml").write_text(block)
+            assert cli.main(["check", "--config", str(tmp_path / "whole.toml")]) == 0, capsys.readouterr().err
+            continue
+        kind = tables.get("train", {}).get("train_policy", {}).get("type", "")
+        bases = [base for base in BASES if kind in ("", "grpo") or "mode" not in base]
+        assert [] in [cross_check(Config.from_dict(add(base, tables))) for base in bases], block
 
 
 class Parsed(Exception):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.policy.config import ConfigError, load_config, notes
+from cosmos_rl.policy.trainer.same_run import collect_settings
 
 
 @pytest.fixture
@@ -67,3 +68,15 @@ def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_wi
     )
     with pytest.raises(ConfigError, match=refusal):
         load_config(toml, peers)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_remarked_and_its_change_shows_in_a_resume(toml: Path) -> None:
+    def remarks(*options: str) -> list[str]:
+        return [line for line in notes(load_config(toml, options)) if "warmup" in line]
+
+    [line] = remarks("train.max_num_steps=5")
+    assert line.startswith("train.optm_warmup_steps = 20 is cut to train.max_num_steps = 5: ")
+    for options in (["20"], ["5", "train.optm_warmup_steps=5"], ["5", "train.optm_warmup_steps=1.0"]):
+        assert remarks(f"train.max_num_steps={options[0]}", *options[1:]) == []
+    short, long = (collect_settings(load_config(toml), steps)["steps of the warm-up"] for steps in (5, 40))
+    assert (short, long) == (5, 20)

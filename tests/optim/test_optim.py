@@ -25,6 +25,16 @@ def test_learning_rate_factors_are_the_golden_ones(kind: str, expected: list[flo
     assert [schedule.factor(s) for s in range(11)] == pytest.approx(expected, abs=5e-5)  # golden has 4 digits
 
 
+def test_a_warm_up_is_cut_to_a_shorter_run_and_a_longer_one_has_the_factors_of_the_page() -> None:
+    def factors(total: int, warmup: int, steps: range) -> list[float]:
+        schedule = LrSchedule.build(total, warmup, None, None, 0.0, 0.0)
+        return [schedule.factor(step) for step in steps]
+
+    assert factors(5, 20, range(5)) == [0, 0.25, 0.5, 0.75, 1]
+    assert factors(40, 20, range(5, 40)) == pytest.approx([min(step / 19, 1) for step in range(5, 40)])
+    assert factors(40, 5, range(40)) == factors(5, 20, range(5)) + [1.0] * 35  # the remedy that the page names
+
+
 def test_warm_up_as_a_fraction_and_of_one_step() -> None:
     assert LrSchedule.build(100, 0.25, None, "linear", 0.0, 0.0).warmup_steps == 25
     assert LrSchedule.build(100, 1, None, "linear", 0.0, 0.0).factor(0) == 1.0

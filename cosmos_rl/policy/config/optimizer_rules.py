@@ -63,6 +63,12 @@ def optimizer_notes(config: Config) -> Iterator[str]:
             f"warning: train.optm_lr = {max(rates)} with {train.optm_name}, which moves every weight by about as much "
             "in each step; usual are 1e-6 to 1e-3 (1.0 is meant for Prodigy)"
         )
+    warmup, steps = train.optm_warmup_steps, train.max_num_steps
+    if isinstance(warmup, int) and steps is not None and warmup > steps:
+        yield (
+            f"train.optm_warmup_steps = {warmup} is cut to train.max_num_steps = {steps}: the rate rises over the "
+            "whole run, and a resume with more steps would warm up again (docs/optimisers.md)"
+        )
     if kind.averages and train.optm_decay_type not in (None, "none"):
         yield (
             f"train.optm_decay_type = {format_value(train.optm_decay_type)} with {train.optm_name}: its average is "

@@ -105,6 +105,8 @@ def collect_settings(config: Config, total_steps: int) -> dict[str, Any]:
     train = config.train
     if train.optm_decay_type not in (None, "none") or isinstance(train.optm_warmup_steps, float):
         found["steps of the learning rate's schedule"] = total_steps
+    if isinstance(train.optm_warmup_steps, int):
+        found["steps of the warm-up"] = min(train.optm_warmup_steps, total_steps)
     return _to_json_values(found)
 
 

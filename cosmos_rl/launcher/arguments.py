@@ -172,6 +172,8 @@ def worker_command(script: str) -> list[str]:
         hint = ""
         if Path(f"{script}.py").is_file():
             hint = f"; did you mean the file {script}.py?"
+        elif _names_our_table(f"--{script}"):
+            hint = f"; did you mean --{script}?"
         raise UserError(f"{script}: neither a .py file nor the name of a module (package.module){hint}")
     if not _module_exists(script):
         raise UserError(

@@ -1,5 +1,6 @@
 """The `cosmos-rl` command. Imports no torch until workers are started."""
 
+import difflib
 import importlib
 import os
 import sys
@@ -36,7 +37,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
         "list the published prompt sets, their digests and whether they are here",
     ),
     "report": ("cosmos_rl.launcher.commands:report", "write report.html, one page about a run"),
-    "sample": ("cosmos_rl.launcher.commands:sample", "make images from a pipeline or an exported adapter"),
+    "sample": ("cosmos_rl.launcher.commands:sample", "make images or videos from a pipeline or an exported adapter"),
     "schema": ("cosmos_rl.launcher.commands:schema", "print all configuration keys (JSON schema, Markdown or TOML)"),
     "translate": ("cosmos_rl.launcher.commands:translate", "print the present form of an older configuration"),
     "watch": ("cosmos_rl.launcher.watching:watch", "show runs on a live page while they train"),
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_subcommand(_load_subcommand(argv[0]), argv[1:])
         if argv and argv[0] in ("-h", "--help", "--version"):
             launch_parser(__version__, _subcommand_help()).parse_args(argv[:1])
+        if argv and argv[0].isidentifier():
+            raise UserError(_describe_unknown(argv[0]))
         return _launch(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -81,6 +84,13 @@ def _launch(argv: Sequence[str]) -> int:
     from cosmos_rl.launcher.launch import launch
 
     return launch(parse_launch(argv, __version__, _subcommand_help()), ["cosmos-rl", *argv])
+
+
+def _describe_unknown(word: str) -> str:
+    """Of a first word that is no subcommand: a script stands after --config."""
+    near = difflib.get_close_matches(word, SUBCOMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SUBCOMMANDS)}."
+    return f"{word}: no subcommand; {hint} Training has none: cosmos-rl --config X.toml"
 
 
 def _load_subcommand(name: str) -> Callable[[Sequence[str]], int]:

@@ -16,7 +16,7 @@ from cosmos_rl.data.pair_files import METAS, list_media
 from cosmos_rl.data.text_lengths import describe_truncation
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.file_kinds import FileKind, find_kind
-from cosmos_rl.launcher.flags import add_lenient
+from cosmos_rl.launcher.flags import FlagParser, add_lenient
 from cosmos_rl.launcher.sample_media import check_class, check_file, load_media
 from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
@@ -30,12 +30,11 @@ def tiny_model(argv: Sequence[str]) -> int:
     from cosmos_rl.policy.model.tiny import FAMILIES, build
 
     presets = [f"  {family} {preset}: {text}" for family, texts in FAMILIES.items() for preset, text in texts.items()]
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="cosmos-rl tiny-model",
         description=tiny_model.__doc__,
         epilog="\n".join(["presets:", *presets]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or an empty folder")
@@ -49,9 +48,7 @@ def tiny_model(argv: Sequence[str]) -> int:
 
 def create_prompts(argv: Sequence[str]) -> int:
     """Write the same caption to `metas/<name>.txt` for every `videos/<name>.mp4`; captions that exist are kept."""
-    parser = argparse.ArgumentParser(
-        prog="cosmos-rl create-prompts", description=create_prompts.__doc__, allow_abbrev=False
-    )
+    parser = FlagParser(prog="cosmos-rl create-prompts", description=create_prompts.__doc__)
     parser.add_argument("--dataset_path", "--dataset-path", type=Path, required=True, metavar="DIR")
     parser.add_argument("--prompt", required=True, help="the caption")
     parser.add_argument("--is_image", "--is-image", action="store_true", help="for images/* instead")
@@ -94,7 +91,7 @@ def _describe_formats() -> str:
 
 def export(argv: Sequence[str]) -> int:
     """Turn a checkpoint into what other tools load: an adapter, a whole pipeline, or one file."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl export", description=export.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl export", description=export.__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run folder (its newest step), …/step_<N> or …/step_<N>/policy")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder or file")
     parser.add_argument("--format", choices=list(_FORMATS), default="diffusers", help=_describe_formats())
@@ -119,7 +116,7 @@ def export(argv: Sequence[str]) -> int:
 
 def import_weights(argv: Sequence[str]) -> int:
     """Make a pipeline folder of a `.pt` checkpoint of Cosmos-Predict2.5, which holds a transformer alone."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl import", description=import_weights.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl import", description=import_weights.__doc__)
     parser.add_argument("file", type=Path, help="the .pt file")
     parser.add_argument("--base", required=True, help="pipeline (folder or hub name) that has the other parts")
     parser.add_argument("--revision", help="of the base on the hub")
@@ -139,7 +136,7 @@ def import_weights(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """Make `report.html` in a run folder: one page with images, curves and numbers that shows what the run did."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl report", description=report.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl report", description=report.__doc__)
     parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
     given = parser.parse_args(argv)
     with report_full_disk(given.path, remedy=""):
@@ -148,8 +145,8 @@ def report(argv: Sequence[str]) -> int:
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Make images with plain diffusers from a pipeline or from an exported adapter."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl sample", description=sample.__doc__, allow_abbrev=False)
+    """Make images or videos with plain diffusers from a pipeline or from an exported adapter."""
+    parser = FlagParser(prog="cosmos-rl sample", description=sample.__doc__)
     parser.add_argument("source", help="pipeline folder or hub name, or an exported adapter (…/step_<N> or …/lora)")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     parser.add_argument("--revision", help="of the pipeline on the hub; default: as in training, else its main one")
@@ -272,7 +269,7 @@ def _draw(
 
 def schema(argv: Sequence[str]) -> int:
     """Print all configuration keys: the JSON schema, or the documentation page, or a TOML file of all defaults."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl schema", description=schema.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl schema", description=schema.__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="the page docs/configuration.md")
     form.add_argument("--toml", action="store_true", help="all keys with their defaults, to start a file from")
@@ -290,7 +287,7 @@ def schema(argv: Sequence[str]) -> int:
 
 def translate(argv: Sequence[str]) -> int:
     """Print the present form of an older configuration; what each key became goes to stderr."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl translate", description=translate.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl translate", description=translate.__doc__)
     parser.add_argument("file", type=Path, help="the older TOML file")
     parser.add_argument("--out", type=Path, metavar="X.toml", help="write a new file in place of printing")
     add_lenient(parser)

@@ -1,12 +1,29 @@
 """The flags of `cosmos-rl` itself. Imports next to nothing, so that `--help` is there at once."""
 
 import argparse
+import difflib
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from cosmos_rl.launcher.ranks.nodes import DEFAULT_PORT
 
 OLDER_FLAGS = ("--wfm-mode", "-dfg", "--diffusion-mode")
 """Names of one flag, which may also stand after the script."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Takes no shortened flags, and says which one an unknown one is near."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        before, unknown, tokens = message.partition("unrecognized arguments: ")
+        flags = [token.partition("=")[0] for token in tokens.split() if token.startswith("-")]
+        near = [name for flag in flags for name in difflib.get_close_matches(flag, self._option_string_actions, n=1)]
+        hint = f"; did you mean {' '.join(near)}?" if near else ""
+        super().error(before + unknown + tokens + hint)
 
 
 def _whole_number(minimum: int) -> Callable[[str], int]:
@@ -20,7 +37,7 @@ def _whole_number(minimum: int) -> Callable[[str], int]:
 
 def launch_parser(version: str, subcommands: str) -> argparse.ArgumentParser:
     """The parser of a training command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="cosmos-rl",
         usage="cosmos-rl --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]\n"
         "       cosmos-rl SUBCOMMAND ...",
@@ -28,7 +45,6 @@ def launch_parser(version: str, subcommands: str) -> argparse.ArgumentParser:
         "captioned images or, for reinforcement learning, the prompts that the TOML names.",
         epilog=subcommands,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_launch_flags(parser)
     parser.add_argument("--version", action="version", version=f"cosmos-rl {version}")

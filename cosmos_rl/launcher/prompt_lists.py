@@ -1,6 +1,5 @@
 """`cosmos-rl prompts`, and which prompts a configuration names, with their digests. No torch."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
 from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
 from cosmos_rl.data.shards import is_shard_file
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.flags import FlagParser
 from cosmos_rl.policy.config import Config, ValidationDatasetConfig
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.validation_sets import list_validation_sets
@@ -42,7 +42,7 @@ class PromptList:
 
 def prompts(argv: Sequence[str]) -> int:
     """List the prompt sets that a configuration can name, with their digests and whether they are in the cache."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl prompts", description=prompts.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl prompts", description=prompts.__doc__)
     parser.add_argument("--fetch", metavar="NAME", help="fetch all splits of this set into the cache, for later")
     given = parser.parse_args(argv)
     if given.fetch is not None:

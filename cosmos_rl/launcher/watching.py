@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.flags import FlagParser
 from cosmos_rl.storage.run_folder import RunFolder, find_run
 from cosmos_rl.tracking.watch.page import Watch
 from cosmos_rl.tracking.watch.server import WatchServer
@@ -18,7 +19,7 @@ _MOST_RUNS = 8
 
 def watch(argv: Sequence[str]) -> int:
     """Show one or several runs on a page at http://127.0.0.1 that keeps itself up to date, until Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="cosmos-rl watch", description=watch.__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="cosmos-rl watch", description=watch.__doc__)
     runs = "run folders, or output folders (their newest run)"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=runs)
     parser.add_argument(

@@ -75,7 +75,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_remarked_and_its_change_shows_
         return [line for line in notes(load_config(toml, options)) if "warmup" in line]
 
     [line] = remarks("train.max_num_steps=5")
-    assert line.startswith("train.optm_warmup_steps = 20 is cut to train.max_num_steps = 5: ")
+    assert line.startswith("train.optm_warmup_steps = 20 is more than train.max_num_steps = 5 and is cut ")
     for options in (["20"], ["5", "train.optm_warmup_steps=5"], ["5", "train.optm_warmup_steps=1.0"]):
         assert remarks(f"train.max_num_steps={options[0]}", *options[1:]) == []
     short, long = (collect_settings(load_config(toml), steps)["steps of the warm-up"] for steps in (5, 40))

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.flags import FlagParser
 from cosmos_rl.launcher.geometry import save_geometry
 from cosmos_rl.launcher.pipeline_files import locate_pipeline
 
@@ -19,12 +20,11 @@ exit code: 0 every check passed, 2 one failed or the pipeline cannot be loaded
 
 def check_model(argv: Sequence[str]) -> int:
     """Examine a diffusers pipeline: prove that it can be driven, and print how."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="cosmos-rl check-model",
         description=check_model.__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", help="a pipeline folder or a hub name")
     parser.add_argument(

@@ -1,17 +1,16 @@
 """`cosmos-rl check`: is a configuration right, and what would it train, on how much memory and disk. No torch."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.environment import find_wrong_names, inspect_environment
-from cosmos_rl.launcher.arguments import Launch, read_launch, script_for
+from cosmos_rl.launcher.arguments import Launch, read_launch, script_for, worker_command
 from cosmos_rl.launcher.check.report import Report, Section
 from cosmos_rl.launcher.check.size_notes import size_notes
 from cosmos_rl.launcher.check.text_notes import text_notes
-from cosmos_rl.launcher.flags import add_launch_flags
+from cosmos_rl.launcher.flags import FlagParser, add_launch_flags
 from cosmos_rl.policy.config import Config, dump_toml, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS, DataForm
 from cosmos_rl.policy.config.ranks import has_unsupported_ranks, resolve_world_size, with_world_size
@@ -23,11 +22,10 @@ _FOR_ONE_RANK = "That is for 1 rank, which a launch on this machine takes withou
 
 def check(argv: Sequence[str]) -> int:
     """Check a configuration and print what it would train, with its batches, memory and disk."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="cosmos-rl check",
         usage="cosmos-rl check --config X.toml [flags] [--table.key=value ...] [SCRIPT_OR_MODULE] [arguments]",
         description=f"{check.__doc__} It takes every flag of a training command.",
-        allow_abbrev=False,
     )
     add_launch_flags(parser)
     parser.add_argument("--env", action="store_true", help="look at folders, the hub, disk and devices too")
@@ -50,6 +48,7 @@ def check(argv: Sequence[str]) -> int:
             print(f"{_FOR_ONE_RANK} Elsewhere: {'; '.join(problems)}")
             problems = []
     if options.env:
+        problems += _find_script_problems(script)
         found, notes = _inspect_environment(config, data)
         _print([Section("Environment", report.environment() + notes)])
         problems += found
@@ -113,6 +112,14 @@ def _on_cpu(config: Config, nproc: int | None) -> bool:
     if config.train.device != "auto":
         return config.train.device == "cpu"
     return machine.gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
+
+
+def _find_script_problems(script: str) -> list[str]:
+    try:
+        worker_command(script)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str], list[str]]:

@@ -1,7 +1,6 @@
 """`cosmos-rl doctor`: what is installed and found, each red line with how to fix it; with a configuration, whether its
 model loads, adapts, trains and exports as promised."""
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.arguments import split_overrides
 from cosmos_rl.launcher.doctor.finding import FAIL, INFO, OK, WARN, Finding, choose_mark
+from cosmos_rl.launcher.flags import FlagParser
 from cosmos_rl.launcher.machine import format_bytes
 
 _NEEDED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub")
@@ -23,11 +23,10 @@ _LOW_DISK, _NO_DISK = 10e9, 1e9
 
 def doctor(argv: Sequence[str]) -> int:
     """Look at the installation, and with --config at whether the model that it names really trains."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="cosmos-rl doctor",
         usage="cosmos-rl doctor [--config X.toml] [--table.key=value ...]",
         description=doctor.__doc__,
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="X.toml", help="load its model, take one batch, export, compare (one rank)")
     overrides, rest = split_overrides(argv)

@@ -1,5 +1,7 @@
 """Reading a configuration: TOML file, then `--a.b=value` overrides, then one report of everything that is wrong."""
 
+import contextlib
+import json
 import os
 import re
 import tomllib
@@ -10,6 +12,7 @@ from typing import TypeGuard
 
 import tomli_w
 
+from cosmos_rl import __version__
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.checks import cross_check
 from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
@@ -86,15 +89,28 @@ def _config_error(problems: Sequence[Problem], path: str | Path, overrides: Sequ
     """Every problem with its override, else with its line in the file."""
     toml, lines, places = _read_text(path), list[str](), set[str]()
     for problem in map(str, problems):
-        line = _name_override(problem, overrides)
+        line, in_file = _name_override(problem, overrides), _add_line(problem, toml)
+        if line is None and in_file == problem:  # no such table in the file: one of an override
+            line = _name_override(problem, overrides, around=True)
         if line is None:
-            lines.append(_add_line(problem, toml))
+            lines.append(in_file)
             places.add(str(path))
         else:
             lines.append(line)
             places.add("the command line")
-    in_order = [place for place in (str(path), "the command line") if place in places]
-    return ConfigError(lines, " and ".join(in_order))
+    shown = {str(path): f"{path}{_describe_writer(path)}", "the command line": "the command line"}
+    return ConfigError(lines, " and ".join(text for place, text in shown.items() if place in places))
+
+
+def _describe_writer(path: str | Path) -> str:
+    """Of the resolved configuration of a run which other version wrote it; keys of that one may be gone."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    version = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        version = json.loads((folder / "run.json").read_text(encoding="utf-8"))["versions"]["cosmos-rl"]
+    if version in ("", __version__):
+        return ""
+    return f" (written by cosmos-rl {version}; this is {__version__}: take out keys that are gone)"
 
 
 def config_from_tables(tree: Mapping[str, object], source: str) -> Config:
@@ -166,14 +182,14 @@ def _read_text(path: str | Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
-def _name_override(problem: str, overrides: Sequence[str]) -> str | None:
-    """The problem with the override that it is about; None when it is about none."""
+def _name_override(problem: str, overrides: Sequence[str], *, around: bool = False) -> str | None:
+    """The problem with the override that it is about, or with the one within the table that it is about; None: none."""
     key = problem.partition(":")[0]
     if key.lstrip("-") in overrides and "=" not in key:  # no override at all
         return problem
     for override in reversed(overrides):
         name = override.partition("=")[0]
-        if key == name or key.startswith(f"{name}."):
+        if key == name or key.startswith(f"{name}.") or (around and name.startswith(f"{key}.")):
             if len(override) >= 80:
                 override = name
             return f"{problem} (from --{override})"

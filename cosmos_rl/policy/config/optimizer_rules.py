@@ -66,8 +66,8 @@ def optimizer_notes(config: Config) -> Iterator[str]:
     warmup, steps = train.optm_warmup_steps, train.max_num_steps
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         yield (
-            f"train.optm_warmup_steps = {warmup} is cut to train.max_num_steps = {steps}: the rate rises over the "
-            "whole run, and a resume with more steps would warm up again (docs/optimisers.md)"
+            f"train.optm_warmup_steps = {warmup} is more than train.max_num_steps = {steps} and is cut to the run: the "
+            "rate rises over all of it, and a resume with more steps would warm up again (docs/optimisers.md)"
         )
     if kind.averages and train.optm_decay_type not in (None, "none"):
         yield (

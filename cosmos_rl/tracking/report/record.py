@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking.media import TOTAL
 from cosmos_rl.tracking.metrics import read_metrics
@@ -200,7 +201,11 @@ def read_record(root: Path) -> Record:
 
 
 def read_description(run: RunFolder) -> dict[str, Any]:
-    """``config``, ``config_text`` and ``started`` of the record of a run, also of one that has not begun to train."""
+    """``config``, ``config_text`` and ``started`` of the record of a run, also of one that has not begun to train.
+
+    Raises:
+        UserError: its configuration was changed into what is no TOML.
+    """
     described, config_text, started = run, "", {}
     if not run.config.is_file():
         described = RunFolder(run.next)
@@ -208,7 +213,11 @@ def read_description(run: RunFolder) -> dict[str, Any]:
         config_text = described.config.read_text(encoding="utf-8")
     if described.run_json.is_file():
         started = json.loads(described.run_json.read_text(encoding="utf-8"))
-    return {"config": tomllib.loads(config_text), "config_text": config_text, "started": started}
+    try:
+        config = tomllib.loads(config_text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{described.config}: not valid TOML: {error}") from None
+    return {"config": config, "config_text": config_text, "started": started}
 
 
 def find_same_images(record: Record) -> dict[int, Gallery]:

@@ -17,7 +17,7 @@ from cosmos_rl.policy.config import Config, is_older, load_config, read_toml
 from cosmos_rl.policy.config.checks import place_problem
 from cosmos_rl.policy.config.jobs import SCRIPTS, job_kind
 from cosmos_rl.policy.config.keys import describe_allowed, find_field, list_tables
-from cosmos_rl.policy.config.reward_names import unknown_names
+from cosmos_rl.policy.config.reward_names import reward_rules
 from cosmos_rl.utils.logging import logger
 
 _WITH_VALUE = (
@@ -59,7 +59,7 @@ class Launch:
         wrong names of rewards too, unless a script may give rewards."""
 
         def check_rewards(config: Config) -> Iterable[str]:
-            return unknown_names(config) if script_for(self.script, config) in SCRIPTS else ()
+            return reward_rules(config) if script_for(self.script, config) in SCRIPTS else ()
 
         config = load_config(self.config, self.overrides, fit=fit, lenient=self.lenient, rules=check_rewards)
         if self.older and not is_older(read_toml(self.config)):

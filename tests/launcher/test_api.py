@@ -99,7 +99,8 @@ def test_the_pipeline_is_the_trained_one(folder: Path) -> None:
     run = cosmos_rl.sft("tiny_sd3", "my_images", steps=2, learning_rate=1e-2, overrides={"policy.lora.b": None})
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "latent"}
     images = []
-    for pipe in (StableDiffusion3Pipeline.from_pretrained("tiny_sd3"), run.pipeline()):
+    pipes: list[Any] = [StableDiffusion3Pipeline.from_pretrained("tiny_sd3"), run.pipeline()]
+    for pipe in pipes:
         generator = torch.Generator().manual_seed(0)
         images.append(pipe("a dog", generator=generator, **arguments).images)
     assert (images[0] - images[1]).abs().max() > 1e-3

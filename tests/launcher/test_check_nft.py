@@ -168,6 +168,17 @@ def test_rewards_and_guard_are_printed_and_no_reward_is_refused(
     assert "number of samples and steps: unknown (the script brings its own data); at most 2" in report
 
 
+def test_rewards_that_all_count_nothing_are_refused(write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]) -> None:
+    none = ["--config", write_nft_toml(), "--train.train_policy.local_reward.reward_fns.0.weight=0.0"]
+    code, _, errors = check(capsys, *none)
+    assert code == 2
+    assert "train.train_policy: all its rewards have weight 0 or scale 0 (sharpness), so there is nothing to" in errors
+    assert [check(capsys, *none, also)[0] for also in ("my_script.py", "--train.train_policy.bypass_reward=true")] == [
+        0,
+        0,
+    ]
+
+
 def test_folders_and_the_reward_service_belong_to_the_environment(
     write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -78,7 +79,7 @@ def drawn_by_diffusers(adapter: Path, base: Path, text_length: int) -> bytes:
     import torch
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(base)
+    pipe: Any = DiffusionPipeline.from_pretrained(base)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(str(adapter), weight_name="model.safetensors")
     size = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 4.5}
@@ -308,3 +309,22 @@ def test_a_check_of_the_environment_says_which_pictures_lose_much(
     assert "3.png loses most, 75%" in report
     assert main(["check", "--env", "--config", path]) == 0
     assert "lose more than a quarter" not in capsys.readouterr().out
+
+
+def test_modules_of_functions_that_are_not_there_are_refused(
+    write_nft_toml: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["check", "--env", "--config", str(write_nft_toml())]
+    for key in ("local_reward.reward_fns.0.function", "diversity_features"):
+        given = f"--train.train_policy.{key}="
+        assert main([*command, f"{given}nowhere.rewards:red"]) == 2
+        assert '"nowhere.rewards:red": there is no module nowhere in ' in capsys.readouterr().err
+        assert main([*command, f"{given}my_own.py:red"]) == 2
+        assert "my_own.py does not exist" in capsys.readouterr().err
+        for place in ("numpy:mean", "mine.rewards:red"):
+            (tmp_path / "mine").mkdir(exist_ok=True)
+            assert main([*command, given + place]) == 0

@@ -109,7 +109,9 @@ def test_a_path_may_name_the_step_its_policy_folder_or_a_run(tmp_path: Path, of_
 def test_a_relative_path_is_taken_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = save(create_run(tmp_path, NEW), 10)
     monkeypatch.chdir(tmp_path)
-    assert plan_resume(config_for(tmp_path, resume="checkpoints/step_10")).step_path.resolve() == policy
+    found = plan_resume(config_for(tmp_path, resume="checkpoints/step_10")).step_path
+    assert found is not None
+    assert found.resolve() == policy
 
 
 def test_a_path_that_is_not_whole_is_an_error(tmp_path: Path) -> None:

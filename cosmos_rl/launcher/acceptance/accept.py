@@ -21,7 +21,7 @@ from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
 from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
-from cosmos_rl.policy.config.reward_names import unknown_names
+from cosmos_rl.policy.config.reward_names import reward_rules
 from cosmos_rl.policy.model.context_plans import find_problem
 from cosmos_rl.policy.model.single_file import find_single_file
 
@@ -115,7 +115,7 @@ def find_problems(
             "train.train_policy.local_reward, or start a script that gives reward_fns"
         )
     elif job_kind(config).online and not own_script:
-        yield from unknown_names(config)
+        yield from reward_rules(config)
     if length.steps_per_epoch == 0:
         yield (
             f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"

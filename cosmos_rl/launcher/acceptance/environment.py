@@ -102,25 +102,27 @@ def _check_pair_folders(config: Config, notes: list[str]) -> list[str]:
 
 
 def _rewards(config: Config) -> list[str]:
-    """Files of reward functions."""
+    """Files and packages of reward functions, and of the one that gives features."""
     tables = {
         "train.train_policy.local_reward": online_table(config).local_reward,
         "validation.local_reward": config.validation.local_reward,
     }
     tables |= {f"validation.sets.{i}.local_reward": one.local_reward for i, one in enumerate(config.validation.sets)}
-    problems = list[str]()
-    for key, table in tables.items():
-        if table is not None:
-            for entry in table.reward_fns:
-                problems += _reward_file(f"{key}.reward_fns", entry.function)
-    return problems
+    places = [(f"{key}.reward_fns", entry.function) for key, one in tables.items() if one for entry in one.reward_fns]
+    features = online_table(config).diversity_features
+    if features is not None:
+        places.append(("train.train_policy.diversity_features", features))
+    return [problem for key, place in places for problem in _reward_file(key, place)]
 
 
 def _reward_file(key: str, place: str) -> list[str]:
-    """Whether `path/file.py:function` leads to something; the file is read, not run."""
+    """Whether `path/file.py:function` leads to something, or there is the package; the file is read, not run."""
     file, _, name = place.rpartition(":")
     if not file.endswith(".py"):
-        return []
+        package = file.partition(".")[0]  # to find what is in it, it would have to be imported
+        if importlib.util.find_spec(package) or any(Path(found).exists() for found in (package, f"{package}.py")):
+            return []
+        return [f'{key}: "{place}": there is no module {package} in {os.getcwd()} or among the installed packages']
     path = Path(file).expanduser()
     if not path.is_file():
         return [f'{key}: "{place}": {path.absolute()} does not exist']

@@ -19,13 +19,22 @@ def list_rewards(config: Config) -> dict[str, float]:
     return {**found, **{entry.shown_name: local.scale * entry.weight for entry in local.reward_fns}}
 
 
-def unknown_names(config: Config) -> Iterator[str]:
-    """Names of rewards in sets of any job that the configuration does not have; for runs without a script of the
-    user's, which may give rewards of its own."""
-    if not job_kind(config).online:
+def reward_rules(config: Config) -> Iterator[str]:
+    """Of runs of any job without a script of the user's, which may give rewards of its own: rewards of sets that the
+    configuration does not have, and rewards that all count nothing."""
+    if not job_kind(config).online or online_table(config).bypass_reward:  # then nothing is asked, and a note says so
         return
-    if not online_table(config).bypass_reward:  # else nothing is asked, and a note says so
-        yield from find_reward_problems(online_table(config).dataset.sets, list_rewards(config))
+    job, known = online_table(config), list_rewards(config)
+    named = [entry.name for entry in job.remote_reward.reward_fns if job.use_remote_reward]
+    named += [entry.shown_name for entry in job.local_reward.reward_fns]
+    if not any(known.values()):
+        if named:  # else the launcher says that there is none, and how to name one
+            yield (
+                f"train.train_policy: all its rewards have weight 0 or scale 0 ({', '.join(named)}), so there is "
+                "nothing to train on; allowed: one at least that counts, or bypass_reward = true"
+            )
+        return
+    yield from find_reward_problems(online_table(config).dataset.sets, known)
     yield from unknown_rewards(config)
 
 

@@ -71,7 +71,9 @@ def build(family: str, out: Path, preset: str, seed: int) -> Path:
 
 
 def _build(family: str, folder: Path, preset: str, seed: int) -> None:
-    """Imports torch and diffusers: seconds."""
+    """Imports torch and diffusers: seconds. The package of models does it without what prints warnings."""
+    import cosmos_rl.policy.model.diffusers  # noqa: F401
+
     if family == "sd3":
         from cosmos_rl.policy.model.tiny.sd3 import build_sd3
 

@@ -1,6 +1,7 @@
 """The DPO loss: golden numbers, an independent computation, its gradient at the reference, and a known optimum."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def test_the_optimum_is_the_reference_times_the_exponential_of_the_reward(beta: 
     found = base.clone()
     for _ in range(10):
         gradient = torch.autograd.functional.jacobian(loss_at, found)
-        hessian = torch.autograd.functional.hessian(loss_at, found)
+        hessian: Any = torch.autograd.functional.hessian(loss_at, found)
         found = found - torch.linalg.solve(hessian + 1.0, gradient)  # a constant on all log-densities changes nothing
     target = torch.softmax(base + reward / beta, 0)
     assert 0.5 * float((base.exp() - target).abs().sum()) > 0.1

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ LORAS = {
 
 def loaded_by_the_other_rule(base: str, adapter_dir: Path, latents: torch.Tensor) -> torch.Tensor:
     """As ComfyUI and what follows it load: base + up @ down x (alpha tensor / r where there is one, else 1)."""
-    pipe = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipe: Any = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     state = load_file(adapter_dir / "model.safetensors")
     names = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
@@ -94,7 +95,8 @@ def test_the_full_pipeline_snippet_gives_the_trainers_image(
     theirs = snippet(str(export), None, noise)
     assert (policy_image(trainer, noise) - theirs).abs().max() <= 1e-5
     assert (theirs - snippet(str(tiny_sd3), None, noise)).abs().max() > 1e-3
-    assert DiffusionPipeline.load_config(export)["_class_name"] == "StableDiffusion3Pipeline"
+    index: Any = DiffusionPipeline.load_config(export)
+    assert index["_class_name"] == "StableDiffusion3Pipeline"
     # frozen parts of a run's exports share their bytes, the transformers do not
     vae, transformer = "vae/diffusion_pytorch_model.safetensors", "transformer/diffusion_pytorch_model.safetensors"
     assert (export / vae).samefile(run / "safetensors/step_3" / vae)
@@ -161,7 +163,7 @@ def test_without_checkpoints_the_last_step_is_exported_all_the_same(write_toml: 
 def test_export_safetensors_false_writes_the_last_step_only(write_toml: Callable[..., Path]) -> None:
     run = train(write_toml(lora=False), "--train.ckpt.export_safetensors=false", "--train.ckpt.save_freq=2")
     assert [p.name for p in (run / "safetensors").iterdir()] == ["step_6"]
-    pipe = DiffusionPipeline.from_pretrained(run / "safetensors/step_6")
+    pipe: Any = DiffusionPipeline.from_pretrained(run / "safetensors/step_6")
     assert all(part is not None for name, part in pipe.components.items() if not name.startswith(("image", "feature")))
 
 

@@ -66,7 +66,7 @@ def adapter(write_toml: Callable[..., Path], tiny_sd3: Path) -> Trained:
 
 
 def image(base: Path, noise: Tensor, transformer: Mapping[str, Tensor] | None = None) -> Tensor:
-    pipe = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
+    pipe: Any = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     if transformer is not None:
         pipe.transformer.load_state_dict(transformer)

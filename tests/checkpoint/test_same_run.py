@@ -116,7 +116,7 @@ def test_a_checkpoint_of_an_older_version_resumes_and_says_what_was_not_compared
 
 def test_the_digest_of_captions_differs_by_name_and_text() -> None:
     def digest(*pairs: tuple[str, str]) -> str:
-        return digest_pairs([Pair(name, Path(f"{name}.png"), prompt) for name, prompt in pairs])
+        return digest_pairs([Pair(name, f"{name}.png", prompt) for name, prompt in pairs])
 
     assert digest(("a", "x"), ("b", "y")) == digest(("a", "x"), ("b", "y"))
     several = [digest(("a", "x"), ("b", "y")), digest(("a", "y"), ("b", "x")), digest(("ax", ""), ("b", "y"))]

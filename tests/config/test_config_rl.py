@@ -7,6 +7,7 @@ import pytest
 
 from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
 from cosmos_rl.policy.config import Config, ConfigError, cross_check, load_config, notes, unsupported_settings
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import Solver
 from cosmos_rl.policy.config.reward_names import list_rewards
@@ -95,7 +96,7 @@ def test_a_diffusion_nft_job_is_valid_and_runnable(path: Path) -> None:
     [line] = unsupported_settings(others)
     assert line.startswith('train.train_policy.trainer_type = "ppo"; use "diffusion_nft" or "flow_grpo" or "ddrl"')
     assert notes(config) == []
-    assert config.train.train_policy.remote_reward.reward_fns[1].weight == 0.5
+    assert online_table(config).remote_reward.reward_fns[1].weight == 0.5
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(path: Path) -> None:
@@ -344,7 +345,7 @@ def test_gen_eval_goes_with_its_own_prompts_or_a_file_like_them(path: Path) -> N
 
 def test_a_clip_that_is_not_given_suits_the_reward(path: Path) -> None:
     fns = "train.train_policy.remote_reward.reward_fns=[{name='hpsv3', clip_max=9.0}, {name='ocr'}]"
-    wide, usual = load_config(path, [fns]).train.train_policy.remote_reward.reward_fns
+    wide, usual = online_table(load_config(path, [fns])).remote_reward.reward_fns
     assert (wide.lower, wide.upper, wide.has_wide_clip) == (-15.0, 9.0, True)
     assert (usual.lower, usual.upper, usual.has_wide_clip) == (-5.0, 5.0, False)
 

@@ -91,7 +91,8 @@ def test_what_was_not_used_for_longest_is_evicted(tmp_path: Path) -> None:
     for number in range(4):
         cache.put(str(number), {"x": torch.full((1000,), float(number))})
         path = max(tmp_path.rglob("*.safetensors"), key=lambda p: p.stat().st_mtime_ns)
-        os.utime(path, (time.time() - 100 + number,) * 2)
+        used = time.time() - 100 + number
+        os.utime(path, (used, used))
     fresh = TensorCache(tmp_path, "latents", "about", bound)
     assert fresh.get("0") is not None  # used now, so "1" is the oldest
     fresh.put("4", {"x": torch.zeros(1000)})

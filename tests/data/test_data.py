@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,7 +177,7 @@ def test_a_stream_resumed_anywhere_continues_where_it_stopped(drop_last: bool) -
     stream = MapStream(10, 3, 0, True, drop_last)
     total = 3 * stream.steps_per_epoch
 
-    def prompts(first: int, **where: int) -> list[list[str]]:
+    def prompts(first: int, **where: Any) -> list[list[str]]:
         return [[item.prompt for item in batch.items] for batch in load_batches(dataset, stream, first, total, **where)]
 
     straight = prompts(0)

@@ -37,7 +37,7 @@ def test_the_grid_is_that_of_diffusers(steps: int) -> None:
         use_flow_sigmas=True,
         prediction_type="flow_prediction",
         sigma_min=0.01,
-        sigma_max=200.0,
+        sigma_max=200.0,  # pyright: ignore[reportArgumentType]  (diffusers says bool)
         final_sigmas_type="zero",
     )
     torch.testing.assert_close(karras_sigmas(steps).float(), read_sigmas(scheduler, steps), rtol=1e-6, atol=0)

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_noise_level_0_is_the_euler_step_exactly(solver: str) -> None:
 
 
 def test_euler_in_bfloat16_is_the_schedulers_step() -> None:
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     levels = read_sigmas(scheduler, 6).double().tolist()
     x, v = seeded(2, 3, dtype=torch.bfloat16), seeded(2, 3, seed=1, dtype=torch.bfloat16)
     for index, timestep in enumerate(scheduler.timesteps):
@@ -466,4 +467,6 @@ def test_a_recomputed_log_probability_is_the_recorded_one() -> None:
         transition = noisy_kernel("flow", 0.7)(index, levels)
         states = sampled.trajectory[index : index + 2]
         again = transition_log_prob(states[1], states[0], velocities[index].clone(), transition)
-        assert torch.equal(again, sampled.log_probs[index])
+        recorded = sampled.log_probs[index]
+        assert recorded is not None
+        assert torch.equal(again, recorded)

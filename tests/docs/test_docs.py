@@ -182,6 +182,11 @@ def test_every_command_line_parses(page: Path, monkeypatch: pytest.MonkeyPatch) 
             worker_command(script_for(asked.script, config))
 
 
+def test_the_page_on_the_start_has_every_subcommand() -> None:
+    table = (ROOT / "docs/start.md").read_text().partition("| Subcommand |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == set(cli.SUBCOMMANDS)
+
+
 def test_every_quoted_message_is_in_the_code() -> None:
     trees = [ast.parse(path.read_text()) for path in (ROOT / "cosmos_rl").rglob("*.py")]
     texts = [

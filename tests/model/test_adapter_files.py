@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_names_of_peft_without_alpha_act_as_in_diffusers(
     with caplog.at_level("WARNING", logger="cosmos_rl"):
         ours = build(tiny_sd3, tmp_path / "x.safetensors")
     assert "does not say its alpha; it acts with the factor 1, as in diffusers" in caplog.text
-    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    pipe: Any = DiffusionPipeline.from_pretrained(str(tiny_sd3))
     pipe.load_lora_weights(str(tmp_path), weight_name="x.safetensors", adapter_name="a")
     assert set(lora.scales(pipe.transformer, "a").values()) == {1.0}
     assert_changes(ours, {layer: up @ down for layer, (down, up) in pairs.items()})
@@ -159,7 +160,7 @@ def test_kohyas_joined_layers_are_divided(tiny_sd3: Path, tmp_path: Path) -> Non
 
 
 def test_a_folder_of_peft_and_a_file_of_diffusers(tiny_sd3: Path, tmp_path: Path, pairs: Pairs) -> None:
-    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    pipe: Any = DiffusionPipeline.from_pretrained(str(tiny_sd3))
     model = get_peft_model(pipe.transformer, PeftLoraConfig(r=RANK, lora_alpha=16, target_modules=list(TARGETS)))
     endings = (".lora_A.default.weight", ".lora_B.default.weight")
     state = named(pairs, lambda layer: f"base_model.model.{layer}", endings)
@@ -175,7 +176,7 @@ def test_a_folder_of_peft_and_a_file_of_diffusers(tiny_sd3: Path, tmp_path: Path
         ours = build(tiny_sd3, tmp_path / place)
         assert_changes(ours, {layer: 4.0 * (up @ down) for layer, (down, up) in pairs.items()})
     noise = torch.randn(1, *ours.latent_shape(32, 32), generator=torch.Generator().manual_seed(5))
-    pipe = DiffusionPipeline.from_pretrained(str(tiny_sd3))
+    pipe: Any = DiffusionPipeline.from_pretrained(str(tiny_sd3))
     pipe.set_progress_bar_config(disable=True)
     size = {"num_inference_steps": 3, "guidance_scale": 4.5, "height": 32, "width": 32, "output_type": "pt"}
     before = pipe(prompt="a cat", latents=noise, **size).images
@@ -211,7 +212,13 @@ def test_tensors_for_text_encoders_are_named_and_left_out(
 
 
 def tiny_flux() -> FluxTransformer2DModel:
-    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
+    sizes: dict[str, Any] = {
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 8,
+    }
     sizes |= {"num_attention_heads": 2, "joint_attention_dim": 8, "pooled_projection_dim": 8}
     return FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4))
 
@@ -234,7 +241,8 @@ def test_an_adapter_of_x_flux_is_converted_by_diffusers() -> None:
         for layer, rows in zip(layers, up.split(16), strict=True):
             expected[layer.replace("…", layers[0].rpartition(".")[0])] = rows @ down
     rows = lora.layer_rows(tiny_flux())
-    found = read_tensors(state, "FluxTransformer2DModel", rows, FluxPipeline.lora_state_dict)
+    convert: Any = FluxPipeline.lora_state_dict
+    found = read_tensors(state, "FluxTransformer2DModel", rows, convert)
     assert (found.form, found.unknown) == ("diffusers' converters", [])
     assert found.pairs.keys() == expected.keys()
     assert found.factors == dict.fromkeys(expected, 1.0)

@@ -197,5 +197,6 @@ def test_a_prompt_length_that_is_not_set_stays_the_pipelines_own_through_a_launc
     as_launched = tmp_path / "config.toml"
     as_launched.write_text(dump_toml(with_absolute_paths(load_config(toml))))
     model = build_model(load_config(as_launched), Context(torch.device("cpu")), rest_on_cpu=False)
+    assert isinstance(model, DrivenModel)
     assert "max_sequence_length" not in model.driver.call
     assert model.sampling_call() == {"max_sequence_length": 512}

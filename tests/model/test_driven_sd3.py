@@ -24,6 +24,7 @@ def build(folder: Path, kind: str, use_model: Callable[[type], type], images: Pa
     use_model(MODELS[kind])
     config = load_config(family_toml(folder, SD3, job="sft", images=images), [])
     model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
+    assert isinstance(model, DiffuserModel)
     assert isinstance(model, DrivenModel) == (kind == "driven")
     return model
 

@@ -211,7 +211,7 @@ def test_decode_after_encode_is_the_autoencoder_alone(pair: Pair) -> None:
 
 def test_global_random_states_stay_where_they_are(pair: Pair) -> None:
     torch.manual_seed(11)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["key"].tolist(), random.getstate()
     driver = pair.driver
     cond = driver.encode(PROMPTS, guidance=3.0)
     loop = driver.rollout(cond, generators(3), STEPS, 3.0)
@@ -220,7 +220,7 @@ def test_global_random_states_stay_where_they_are(pair: Pair) -> None:
     shape = (1, 3, 32, 32) if pair.family.frames is None else (1, pair.family.frames[1], 3, 32, 32)
     driver.encode_media(torch.zeros(shape))
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+    assert before[1:] == (np.random.get_state(legacy=False)["state"]["key"].tolist(), random.getstate())
 
 
 def test_another_size_than_the_proved_one_is_as_stock(pair: Pair) -> None:

@@ -140,7 +140,7 @@ def test_what_cannot_be_driven_is_refused_with_the_name_of_the_check(
 class BackwardsFlowMatch(FlowMatchEulerDiscreteScheduler):
     """Wants the velocity with the other sign."""
 
-    def step(self, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def step(self, model_output: Any, *args: Any, **kwargs: Any) -> Any:
         return super().step(-model_output, *args, **kwargs)
 
 

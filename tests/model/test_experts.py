@@ -176,10 +176,10 @@ def test_a_run_of_one_expert_is_not_resumed_as_one_of_both(tmp_path: Path) -> No
 
 
 def test_fine_tuning_of_one_expert_is_not_resumed_as_that_of_both(tmp_path: Path, image_folder: Path) -> None:
-    config, data = family_toml(tmp_path, WAN, job="sft", images=image_folder), {"dataset": Clips(5)}
-    run = train(config, '--policy.diffusers.trained_denoiser="transformer"', "--train.max_num_steps=1", **data)
+    config, data = family_toml(tmp_path, WAN, job="sft", images=image_folder), Clips(5)
+    run = train(config, '--policy.diffusers.trained_denoiser="transformer"', "--train.max_num_steps=1", dataset=data)
     with pytest.raises(UserError, match=RESUMED):
-        train(config, resume=(run, 1), **data)
+        train(config, resume=(run, 1), dataset=data)
 
 
 def test_an_adapter_of_both_is_continued_from(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cosmos_rl.data.given import text_of
 from cosmos_rl.data.images import to_uint8
 from cosmos_rl.diffusion.kernels import apply_transition, euler
 from cosmos_rl.distributed import randomness
@@ -61,7 +62,9 @@ def loaded(folder: Path, family: TrainedFamily, *options: str, job: str = "nft",
 @pytest.mark.parametrize("solver", ["stock", "euler"])
 def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, family: TrainedFamily, solver: str, guidance: float) -> None:
     model = loaded(tmp_path, family)
-    conditions = StepConditions(lambda texts, away: model.encode_prompts(texts, away if guidance > 1 else None))
+    conditions = StepConditions(
+        lambda keys, away: model.encode_prompts(list(map(text_of, keys)), away if guidance > 1 else None)
+    )
     samples = [Sample(10 + i, i, text, {}) for i, text in enumerate(TEXTS)]
     spec = RolloutSpec(4, guidance, solver, 0.0, deterministic=True, height=32, width=32)
     with model.eval_mode():

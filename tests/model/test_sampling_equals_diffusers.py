@@ -1,6 +1,7 @@
 """Our sampling loop against the stock pipeline, bit for bit on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def pipeline(tiny_sd3: Path) -> StableDiffusion3Pipeline:
     "prompts", [PROMPTS[:1], PROMPTS, ["a cat", "a cat", "a dog"]], ids=["one", "three", "repeated"]
 )
 def test_latents_are_bit_equal_to_the_stock_pipeline(
-    model: SD3Model, pipeline: StableDiffusion3Pipeline, prompts: list[str], guidance: float, kernel: str
+    model: SD3Model, pipeline: Any, prompts: list[str], guidance: float, kernel: str
 ) -> None:
     noise = torch.randn(len(prompts), *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(3))
     stock = pipeline(
@@ -48,7 +49,7 @@ def test_latents_are_bit_equal_to_the_stock_pipeline(
     assert torch.equal(ours, stock)
 
 
-def test_images_are_bit_equal_to_the_stock_pipeline(model: SD3Model, pipeline: StableDiffusion3Pipeline) -> None:
+def test_images_are_bit_equal_to_the_stock_pipeline(model: SD3Model, pipeline: Any) -> None:
     noise = torch.randn(2, *model.latent_shape(32, 32), generator=torch.Generator().manual_seed(4))
     stock = pipeline(
         PROMPTS[:2],

@@ -243,7 +243,7 @@ def test_the_documented_merge_gives_the_adapters_image(
     )
     exec(code.replace("path/to/safetensors/step_30/lora", str(run / "safetensors/step_3/lora")), {})
 
-    def image(pipe: DiffusionPipeline) -> torch.Tensor:
+    def image(pipe: Any) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)
         size = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 16}
         return pipe("a cat", generator=torch.Generator().manual_seed(0), output_type="pt", **size).images

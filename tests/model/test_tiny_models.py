@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model import tiny
+from tests.support import patience
 from tests.support.paths import ROOT
 
 
@@ -23,6 +25,15 @@ def digest(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def unit_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build("sd3", tmp_path_factory.mktemp("tiny") / "unit", "unit", 3)
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_the_command_prints_the_folder_and_nothing_else(tmp_path: Path) -> None:
+    """Libraries that are installed but not used here, such as torchao, would warn."""
+    command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "tiny-model", "sd3", "--preset", "unit"]
+    ended = patience.run([*command, "--out", str(tmp_path / "tiny")])
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{tmp_path / 'tiny'}\n", "")
 
 
 def test_same_seed_same_bytes_other_seed_other_weights(unit_folder: Path, tmp_path: Path) -> None:
@@ -41,7 +52,7 @@ def test_same_seed_same_bytes_other_seed_other_weights(unit_folder: Path, tmp_pa
 def test_reloads_and_samples_with_default_arguments(preset: str, tmp_path: Path) -> None:
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(tiny.build("sd3", tmp_path / preset, preset, 0))
+    pipeline: Any = DiffusionPipeline.from_pretrained(tiny.build("sd3", tmp_path / preset, preset, 0))
     pipeline.set_progress_bar_config(disable=True)
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
     image = pipeline("a photo of the digit seven").images[0]  # 28 steps, guidance 7, 256 T5 tokens
@@ -55,7 +66,7 @@ def test_reloads_and_samples_with_default_arguments(preset: str, tmp_path: Path)
 def test_prompts_stay_whole_and_apart(unit_folder: Path) -> None:
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(unit_folder)
+    pipeline: Any = DiffusionPipeline.from_pretrained(unit_folder)
     for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3):
         assert len(tokenizer("a photo of the digit seven").input_ids) <= 8
         unknown = tokenizer.convert_tokens_to_ids(tokenizer.unk_token)
@@ -187,7 +198,7 @@ def test_autoencoder_keeps_held_out_digits_readable() -> None:
     finally:
         sys.path.pop(0)
     assert sum(path.stat().st_size for path in VAE_FOLDER.iterdir()) <= 300_000
-    vae = AutoencoderKL.from_pretrained(VAE_FOLDER)
+    vae: Any = AutoencoderKL.from_pretrained(VAE_FOLDER)
     small, labels = digits.load_part("judge_test")
     red = (255, 60, 30)
     for images in ([digits.enlarge(d) for d in small], [digits.tint(digits.enlarge(d), red) for d in small]):

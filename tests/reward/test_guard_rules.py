@@ -47,7 +47,7 @@ def test_a_paired_change_by_hand() -> None:
     assert found.mean == -1.0
     assert found.std == pytest.approx(math.sqrt(5 / 3))
     assert found.drop == pytest.approx(1 / math.sqrt(5 / 3))
-    error = np.std([-1, 0, -1, -2, 0], ddof=1) / math.sqrt(5)  # with one pair more that did not change
+    error = float(np.std([-1, 0, -1, -2, 0], ddof=1)) / math.sqrt(5)  # with one pair more that did not change
     assert found.sigmas == pytest.approx(equivalent_normal_deviate(-0.8 / error, 4))
 
 

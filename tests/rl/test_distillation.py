@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import cross_check
-from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from cosmos_rl.tracking.metrics import read_metrics
+from tests.support.exports import export_policy
 from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 from tests.support.toy_models import FOUR_MODES, PlaneModel, TiltedModel
@@ -104,7 +104,7 @@ def exports(tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bo
         folder = tmp_path_factory.mktemp("teacher")
         teacher = moved_away(nft_trainer(nft_toml(folder, tiny_sd3, lora=lora), start=False))
         found[lora] = folder / "export"
-        prepare_export(teacher.model)(found[lora])
+        export_policy(teacher, found[lora])
     found[True] /= "lora"
     return found
 

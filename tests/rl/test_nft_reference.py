@@ -11,7 +11,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.check.rl_estimate import rl_memory
 from cosmos_rl.launcher.pipeline_files import read_pipeline
 from cosmos_rl.policy.config import load_config
-from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
+from tests.support.exports import export_policy
 from tests.support.nft_runs import moved_away, nft_toml, nft_train, nft_trainer
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
 
@@ -20,7 +20,7 @@ from tests.support.states import assert_same_state, drop_steps_after, saved_stat
 def adapter(tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that does something, as a fine-tuning run exports it."""
     folder = tmp_path_factory.mktemp("adapter")
-    prepare_export(moved_away(nft_trainer(nft_toml(folder, tiny_sd3), start=False)).model)(folder)
+    export_policy(moved_away(nft_trainer(nft_toml(folder, tiny_sd3), start=False)), folder)
     return folder / "lora"
 
 

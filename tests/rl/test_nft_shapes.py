@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # less than a minute 
 
 def test_real_images_are_right() -> None:
     held_out = held_out_shapes(48)
-    media, prompts = to_uint8(ShapesModel(None).decode(held_out.latents)).numpy(), list(held_out.prompts)
+    media, prompts = (
+        to_uint8(ShapesModel(None).decode(held_out.latents)).numpy(),
+        [str(prompt) for prompt in held_out.prompts],
+    )
     others = prompts[1:] + prompts[:1]  # the next colour
     assert shapes(media, prompts).tolist() == count_right(media, prompts).tolist() == [1.0] * 48
     assert colour_right(media, prompts).tolist() == [1.0] * 48

@@ -12,6 +12,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from cosmos_rl.algorithms.decay import old_policy_decay
+from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import ConfigError
@@ -66,7 +67,7 @@ def loss_by_hand(trainer: OnlineTask, rows: Rows) -> tuple[Tensor, Tensor]:
     model, policies = trainer.model, trainer.policies
     beta, high = trainer._config.policy.diffusers.nft_beta, trainer._job.advantage_high
     policy, kl, total = torch.zeros(()), torch.zeros(()), len(rows.prompts)
-    conds = [model.encode_prompts([prompt]) for prompt in rows.prompts]
+    conds = [model.encode_prompts([text_of(prompt)]) for prompt in rows.prompts]
     noise = [randomness.normal(rows.data["clean"].shape[1:], *rows.noise_key, [name]) for name in rows.noise_ids]
     clean, t = rows.data["clean"].split(1), rows.level.sigma.split(1)
     noised = [(1 - t[i]) * clean[i] + t[i] * noise[i] for i in range(total)]
@@ -291,6 +292,7 @@ def test_a_validation_that_fails_changes_no_weight(tmp_path: Path, tiny_sd3: Pat
         )
         trainer.train_step(0)
         trainer.train_step(1)
+        assert trainer.ema is not None
         kinds = {"live": trainer.params, "old": trainer.policies.old_state(), "ema": trainer.ema.shadow}
         before = {f"{k}.{n}": p.detach().clone() for k, tensors in kinds.items() for n, p in tensors.items()}
         with pytest.raises(UserError, match="cannot be used"):
@@ -311,7 +313,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
     def media(step: int) -> Tensor:
         report = trainer.validate(step, lambda name, data: reported.append(name))
         assert [shown.prompt for shown in report.images] == [p for p in prompts for _ in range(2)]
-        images = torch.stack([shown.pixels for shown in report.images])
+        images = torch.stack([shown.pixels for shown in report.images if shown.pixels is not None])
         assert report.metrics["val/reward/bright_mean"] == pytest.approx(
             float(images.double().mean()) / 255.0, rel=1e-6
         )
@@ -327,6 +329,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
     after = media(2)
     assert torch.equal(media(7), after)
     assert not torch.equal(after, start)
+    assert trainer.ema is not None
     with trainer.ema.average_parameters():
         live = {name: param.detach().clone() for name, param in trainer.params.items()}
     with torch.no_grad():

@@ -21,13 +21,13 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import cross_check
 from cosmos_rl.policy.config.plan import keeps_common_reference, list_teachers, number_teachers, plan_online
-from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.online import OnlineTask
 from cosmos_rl.policy.trainer.rl.teachers import plan_passes
 from cosmos_rl.policy.trainer.same_run import collect_fixed_settings, compare
 from cosmos_rl.storage import run_folder
 from cosmos_rl.tracking.metrics import read_metrics
+from tests.support.exports import export_policy
 from tests.support.nft_runs import Job, nft_toml, nft_trainer, prompt_file, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state, trace
 from tests.support.toy_models import FOUR_MODES, TiltedModel
@@ -384,7 +384,7 @@ def export_teachers(folder: Path, base: Path, lora: bool) -> list[str]:
             for name, param in teacher.params.items():
                 param.add_(0.02 * torch.randn(param.shape, generator=randomness.generator(number, name)))
         place = folder / str(number) / "export"
-        prepare_export(teacher.model)(place)  # pyright: ignore[reportArgumentType]
+        export_policy(teacher, place)
         found.append(str(place / "lora" if lora else place))
     return found
 

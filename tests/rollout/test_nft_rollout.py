@@ -29,7 +29,7 @@ def test_a_rollout_is_the_stock_pipelines(tmp_path: Path, tiny_sd3: Path, solver
     with trainer.policies.using("old"), model.eval_mode():
         ours = sampler.sample(samples, lambda texts, _: model.encode_prompts(texts, negative, each=True), "rollout", 2)
 
-    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    pipeline: Any = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.set_progress_bar_config(disable=True)
     shape = model.latent_shape(32, 32)
     noise = [torch.randn(shape, generator=randomness.generator(3, "rollout", 2, 10 + i)) for i in range(3)]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +248,20 @@ def recorded() -> Iterator[list[StepRecord]]:
             steps[-1].calls += 1
         return predict(self, *args)
 
-    OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = our_step, our_score, our_sample
-    FlowModel._integrate, DiffuserModel.predict = our_integrate, our_predict
+    patched: list[tuple[Any, str, Any, Any]] = [
+        (OnlineTask, "train_step", train_step, our_step),
+        (batches, "score_batch", score, our_score),
+        (RolloutSampler, "sample", sample, our_sample),
+        (FlowModel, "_integrate", integrate, our_integrate),
+        (DiffuserModel, "predict", predict, our_predict),
+    ]
+    for owner, name, _, ours in patched:
+        setattr(owner, name, ours)
     try:
         yield steps
     finally:
-        OnlineTask.train_step, batches.score_batch, RolloutSampler.sample = train_step, score, sample
-        FlowModel._integrate, DiffuserModel.predict = integrate, predict
+        for owner, name, stock, _ in patched:
+            setattr(owner, name, stock)
 
 
 # ---- jobs in processes of their own --------------------------------------------------------------------------------
@@ -311,7 +319,7 @@ def _as_rank(jobs: Sequence[Job], rank: int, ranks: int, port: int, log: Path) -
     sys.stdout.flush()
 
 
-def forked(jobs: Sequence[Job], ranks: int, logs: Path) -> list[multiprocessing.process.BaseProcess]:
+def forked(jobs: Sequence[Job], ranks: int, logs: Path) -> list[BaseProcess]:
     """Start the jobs; each rank is forked from a server that has imported everything, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))

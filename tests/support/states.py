@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from cosmos_rl.tracking.metrics import read_metrics
 def saved_state(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint."""
     policy = layout.policy_dir(run / "checkpoints", step)
-    stored = FileSystemReader(policy).read_metadata().state_dict_metadata
+    stored: Any = FileSystemReader(policy).read_metadata().state_dict_metadata
     state = {key: torch.zeros(tuple(meta.size), dtype=meta.properties.dtype) for key, meta in stored.items()}
     dcp.load(state, checkpoint_id=policy, no_dist=True)
     return state

@@ -89,7 +89,8 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
     monkeypatch.setattr(dist, "all_gather", all_gather)
 
     def run(function: Function, ranks: int = 2, cp_size: int = 1) -> list[object]:
-        store, results = dist.HashStore(), [None] * ranks
+        store = dist.HashStore()
+        results: list[object] = [None] * ranks
 
         def start(rank: int) -> None:
             world.group = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, ranks)

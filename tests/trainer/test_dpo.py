@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from cosmos_rl.checkpoint import layout
-from cosmos_rl.policy.trainer.diffusers_trainer.common import prepare_export
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.checks import check, marks
+from tests.support.exports import export_policy
 from tests.support.nft_runs import Job, moved_away, nft_toml, nft_trainer, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state, trace
 from tests.support.trainer_runs import train
@@ -35,7 +35,7 @@ def dpo(rejected: Path, *more: str) -> tuple[str, ...]:
 
 
 def start_adapter(folder: Path, base: Path) -> Path:
-    prepare_export(moved_away(nft_trainer(nft_toml(folder, base), start=False)).model)(folder / "start")
+    export_policy(moved_away(nft_trainer(nft_toml(folder, base), start=False)), folder / "start")
     return folder / "start" / "lora"
 
 

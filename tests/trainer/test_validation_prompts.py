@@ -58,7 +58,7 @@ def images(run: Path) -> list[np.ndarray]:
 
 
 def drawn_by_diffusers(base: Path, row: dict[str, Any], k: int) -> np.ndarray:
-    pipe = DiffusionPipeline.from_pretrained(base)
+    pipe: Any = DiffusionPipeline.from_pretrained(base)
     pipe.set_progress_bar_config(disable=True)
     image = pipe(
         row["prompt"],

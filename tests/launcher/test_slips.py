@@ -64,6 +64,15 @@ def test_an_override_without_its_dashes_or_in_a_misspelt_table_is_recognised(
     assert "did you mean --train.epoch=3?" in fail(capsys, "check", "--env", "--config", path, "train.epoch=3")
 
 
+def test_a_checkpoint_to_start_from_that_is_not_there_is_an_error_of_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(TOML)
+    error = fail(capsys, "check", "--env", "--config", path, f"--train.resume={tmp_path / 'nowhere'}")
+    assert f"{tmp_path / 'nowhere'} does not exist\n  " in error
+
+
 def test_unknown_keys_in_the_configuration_of_an_older_run_name_the_version_that_wrote_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

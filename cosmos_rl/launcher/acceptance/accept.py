@@ -117,9 +117,10 @@ def find_problems(
     elif job_kind(config).online and not own_script:
         yield from reward_rules(config)
     if length.steps_per_epoch == 0:
+        fewer = "train.train_policy.dataset.test_size or " if length.held_out else ""
         yield (
             f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"
-            f" out, make no whole step of {length.batch} samples; lower the batch or set "
+            f" out, make no whole step of {length.batch} samples; lower {fewer}the batch or set "
             "train.train_policy.dataloader_drop_last = false"
         )
 

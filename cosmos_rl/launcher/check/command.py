@@ -11,6 +11,7 @@ from cosmos_rl.launcher.check.report import Report, Section
 from cosmos_rl.launcher.check.size_notes import size_notes
 from cosmos_rl.launcher.check.text_notes import text_notes
 from cosmos_rl.launcher.flags import FlagParser, add_launch_flags
+from cosmos_rl.launcher.resume import plan_resume
 from cosmos_rl.policy.config import Config, dump_toml, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS, DataForm
 from cosmos_rl.policy.config.ranks import has_unsupported_ranks, resolve_world_size, with_world_size
@@ -48,7 +49,7 @@ def check(argv: Sequence[str]) -> int:
             print(f"{_FOR_ONE_RANK} Elsewhere: {'; '.join(problems)}")
             problems = []
     if options.env:
-        problems += _find_script_problems(script)
+        problems += _find_start_problems(config, script)
         found, notes = _inspect_environment(config, data)
         _print([Section("Environment", report.environment() + notes)])
         problems += found
@@ -114,12 +115,15 @@ def _on_cpu(config: Config, nproc: int | None) -> bool:
     return machine.gpus() == 0 and (nproc is not None or world_size(config.policy.parallelism) == 1)
 
 
-def _find_script_problems(script: str) -> list[str]:
-    try:
-        worker_command(script)
-    except UserError as error:
-        return [str(error)]
-    return []
+def _find_start_problems(config: Config, script: str) -> list[str]:
+    """A script, or a checkpoint of `train.resume`, that is not there."""
+    problems = list[str]()
+    for look in (lambda: worker_command(script), lambda: plan_resume(config)):
+        try:
+            look()
+        except UserError as error:
+            problems.append(str(error))
+    return [line for problem in problems for line in problem.splitlines()]
 
 
 def _inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str], list[str]]:

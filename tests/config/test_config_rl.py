@@ -333,7 +333,8 @@ def test_a_problem_in_a_list_of_tables_names_the_line_of_its_own_table(path: Pat
 
 def test_rewards_may_be_of_the_script_alone(path: Path) -> None:
     """Whether there is any reward at all is known only once the script is."""
-    assert load_config(path, ["train.train_policy.use_remote_reward=false"]).train.train_policy.local_reward.scale == 1
+    config = load_config(path, ["train.train_policy.use_remote_reward=false"])
+    assert online_table(config).local_reward.reward_fns == ()
 
 
 def test_gen_eval_goes_with_its_own_prompts_or_a_file_like_them(path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -100,7 +100,9 @@ def test_what_check_accepts_reaches_its_first_step(write_toml: Toml, capsys: pyt
     assert len({key for key, _ in found}) > 40
     reached = 0
 
-    @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    checks: Any = list(HealthCheck)
+
+    @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=checks)
     @given(st.lists(st.sampled_from(found), min_size=1, max_size=3, unique_by=lambda pair: pair[0]))
     def agree(chosen: list[tuple[str, str]]) -> None:
         nonlocal reached

@@ -317,6 +317,7 @@ def test_validations_sample_the_averaged_weights_from_fixed_noise(tmp_path: Path
         assert report.metrics["val/reward/bright_mean"] == pytest.approx(
             float(images.double().mean()) / 255.0, rel=1e-6
         )
+        assert report.objective is not None
         assert report.metrics["val/reward/mean"] == report.metrics["val/reward/bright_mean"] == -report.objective
         assert report.metrics["val/samples"] == 6
         return images

@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,9 +96,9 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
         def start(rank: int) -> None:
             world.group = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, ranks)
             peers = dist.PrefixStore(f"cp {rank % cp_size}", store)
-            data = dist.ProcessGroupGloo(peers, rank // cp_size, ranks // cp_size) if cp_size > 1 else None
+            data: Any = dist.ProcessGroupGloo(peers, rank // cp_size, ranks // cp_size) if cp_size > 1 else None
             neighbours = dist.PrefixStore(f"dp {rank // cp_size}", store)
-            shared = dist.ProcessGroupGloo(neighbours, rank % cp_size, cp_size) if cp_size > 1 else None
+            shared: Any = dist.ProcessGroupGloo(neighbours, rank % cp_size, cp_size) if cp_size > 1 else None
             context = Context(torch.device("cpu"), rank, ranks, cp_size=cp_size, dp_group=data, cp_group=shared)
             results[rank] = function(context)
 

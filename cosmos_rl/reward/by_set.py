@@ -36,7 +36,7 @@ class SetRewards:
         if problem := next(find_reward_problems(sets, known), None):
             raise UserError(problem)
         named = (
-            None if one.rewards is None else frozenset((*one.rewards, *_find_terms(one.rewards, rewards.terms)))
+            None if one.rewards is None else frozenset((*one.rewards, *_find_terms(one.rewards, rewards)))
             for one in sets
         )
         return cls(tuple(one.shown_name for one in sets), tuple(named))
@@ -70,10 +70,10 @@ class SetRewards:
         return join_futures(futures, lambda tables: _merge(tables, rows))
 
 
-def _find_terms(names: Sequence[str], terms: Sequence[str]) -> list[str]:
-    """The shown terms of these rewards, named ``<reward of the service>.<field>`` as two scores of one reward are."""
-    types = {name.partition(".")[0] for name in names}
-    return [term for term in terms if term.partition(".")[0] in types]
+def _find_terms(names: Sequence[str], rewards: Rewards) -> list[str]:
+    """The shown terms of these rewards: those of the same reward of the service, whose name a function may have too."""
+    origins = {rewards.origins[name] for name in names}
+    return [term for term in rewards.terms if rewards.origins[term] in origins]
 
 
 def _merge(tables: Sequence[RewardTable], rows: Sequence[Tensor]) -> RewardTable:

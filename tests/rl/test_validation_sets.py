@@ -14,11 +14,13 @@ from cosmos_rl.data.items import choose_indices
 from cosmos_rl.data.prompts import PromptRecord
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, ConfigError, cross_check, notes, unsupported_settings
+from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.prompt_sets import PromptSetConfig, find_reward_problems
 from cosmos_rl.policy.config.validation_sets import list_validation_sets, unknown_rewards
 from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.reward import batch_reward
 from cosmos_rl.reward.build import make_rewards
+from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.tracking.media import Shown, build_caption, save_gallery
 from tests.support.nft_runs import nft_toml, nft_trainer, prompt_file
 from tests.support.toy_models import TEXT, PlaneModel
@@ -268,6 +270,26 @@ def test_sets_name_rewards_as_metrics_show_them(monkeypatch: pytest.MonkeyPatch)
         trained.close()
     assert [line.partition(" (")[0] for line in problems] == [
         'train.train_policy.dataset.sets.1.rewards: found "hpsv2"; allowed: rewards of the run'
+    ]
+
+
+def test_a_set_with_a_function_has_no_terms_of_a_reward_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENQUEUE_URL", "FETCH_URL"):
+        monkeypatch.setenv(f"REMOTE_REWARD_{name}", "http://127.0.0.1:9/")
+    table = {"reward_fns": [{"name": "ocr", "score_key": "a+b"}, {"name": "ocr", "score_key": "c"}]}
+    sets = [{"name": "pickscore", "rewards": ["ocr"]}, {"name": "ocr", "rewards": ["ocr.c"]}, {"name": "drawbench"}]
+    tables = {JOB + "use_remote_reward": True, JOB + "remote_reward": table, JOB + "dataset": {"sets": sets}}
+    config = toy_config({**SMALL, "validation.enable": False, **tables})
+    rewards = make_rewards(config, {"ocr": bump}, validation=False)
+    try:
+        found = SetRewards.of_config(online_table(config), rewards)
+    finally:
+        rewards.close()
+    assert list(rewards.terms) == ["ocr.a", "ocr.b"]
+    assert [[name for name in rewards.names if found.counts(number, name)] for number in range(3)] == [
+        ["ocr"],
+        ["ocr.c", "ocr.a", "ocr.b"],
+        ["ocr", "ocr.a+b", "ocr.c", "ocr.a", "ocr.b"],
     ]
 
 

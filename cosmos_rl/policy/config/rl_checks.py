@@ -378,8 +378,9 @@ def _gen_eval(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
 
 def _asks_gen_eval(named: Sequence[str], table: RemoteRewardConfig) -> bool:
     """Whether a set with these rewards, or without any all of the ``table``, has it, or a score of it by its key."""
-    names = named or [name for name in table.shown_names if name]
-    return any(name.partition(".")[0] == "gen_eval" for name in names)
+    scores = zip(table.shown_names, table.reward_fns, strict=True)
+    own = {shown for shown, entry in scores if shown and entry.name == "gen_eval"}
+    return bool(own.intersection(named or own))
 
 
 def _gen_eval_name(key: str, name: str) -> Iterator[str]:

@@ -136,8 +136,8 @@ def _read_keys(path: Path, what: str) -> list[str]:
 
 
 def holds_adapter(keys: Iterable[str]) -> bool:
-    """Whether tensors of these names are an adapter of any form."""
-    return any(re.search(r"[._]lora[12_.]", key) for key in keys)
+    """Whether tensors of these names are an adapter, also of a form that is not read (LoKr, LoHa, OFT)."""
+    return any(re.search(r"[._](lora[12_.]|(lokr|hada|oft|boft)_)", key) for key in keys)
 
 
 def _choose_base(keys: Sequence[str], what: str) -> str:

@@ -349,7 +349,8 @@ def _find_source(source: str, revision: str | None) -> _Source:
         raise UserError(f"{source}: neither a pipeline folder (model_index.json) nor an exported adapter{_hint(place)}")
     if place.is_file():
         raise UserError(f"{source}: neither a pipeline folder nor an exported adapter, but a file{_hint(place)}")
-    if not place.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
+    if not place.exists() and (is_path or ("/" in source and place.parent.is_dir())):
         raise UserError(f"{place.absolute()} does not exist")
     return _Source(source, revision, None)
 

@@ -84,6 +84,7 @@ def test_sample_says_what_it_was_given_and_what_takes_that(place: Path, capsys: 
     step = "run/checkpoints/step_3"
     assert f"cosmos-rl export {step} --out DIR" in run(capsys, "sample", step, "a cat")
     assert "safetensors/step_<N>" in run(capsys, "sample", "run", "a cat")
+    assert "does not exist" in run(capsys, "sample", "run/safetensors", "a cat")  # not asked of the hub
 
 
 def test_export_and_import_say_what_they_were_given(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

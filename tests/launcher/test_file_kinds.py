@@ -93,6 +93,9 @@ def test_export_and_import_say_what_they_were_given(place: Path, capsys: pytest.
             error = run(capsys, "export", name)
             assert kind.describe(name) in error
             assert "export takes a checkpoint of a run" in error
+        if kind not in (None, FileKind.PIPELINE):
+            assert main(["check-model", name]) == 2
+            assert kind.describe(name) in capsys.readouterr().err
         if kind not in (None, FileKind.TORCH_FILE):
             assert kind.describe(name) in run(capsys, "import", name, "--base", "pipeline")
 

@@ -121,7 +121,7 @@ def test_names_of_peft_that_are_converted_take_the_alpha_of_the_header(
     header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": alpha})
     file = tmp_path / "x.safetensors"
     save_file(named(pairs, lambda layer: f"other.{layer}", PEFT), file, {lora.METADATA_KEY: header} if alpha else None)
-    ours = build(tiny_sd3, tmp_path, lora_path="")
+    ours = build(tiny_sd3, tmp_path, lora_path=None)
 
     def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name.replace("other.", "transformer."): value for name, value in tensors.items()}

@@ -3,8 +3,10 @@
 import argparse
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.launcher.file_kinds import FileKind, find_kind
 from cosmos_rl.launcher.flags import FlagParser
 from cosmos_rl.launcher.geometry import save_geometry
 from cosmos_rl.launcher.pipeline_files import locate_pipeline
@@ -38,6 +40,9 @@ def check_model(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.size and len(given.size) not in (2, 3):
         raise UserError(f"--size {' '.join(map(str, given.size))}: give H W, or H W FRAMES")
+    kind = find_kind(Path(given.path))
+    if kind not in (None, FileKind.PIPELINE):
+        raise UserError(f"{kind.describe(given.path)}. cosmos-rl check-model takes a pipeline folder or a hub name")
     _examine(given)
     return 0
 
@@ -45,6 +50,7 @@ def check_model(argv: Sequence[str]) -> int:
 def _examine(given: argparse.Namespace) -> None:
     import torch  # seconds, so only once the command line is known to be right
 
+    import cosmos_rl.policy.model.diffusers  # noqa: F401 (imports diffusers without what prints warnings)
     from cosmos_rl.launcher.check.measure import measure_geometry
     from cosmos_rl.policy.model.driver.contract import Size
     from cosmos_rl.policy.model.driver.driver import Driver

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import replace
 
+from cosmos_rl.data.folders import Folders
 from cosmos_rl.data.items import Item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.launcher import worker_entry
@@ -11,7 +12,7 @@ from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation
 
 
 class Mirrored:
-    def __init__(self, pairs: LocalPairs) -> None:
+    def __init__(self, pairs: LocalPairs | Folders) -> None:
         self.pairs = pairs
 
     def __len__(self) -> int:
@@ -28,7 +29,7 @@ if __name__ == "__main__":
     parser.add_argument("--mirror", action="store_true")
     args, _ = parser.parse_known_args()
 
-    def training_data(config: Config) -> Mirrored | LocalPairs:
+    def training_data(config: Config) -> Mirrored | LocalPairs | Folders:
         pairs = training_pairs(config)
         return Mirrored(pairs) if args.mirror else pairs
 

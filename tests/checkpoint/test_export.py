@@ -112,7 +112,7 @@ def test_the_snippets_write_the_video_of_a_video_model(tmp_path: Path, lora: boo
     config = family_toml(tmp_path, family, job="sft", lora=lora, images=tmp_path)
     run = train(config, "--train.max_num_steps=1", dataset=Clips(5))
     base = folder_of(family.name) if lora else run / "safetensors/step_1"
-    pipe = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
+    pipe: Any = DiffusionPipeline.from_pretrained(str(base), torch_dtype=torch.float32)
     if lora:
         adapter = str(run / "safetensors/step_1/lora")
         pipe.load_lora_weights(adapter, weight_name="model.safetensors", adapter_name="default")

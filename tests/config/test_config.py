@@ -488,8 +488,8 @@ def test_a_key_that_may_be_left_out_takes_no_empty_value_in_place_of_that(toml: 
             tables += [(f"{prefix}{name}.", inner, own) for inner, own in list_branches(field.annotation, kind)]
             if field.default is not None or name == "experiment_name":  # recipes write "None" there
                 continue
-            annotation: Any = field.annotation
-            accepts: Any = TypeAdapter(Annotated[annotation, *field.metadata] if field.metadata else annotation)
+            marked: Any = Annotated
+            accepts: Any = TypeAdapter(marked[(field.annotation, *field.metadata, None)])
             asked.add(prefix + name)
             for empty in ("", [], {}):
                 with contextlib.suppress(ValidationError):

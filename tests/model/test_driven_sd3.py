@@ -23,8 +23,7 @@ MODELS = {"driven": DrivenSD3, "written": SD3Model}
 def build(folder: Path, kind: str, use_model: Callable[[type], type], images: Path) -> DiffuserModel:
     use_model(MODELS[kind])
     config = load_config(family_toml(folder, SD3, job="sft", images=images), [])
-    model = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
-    assert isinstance(model, DiffuserModel)
+    model: Any = build_model(config, Context(torch.device("cpu")), rest_on_cpu=False)
     assert isinstance(model, DrivenModel) == (kind == "driven")
     return model
 

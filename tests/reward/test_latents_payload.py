@@ -67,6 +67,7 @@ def test_a_step_sends_the_latents_of_its_samples(tmp_path: Path, server: RewardS
     task = nft_trainer(family_toml(tmp_path, FAMILIES["wan"], job="nft"), *REMOTE, AS_LATENTS, *options)
     own, pending = task._roll_out(0, task._new_conditions())
     for future in pending:
+        assert future is not None
         assert future.result(60).total_N.isfinite().all()
     expected = task.model.reward_latents(own.latents).numpy()
     sent = sorted(server.jobs, key=lambda job: job.number)

@@ -198,7 +198,9 @@ def test_a_reward_sees_the_samples_of_its_sets_and_scores_come_back_in_order(tmp
     assert sorted(asked["first"]) == sorted(text for text in texts if text[0] == "a")
     assert sorted(asked["second"]) == sorted(text for text in texts if text[0] == "b")
     assert sorted(asked["both"]) == sorted(texts)
-    found = task._scoring.submit(batches_of(task, texts)).result(60)
+    pending = task._scoring.submit(batches_of(task, texts))
+    assert pending is not None
+    found = pending.result(60)
     both = np.array([1.0 if text[0] == "a" else 2.0 for text in texts])
     np.testing.assert_allclose(found.scores["both"].numpy(), both)
     np.testing.assert_allclose(found.scores["first"].numpy(), np.where(both == 1, 1.0, np.nan))
@@ -292,8 +294,12 @@ def test_the_guard_watches_a_reward_that_no_set_uses() -> None:
         "validation.enable": True,
         "validation.dataset.name": "own",
     }
-    for named_rewards, untrained in ((["bump"], {"rightwards"}), (["bump", "rightwards"], set()), ([], set())):
-        sets = [{"local_dir": f"{name}.txt", "rewards": named_rewards} for name in "ab"]
+    for named, untrained in (
+        ({"rewards": ["bump"]}, {"rightwards"}),
+        ({"rewards": ["bump", "rightwards"]}, set()),
+        ({}, set()),
+    ):
+        sets = [{"local_dir": f"{name}.txt", **named} for name in "ab"]
         task = toy_trainer(toy_config({**tables, SETS: sets}), PlaneModel(), prompts, reward_fns=functions)
         validated = task._validation.run(1, 1, lambda name, data: None)
         assert validated is not None

@@ -64,6 +64,8 @@ KINDS = {
     "wan nft": Kind("wan", "nft", ranks=(4,), replicas=2),
     "wan flow_grpo": Kind("wan", "flow_grpo", ranks=(2,)),
     "wan ddrl": Kind("wan", "ddrl", ranks=(4,)),
+    "cosmos sft": Kind("cosmos-predict2.5", "sft", ranks=(2,)),
+    "cosmos ddrl": Kind("cosmos-predict2.5", "ddrl", lora=True, ranks=(2,)),
     "moved": Kind(
         "wan", "flow_grpo", more=("--train.train_policy.batch_size_per_optimize=2",), heads=4, ranks=(4,), peers=4
     ),

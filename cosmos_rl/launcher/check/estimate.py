@@ -17,7 +17,7 @@ from cosmos_rl.launcher.check.packed import find_packed, frozen_bytes, unpacking
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
-from cosmos_rl.policy.config import Config, data_ranks, images_at_once, world_size
+from cosmos_rl.policy.config import Config, data_ranks, images_at_once
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
 from cosmos_rl.policy.config.ranks import weight_shards
@@ -194,8 +194,7 @@ class _Rank:
     @property
     def texts_apart(self) -> bool:
         """Whether the transformer leaves the device while texts are encoded."""
-        alone = world_size(self.config.policy.parallelism) <= 1  # -1: not settled, and counted as one
-        return self.offloads and self.config.train.train_policy.cached_text and alone and not self.invariant
+        return self.offloads and self.config.train.train_policy.cached_text
 
     @property
     def resident(self) -> int:

@@ -65,7 +65,9 @@ class Placement:
             others = [part for part in parts if part not in group]
             for part in group:
                 come = functools.partial(self._come, part, others)
-                hooks += [module.register_forward_pre_hook(come, with_kwargs=True) for module in part.modules()]
+                hooks += [  # before FSDP2's own, which gather what must be on the device
+                    module.register_forward_pre_hook(come, prepend=True, with_kwargs=True) for module in part.modules()
+                ]
         self._in_turns = True
         try:
             yield

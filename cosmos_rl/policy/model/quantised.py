@@ -40,9 +40,9 @@ def read_packed(layers: Mapping[str, nn.Linear], folder: Path, form: str, device
         if name in layers:
             names.setdefault(file, []).append(name)
     for file, held in names.items():
-        with safe_open(file, framework="pt", device=str(device)) as opened:
+        with safe_open(file, framework="pt") as opened:
             for name in held:
-                weight = pack(opened.get_tensor(name).to(layers[name].weight.dtype), form)
+                weight = pack(opened.get_tensor(name).to(device, layers[name].weight.dtype), form)
                 layers[name].weight = nn.Parameter(weight, requires_grad=False)
 
 

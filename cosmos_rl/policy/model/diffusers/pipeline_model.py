@@ -96,7 +96,7 @@ class PipelineModel(FlowModel):
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
             rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
-            texts_apart: with ``rest_on_cpu``, denoisers that are not sharded leave the device while texts are encoded.
+            texts_apart: with ``rest_on_cpu``, this rank's part of the denoisers leaves the device while texts are encoded.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -115,7 +115,7 @@ class PipelineModel(FlowModel):
         if sharding is None:
             self._require_all_weights()
         self._placement = Placement(self.device, at_rest=config.offload or rest_on_cpu)
-        self._texts_apart = texts_apart and sharding is None
+        self._texts_apart = texts_apart
         self._freeze_and_place()
         self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
@@ -306,7 +306,7 @@ class PipelineModel(FlowModel):
                 self._load_sharded(name, module, sharding)
             elif self._packed_form is not None:
                 quantise_base(module, self._packed_form, self.device)
-                self._placement.bring(module)
+            self._placement.bring(module)
             if sharding is not None and sharding.cp_group is not None:
                 split_over_peers(module, sharding.cp_group)
         if self.lora_config is not None:

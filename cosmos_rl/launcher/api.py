@@ -78,6 +78,9 @@ class FinishedRun:
 
     def pipeline(self, **keywords: Any) -> Any:
         """The result as a plain diffusers pipeline; `keywords` go to `DiffusionPipeline.from_pretrained`."""
+        import cosmos_rl.policy.model.diffusers  # noqa: F401 (first: diffusers prints of torchao where it finds it)
+
+        # isort: split
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         from cosmos_rl.policy.model.quiet import load_adapter

@@ -368,6 +368,9 @@ def _hint(place: Path) -> str:
 
 def _read_class(source: _Source) -> str:
     """The pipeline's class, before its weights are read."""
+    import cosmos_rl.policy.model.diffusers  # noqa: F401 (first: diffusers prints of torchao where it finds it)
+
+    # isort: split
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     base = source.base

@@ -51,6 +51,15 @@ def _says_something_else(record: logging.LogRecord) -> bool:
     return "classifier-free guidance is not enabled" not in record.getMessage()
 
 
+def mute_torchao() -> None:
+    """Have torch not log, when torchao is imported, in which of its own ways torchao registers constants."""
+    logging.getLogger("torch.utils._pytree").addFilter(_says_nothing_of_constants)
+
+
+def _says_nothing_of_constants(record: logging.LogRecord) -> bool:
+    return "register_constant() on Enum subclasses is deprecated" not in record.getMessage()
+
+
 def build_text_encoders(tokenizers: Iterable[Any], limit: int) -> list[TextEncoder]:
     """What counts tokens as the loaded tokenizers do; ``limit`` is the configured length."""
 

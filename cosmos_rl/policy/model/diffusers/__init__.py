@@ -9,7 +9,10 @@ with hide_extras():
 
     from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
     from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
+    from cosmos_rl.policy.model.quiet import mute_torchao
 
     is_torchao_available()  # its answer is kept
+
+mute_torchao()  # which quantised bases and 8-bit optimisers import later
 
 __all__ = ["DiffuserModel", "PipelineModel"]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -277,6 +279,36 @@ def test_encoders_take_turns_with_each_other_and_with_a_cache_of_texts_with_the_
     config, files = sizes(write_toml(), *options, CACHE, "--policy.parallelism.dp_replicate_size=2")
     replicated = estimate.memory(config, files, on_cpu=False, saves=1)
     assert replicated.phases["encoding"] == between + max(sum(each) - transformer, media)
+
+
+def test_text_encoders_that_come_by_block_count_their_largest_block_next_to_the_transformer(write_toml: Toml) -> None:
+    options = ["--policy.diffusers.inference_size=[8, 8]", "--train.train_policy.mini_batch=1"]
+    by_block = [*options, "--policy.diffusers.offload_text_blocks=true"]
+    config, files = sizes(write_toml(), *by_block)
+    encoders = [files.pipeline.parts[f"text_encoder{number}"] for number in ("", "_2", "_3")]
+    blocks = [Counter[str]() for _ in encoders]
+    for found, shapes in zip(blocks, encoders, strict=True):
+        for name, shape in shapes.items():
+            found[re.sub(r"(\.\d+)\..*", r"\1", name)] += math.prod(shape)
+    largest, whole = 4 * max(max(found.values()) for found in blocks), 4 * sum(found.total() for found in blocks)
+    media = 4 * 4 * 64 * files.pipeline.configs["vae"]["block_out_channels"][0]
+    for cache in ([], [CACHE]):  # the transformer stays where texts are encoded first, too
+        config, files = sizes(write_toml(), *by_block, *cache)
+        found = estimate.memory(config, files, on_cpu=False, saves=1)
+        assert found.phases["encoding"] == found.phases["export"] + max(largest, media + found.parts["VAE"])
+        assert sum(found.at_peak.values()) == found.peak
+    resident = "--policy.diffusers.offload=false"
+    config, files = sizes(write_toml(), *by_block, resident)
+    found = estimate.memory(config, files, on_cpu=False, saves=1)
+    config, files = sizes(write_toml(), *options, resident)
+    plain = estimate.memory(config, files, on_cpu=False, saves=1)
+    assert plain.phases["export"] - found.phases["export"] == whole == found.host - plain.host
+    assert found.phases["encoding"] == found.phases["export"] + max(largest, media)
+    assert sum(found.at_peak.values()) == found.peak
+    on_cpu = [
+        estimate.memory(sizes(write_toml(), *given)[0], files, on_cpu=True, saves=1) for given in (options, by_block)
+    ]
+    assert on_cpu[0] == on_cpu[1]
 
 
 LORA_OF_ALL = ["--policy.lora.r=64", "--policy.lora.target_modules=all-linear"]

@@ -19,6 +19,24 @@ from cosmos_rl.policy.config import Config
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """A frozen encoder: all its weights, and of them those of its tables of tokens; the layers share the rest."""
+
+    weights: int
+    layers: int
+    table: tuple[int, int]
+    tables: int = 1
+
+    @property
+    def shapes(self) -> Shapes:
+        """One tensor for each table and each layer."""
+        rest = self.weights - self.tables * math.prod(self.table)
+        sizes = [rest // self.layers] * (self.layers - 1)
+        found: dict[str, tuple[int, ...]] = {f"table_{number}": self.table for number in range(self.tables)}
+        return found | {f"layers.{i}.all": (size,) for i, size in enumerate([*sizes, rest - sum(sizes)])}
+
+
+@dataclass(frozen=True)
 class Published:
     """What decides the memory of one model."""
 
@@ -28,7 +46,7 @@ class Published:
     """Of the transformer, where they are not its class's defaults."""
     vae: Mapping[str, Any]
     vae_weights: int
-    encoders: Mapping[str, int]
+    encoders: Mapping[str, "Encoder"]
     experts: tuple[str, ...] = ("transformer",)
 
 
@@ -47,16 +65,14 @@ _MOCHI |= {"temporal_expansions": [1, 2, 3], "spatial_expansions": [2, 2, 2]}
 _DC = {"_class_name": "AutoencoderDC", "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]}
 _DC |= {"latent_channels": 32}
 
-# weights of the frozen parts, counted in the classes of transformers and diffusers with the published settings
-_T5, _UMT5, _PILE_T5, _T5_11B = 4_762_310_656, 5_680_910_336, 1_223_550_976, 4_864_791_552
-_QWEN_VL, _QWEN_3, _GEMMA_2, _GLM_4, _LLAMA_3 = (
-    8_292_166_656,
-    4_022_468_096,
-    2_614_341_888,
-    8_779_194_368,
-    7_505_186_816,
-)
-_CLIP_L, _CLIP_L_PROJECTED, _CLIP_G, _CLIP_H = 123_060_480, 123_650_304, 694_659_840, 630_766_080
+# counted in the classes of transformers and diffusers with the published settings
+_T5, _UMT5 = Encoder(4_762_310_656, 24, (32_128, 4096)), Encoder(5_680_910_336, 24, (256_384, 4096))
+_PILE_T5, _T5_11B = Encoder(1_223_550_976, 24, (32_128, 2048)), Encoder(4_864_791_552, 24, (32_128, 1024))
+_QWEN_VL = Encoder(8_292_166_656, 28, (152_064, 3584), tables=2)
+_QWEN_3, _GEMMA_2 = Encoder(4_022_468_096, 36, (151_936, 2560)), Encoder(2_614_341_888, 26, (256_000, 2304))
+_GLM_4, _LLAMA_3 = Encoder(8_779_194_368, 40, (151_552, 4096)), Encoder(7_505_186_816, 32, (128_320, 4096))
+_CLIP_L, _CLIP_L_PROJECTED = Encoder(123_060_480, 12, (49_408, 768)), Encoder(123_650_304, 12, (49_408, 768))
+_CLIP_G, _CLIP_H = Encoder(694_659_840, 32, (49_408, 1280)), Encoder(630_766_080, 32, (257, 1280))
 _KL_WEIGHTS, _WAN_WEIGHTS = 83_819_683, 126_892_531
 
 _FLUX = {"guidance_embeds": True}
@@ -220,7 +236,7 @@ def files_of(config: Config) -> ModelFiles:
     shapes, settings = _shapes(name)
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     parts = {**dict.fromkeys(model.experts, shapes), "vae": {"all": (model.vae_weights,)}}
-    parts |= {part: {"all": (count,)} for part, count in model.encoders.items()}
+    parts |= {part: encoder.shapes for part, encoder in model.encoders.items()}
     configs = {**dict.fromkeys(model.experts, plain), "vae": model.vae}
     pipeline = PipelineFiles(Path(name), model.pipeline, parts, configs)
     return ModelFiles(pipeline, select(config, pipeline))
@@ -231,7 +247,7 @@ def write_sparse(folder: Path, name: str) -> Path:
     model = PUBLISHED[name]
     shapes, settings = _shapes(name)
     parts: dict[str, tuple[Shapes, Mapping[str, Any]]] = dict.fromkeys(model.experts, (shapes, settings))
-    parts |= {part: ({"all": (count,)}, {}) for part, count in model.encoders.items()}
+    parts |= {part: (encoder.shapes, {}) for part, encoder in model.encoders.items()}
     parts["vae"] = ({"all": (model.vae_weights,)}, model.vae)
     for part, (tensors, config) in parts.items():
         (folder / part).mkdir(parents=True)

@@ -77,7 +77,9 @@ def _for_encoders(config: Config) -> str:
         return 'policy.diffusers.dtype = "bfloat16"'
     if not config.train.train_policy.cached_text:
         return "train.train_policy.cache.text = true"
-    return "none; the text encoders alone do not fit (another model, or a cache that was filled on a larger GPU)"
+    if not diffusers.offload_text_blocks:
+        return "policy.diffusers.offload_text_blocks = true"
+    return "none; one block of a text encoder does not fit (another model, or a cache that was filled on a larger GPU)"
 
 
 def _for_work(config: Config, phase: str) -> str:

@@ -194,14 +194,35 @@ class _Rank:
     @property
     def texts_apart(self) -> bool:
         """Whether the transformer leaves the device while texts are encoded."""
-        return self.offloads and self.config.train.train_policy.cached_text
+        return self.offloads and self.config.train.train_policy.cached_text and not self.by_block
+
+    @property
+    def by_block(self) -> bool:
+        """Whether text encoders come to the device block by block."""
+        return self.config.policy.diffusers.offload_text_blocks and not self.on_cpu
+
+    @cached_property
+    def texts(self) -> list[int]:
+        """Of each text encoder, what is on the device at once while it encodes."""
+        encoders = _text_encoders(self.pipeline)
+        if self.by_block:
+            numbers = [max(_count_blocks(shapes, others_as_one=False)) for shapes in encoders]
+        else:
+            numbers = [elements(shapes) for shapes in encoders]
+        return [BYTES[self.config.policy.diffusers.dtype] * count for count in numbers]
 
     @property
     def resident(self) -> int:
         """Of encoders and VAE, on the device."""
         if self.offloads:
             return 0
-        return self.parts[ENCODERS] + self.parts[VAE]
+        return self.parts[VAE] + (self.other_encoders if self.by_block else self.parts[ENCODERS])
+
+    @property
+    def other_encoders(self) -> int:
+        """Frozen parts that are neither text encoders nor VAE."""
+        texts = _text_encoders(self.pipeline)
+        return self.parts[ENCODERS] - BYTES[self.config.policy.diffusers.dtype] * sum(map(elements, texts))
 
     @property
     def state(self) -> int:
@@ -252,13 +273,13 @@ class _Rank:
         if phase in _OF_A_STEP:
             found[GRADIENTS] = self.parts[GRADIENTS]
         if not self.offloads:
-            found |= {name: self.parts[name] for name in (ENCODERS, VAE)}
-        elif phase == "encoding":
+            found |= {ENCODERS: self.resident - self.parts[VAE], VAE: self.parts[VAE]}
+        if phase == "encoding" and (self.offloads or self.by_block):
             texts, media = self._encoding_texts(), self._encoding_media()
             if texts > media and self.texts_apart:
                 found = {name: size for name, size in found.items() if name not in (TRAINED, FROZEN, self._spare)}
             if texts > media:
-                found[ENCODERS] = phases[phase] - sum(found.values())
+                found[ENCODERS] = phases[phase] - sum(size for name, size in found.items() if name != ENCODERS)
             else:
                 found[VAE] = self.parts[VAE]
         return {**found, WORK: phases[phase] - sum(found.values())}
@@ -268,17 +289,15 @@ class _Rank:
         return max(self._encoding_texts(), self._encoding_media())
 
     def _encoding_texts(self) -> int:
-        if not self.offloads:
+        if not self.offloads and not self.by_block:
             return self.state
-        texts = _text_encoders(self.config, self.pipeline)
         if self.texts_apart:
             denoisers = sum(self.parts[name] for name in (TRAINED, FROZEN, self._spare))
-            return self.state - denoisers + sum(texts)
-        return self.state + max(texts, default=0)
+            return self.state - denoisers + sum(self.texts)
+        return self.state + max(self.texts, default=0)
 
     def _encoding_media(self) -> int:
-        others = self.parts[ENCODERS] - sum(_text_encoders(self.config, self.pipeline))
-        return self.state + self.work.encoding + (self.parts[VAE] + others) * self.offloads
+        return self.state + self.work.encoding + (self.parts[VAE] + self.other_encoders) * self.offloads
 
     def _learning(self) -> int:
         rows = self.rl.targets + self.rl.conditions + (self.rl.latents + self.rl.learnt) * self.on_cpu
@@ -315,22 +334,26 @@ def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:
     return encoders, 4 * pipeline.count("vae") if "vae" in pipeline.parts else 0
 
 
-def _text_encoders(config: Config, pipeline: PipelineFiles) -> list[int]:
-    """Bytes of each text encoder."""
-    names = [name for name in pipeline.others if name.startswith("text_encoder")]
-    return [BYTES[config.policy.diffusers.dtype] * pipeline.count(name) for name in names]
+def _text_encoders(pipeline: PipelineFiles) -> list[Shapes]:
+    """The tensors of each text encoder."""
+    return [pipeline.parts[name] for name in pipeline.others if name.startswith("text_encoder")]
+
+
+def _count_blocks(shapes: Shapes, *, others_as_one: bool) -> list[int]:
+    """How many numbers each block holds, and what is in none: as one, or each tensor by itself."""
+    found: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _BLOCK.match(name)
+        key = match[1] if match else name * (not others_as_one)
+        found[key] = found.get(key, 0) + math.prod(shape)
+    return list(found.values())
 
 
 def _gathered(shapes: Shapes, compute: int, reshard: str) -> int:
     """Whole weights of two blocks (one is fetched ahead), and one block's gradients before they are sharded."""
     if reshard == "never":
         return elements(shapes) * compute
-    blocks: dict[str, int] = {}
-    for name, shape in shapes.items():
-        match = _BLOCK.match(name)
-        key = match[1] if match else ""
-        blocks[key] = blocks.get(key, 0) + math.prod(shape)
-    return max(blocks.values()) * (2 * compute + 4)
+    return max(_count_blocks(shapes, others_as_one=True)) * (2 * compute + 4)
 
 
 def _exported(config: Config, files: ModelFiles) -> int:

@@ -161,6 +161,9 @@ class DiffusersConfig(Table):
     """The shift of the pipeline's own scheduler applies."""
     offload: StrictBool = True
     """Keep VAE and text encoders on the CPU between uses."""
+    offload_text_blocks: StrictBool = False
+    """Never hold a whole text encoder on the device: each block of it comes from the CPU for its call, and leaves after
+    it. The conditions are the same, and take longer."""
     inference_size: tuple[PositiveInt, PositiveInt] = (1024, 1024)
     """[height, width] of training, validation and rollout images, in pixels. With buckets: of those of validation."""
     buckets: BucketsConfig | None = None

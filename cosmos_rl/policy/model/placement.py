@@ -6,8 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
+
+
+def _say_device(module: nn.Module, device: torch.device) -> None:
+    """Have it say that it is on the device: pipelines ask, and its weights are on none between its calls."""
+    kind = type(module)
+    named = {"__module__": kind.__module__, "device": property(lambda _: device)}
+    module.__class__ = type(kind.__name__, (kind,), named)
 
 
 class Placement:
@@ -18,6 +26,7 @@ class Placement:
         self.device = device
         self.resting = torch.device("cpu") if at_rest else device
         self._present: set[nn.Module] = set()
+        self._in_blocks: set[nn.Module] = set()
         self._in_turns = False
 
     @property
@@ -25,14 +34,30 @@ class Placement:
         """Whether anything ever leaves the device."""
         return self.resting != self.device
 
+    def bring_by_block(self, part: nn.Module) -> None:
+        """From now on it rests on the CPU, and a block of it is on the device while that is called. Without gradients.
+
+        A block is what transformers and diffusers never split (``_no_split_modules``); what is in none comes layer by
+        layer. Between its calls a weight has no values.
+        """
+        part.to("cpu")
+        blocks = getattr(part, "_no_split_modules", None)
+        cpu_offload(part, self.device, preload_module_classes=list(blocks or ()))
+        for module in part.modules():
+            if hasattr(type(module), "device"):
+                _say_device(module, self.device)
+        self._in_blocks.add(part)
+
     def bring(self, part: nn.Module) -> None:
         """Have it on the device."""
-        if part not in self._present:
+        if part not in self._present and part not in self._in_blocks:
             part.to(self.device)
             self._present.add(part)
 
     def send(self, part: nn.Module) -> None:
         """Have it at rest."""
+        if part in self._in_blocks:
+            return
         part.to(self.resting)
         self._present.discard(part)
 
@@ -58,6 +83,7 @@ class Placement:
         if self._in_turns or not self.moves:
             yield
             return
+        groups = tuple([part for part in group if part not in self._in_blocks] for group in groups)
         parts = [part for group in groups for part in group]
         before = [part for part in parts if part in self._present]
         hooks = []

@@ -96,7 +96,7 @@ class PipelineModel(FlowModel):
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
             rest_on_cpu: keep VAE and text encoders off the device between uses, as with ``offload``.
-            texts_apart: with ``rest_on_cpu``, this rank's part of the denoisers leaves the device while texts are encoded.
+            texts_apart: with ``rest_on_cpu``, this rank's denoisers leave the device while texts are encoded.
 
         Raises:
             UserError: the pipeline does not fit the configuration.
@@ -115,7 +115,7 @@ class PipelineModel(FlowModel):
         if sharding is None:
             self._require_all_weights()
         self._placement = Placement(self.device, at_rest=config.offload or rest_on_cpu)
-        self._texts_apart = texts_apart
+        self._texts_apart = texts_apart and not config.offload_text_blocks
         self._freeze_and_place()
         self._prepare_denoisers(sharding, seed, policy or PolicyConfig())
         if gradient_checkpointing:
@@ -382,7 +382,9 @@ class PipelineModel(FlowModel):
             if isinstance(part, torch.nn.Module):
                 part.eval()
                 part.requires_grad_(False)
-                if not name.startswith("transformer"):
+                if name.startswith("text_encoder") and self.config.offload_text_blocks:
+                    self._placement.bring_by_block(part)
+                elif not name.startswith("transformer"):
                     self._placement.send(part)
                 elif next(part.parameters()).device.type != "meta" and self._packed_form is None:
                     self._placement.bring(part)
@@ -398,7 +400,8 @@ class PipelineModel(FlowModel):
     def encoding_texts(self) -> contextlib.AbstractContextManager[None]:
         """Text encoders come to the device inside the block when they are called, and rest after it.
 
-        With ``texts_apart`` the denoisers leave for them, else each encoder for the next one.
+        With ``texts_apart`` the denoisers leave for them, else each encoder for the next one. For encoders that come
+        block by block nothing leaves.
         """
         encoders = self._encoders()
         if self._texts_apart:

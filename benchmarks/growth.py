@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -62,10 +63,9 @@ def write_metrics(folder: Path) -> Path:
 
 def measure() -> list[tuple[str, str, str]]:
     """Rows (what, result, target)."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, COSMOS_CACHE_DIR=f"{name}/indices"):
         root = Path(name)
         pairs, run = write_folder(root / "pairs"), write_metrics(root / "run")
-        os.environ["COSMOS_CACHE_DIR"] = str(root / "indices")
         tars = write_tars(root / "tars", pairs)
         prompts = root / "prompts.txt"
         prompts.write_text("\n".join(f"a photo of thing {number}" for number in range(COUNT)), encoding="utf-8")

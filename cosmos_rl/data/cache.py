@@ -4,22 +4,21 @@ One safetensors file per entry, written aside and renamed, so that any number of
 that cannot be read is dropped and computed again.
 """
 
-import contextlib
 import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cosmos_rl.storage.atomic import move
+from cosmos_rl.storage.eviction import count_bytes, evict
 
 _IN_MEMORY_BYTES = 512 * 2**20
-_KEEP_AFTER_EVICTION = 0.9
+_ENDING = ".safetensors"
 _SAMPLED_BYTES = 2**20
 
 
@@ -37,11 +36,6 @@ def digest_files(folder: Path) -> str:
             file.seek(max(0, size - _SAMPLED_BYTES))
             digest.update(file.read(_SAMPLED_BYTES))
     return digest.hexdigest()
-
-
-class _Entry(NamedTuple):
-    path: str
-    stat: os.stat_result
 
 
 class TensorCache:
@@ -94,14 +88,14 @@ class TensorCache:
     @property
     def free_bytes(self) -> int:
         """What can be added before anything is evicted."""
-        return max(self._max_bytes - sum(entry.stat.st_size for entry in self._entries()), 0)
+        return max(self._max_bytes - count_bytes(self._root, _ENDING), 0)
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keep ``tensors`` under ``key``; what ``get`` will return."""
         name = _file_name(key)
         kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
         if self._bytes is None:
-            self._bytes = sum(entry.stat.st_size for entry in self._entries())
+            self._bytes = count_bytes(self._root, _ENDING)
         path, data = self._space / name, save(kept)
         self._bytes += len(data) - _size(path)
         aside = path.with_name(f".{name}.{os.getpid()}")
@@ -109,7 +103,7 @@ class TensorCache:
         move(aside, path)
         self._remember(name, kept)
         if self._bytes > self._max_bytes:
-            self._bytes = self._evict()
+            self._bytes = evict(self._root, _ENDING, self._max_bytes)
         return kept
 
     def _remember(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -119,31 +113,9 @@ class TensorCache:
             _, oldest = self._memory.popitem(last=False)
             self._memory_bytes -= _count_bytes(oldest)
 
-    def _entries(self) -> list[_Entry]:
-        """Every entry of the folder, all kinds and runs."""
-        found = []
-        for folder, _, names in os.walk(self._root):
-            for name in names:
-                if name.endswith(".safetensors"):
-                    path = os.path.join(folder, name)
-                    with contextlib.suppress(FileNotFoundError):  # another process may evict at the same time
-                        found.append(_Entry(path, os.stat(path)))
-        return found
-
-    def _evict(self) -> int:
-        """Delete what was not used for longest until the folder is well below its bound; the bytes that are left."""
-        entries = sorted(self._entries(), key=lambda entry: entry.stat.st_mtime)
-        left = sum(entry.stat.st_size for entry in entries)
-        for entry in entries:
-            if left <= _KEEP_AFTER_EVICTION * self._max_bytes:
-                break
-            Path(entry.path).unlink(missing_ok=True)
-            left -= entry.stat.st_size
-        return left
-
 
 def _file_name(key: str) -> str:
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".safetensors"
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + _ENDING
 
 
 def _size(path: Path) -> int:

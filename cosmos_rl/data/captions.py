@@ -53,7 +53,7 @@ def read_caption(path: str) -> tuple[Caption | None, str | None]:
         return None, f"cannot be read ({error.strerror})"
     if len(content) > _LARGEST_CAPTION:
         return None, f"is not a caption: it has more than {_LARGEST_CAPTION} bytes"
-    if not path.endswith(".json"):
+    if not path.lower().endswith(".json"):
         return _read_plain_text(content)
     row, problem = parse_json(content)
     if isinstance(row, Mapping) and _TEXT_KEYS[0] not in row:

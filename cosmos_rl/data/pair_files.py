@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cosmos_rl.data.captions import CAPTION_SUFFIXES, TABLES, Caption, Row, read_caption, read_table
-from cosmos_rl.data.shards import EMBEDDINGS, Member, find_root, find_shards, list_members
+from cosmos_rl.data.shards import EMBEDDINGS, Member, find_root, find_shards, is_shard_file, list_members
 from cosmos_rl.data.tar_files import SUFFIX as TAR
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
@@ -24,6 +24,8 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 """Endings of videos that are read, in lower case."""
 METAS = "metas"
 """Folder of captions in the layout of Cosmos-Predict."""
+_ABOUT_A_TAR = "_stats.json"
+"""How img2dataset names what it writes about ``000.tar``: ``000_stats.json``."""
 _SHOWN = 20
 _SHOWN_WHEN_NONE_IS_LEFT = 5
 _MAX_SKIPPED_SHARE = 0.5
@@ -69,14 +71,14 @@ class _Files:
     def add(self, path: str, kind: _Kind, stem: str | None = None) -> None:
         """Sort in a file, by its stem or the given one."""
         own_stem, ending = os.path.splitext(path)
-        self.sort_in(Member(stem or own_stem, ending, path), kind)
+        self.sort_in(Member(stem or own_stem, ending.lower(), path), kind)
 
     def sort_in(self, file: Member, kind: _Kind) -> None:
         """Put a file to those of its kind."""
         group = self.others
         if file.ending in CAPTION_SUFFIXES:
             group = self.captions
-        elif file.ending.lower() in kind.suffixes:
+        elif file.ending in kind.suffixes:
             group = self.media
         group.setdefault(file.stem, []).append(file.path)
 
@@ -175,7 +177,7 @@ def list_media(folder: Path, *, video: bool) -> list[Path]:
 def describe_pairs(pairs: Sequence[Pair], *, video: bool = False) -> str:
     """How many there are, and where their captions come from: ``12 images; captions: 8 .json, 4 .txt``."""
     tables = (pair.caption.partition(", line ") for pair in pairs)
-    sources = Counter(name if line else os.path.splitext(name)[1] for name, line, _ in tables)
+    sources = Counter(name if line else os.path.splitext(name)[1].lower() for name, line, _ in tables)
     word, tars = _choose_kind(video).word, {tar for pair in pairs if (tar := find_tar(pair.file))}
     place = f" in {len(tars)} tars" if tars else ""
     captions = ", ".join(f"{n} {source}" for source, n in sorted(sources.items()))
@@ -204,9 +206,11 @@ def _find_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     if not folder.is_dir():
         return _find_members(folder, kind)
     files, problems = _find_loose_files(folder, kind)
-    if not files.media:
+    if not any(files.media.values()):  # a table may name files that are not there
         members, wrong = _find_members(folder, kind)
-        return (members, problems + wrong) if members.media or members.captions or wrong else (files, problems)
+        if members.media or members.captions or wrong:
+            return members, wrong + _name_loose_captions(folder, files)
+        return files, problems
     tars = sorted(name for names in files.others.values() for name in names if name.endswith(TAR))
     return files, problems + [f"{printable(name)}: is not read, since {kind.word}s lie next to it" for name in tars]
 
@@ -220,6 +224,15 @@ def _find_members(place: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     for member in members:
         files.sort_in(member, kind)
     return files, problems
+
+
+def _name_loose_captions(folder: Path, files: _Files) -> list[str]:
+    """A line for each caption and table next to tars, but not for a file that is about the tars."""
+    captions = {name for names in files.captions.values() for name in names}
+    captions -= {name.removesuffix(TAR) + _ABOUT_A_TAR for names in files.others.values() for name in names}
+    loose = [name for name in captions if not is_shard_file(folder / name)]
+    tables = [name for name in TABLES if (folder / name).is_file()]
+    return [f"{printable(name)}: is not read, since the samples are in tars" for name in sorted(loose) + tables]
 
 
 def _find_loose_files(folder: Path, kind: _Kind) -> tuple[_Files, list[str]]:

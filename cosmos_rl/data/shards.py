@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cosmos_rl.data.captions import CAPTION_SUFFIXES
-from cosmos_rl.data.tar_files import COMPRESSED, SUFFIX, TarIndex, index_tar
+from cosmos_rl.data.tar_files import COMPRESSED, SUFFIX, TarIndex, evict_indices, index_tar
 from cosmos_rl.data.texts import parse_json, printable
 from cosmos_rl.errors import UserError
 
@@ -25,7 +25,7 @@ EMBEDDINGS = ("text_embedding", "t5_xxl")
 """Folders of pickled text features next to those of captions, which nobody here reads."""
 _NOT_SAMPLES = re.compile(r"(^|/)__[^/]*__($|/)")
 """Names of members that WebDataset keeps for itself."""
-_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
+_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)", re.DOTALL)
 _AT_ONCE = 8
 _SHOWN = 5
 
@@ -105,6 +105,7 @@ def list_members(shards: Shards, media: Sequence[str]) -> tuple[list[Member], li
     if len(shards.tars) > 1:
         _require_parallel(shards, found, media)
     members = [member for place in places for member in found[place]]
+    problems += _name_dotted(members, media)
     keys = {member.stem for member in members if member.ending in media}
     if shards.expected is not None and shards.expected != len(keys):
         problems.append(f"total_key_count: is {shards.expected}, and the tars have {len(keys)} samples")
@@ -126,6 +127,7 @@ def _index_all(root: Path, places: Sequence[str]) -> dict[str, TarIndex]:
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         results = dict(zip(places, pool.map(look, places), strict=True))
+    evict_indices()
     broken = [str(result) for result in results.values() if isinstance(result, UserError)]
     if broken:
         more = f"\n  and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
@@ -144,6 +146,29 @@ def _read_names(place: str, tar: str, index: TarIndex, problems: list[str]) -> I
             problems.append(f"{printable(place)}/{printable(name)}: is there more than once")
             continue
         yield Member(f"{tar}/{parts[1]}", parts[2].lower(), f"{place}/{name}")
+
+
+def _name_dotted(members: Sequence[Member], media: Sequence[str]) -> Iterator[str]:
+    """A line for each file that seems to be of a sample with a dot in its name, ``3.5mm.png``, whose key is cut short.
+
+    Parts of a sample, ``0001.seg.png`` next to ``0001.png``, are none.
+    """
+    known = (*media, *CAPTION_SUFFIXES)
+    keys = {member.stem for member in members if member.ending in known}
+    dotted = [member for member in members if member.ending not in known and member.ending.endswith(known)]
+    kinds: dict[str, set[bool]] = {}  # by the name up to the last dot: whether a caption is there, and whether others
+    for member in dotted:
+        kinds.setdefault(_cut_at_last_dot(member), set()).add(member.ending.endswith(CAPTION_SUFFIXES))
+    for member in dotted:
+        if member.stem not in keys or len(kinds[_cut_at_last_dot(member)]) > 1:
+            yield (
+                f"{printable(member.path)}: the key of a sample ends at the first dot of its name, so that the ending "
+                f"is {printable(member.ending)}, of a kind that is not read; rename it"
+            )
+
+
+def _cut_at_last_dot(member: Member) -> str:
+    return member.stem + os.path.splitext(member.ending)[0]
 
 
 def _summarise(members: Sequence[Member]) -> str:

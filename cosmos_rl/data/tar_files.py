@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import tarfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 from cosmos_rl.storage.atomic import write_text
 from cosmos_rl.storage.cache_folder import tars_folder
+from cosmos_rl.storage.eviction import evict
+from cosmos_rl.utils.logging import logger
 
 SUFFIX = ".tar"
 COMPRESSED = {
@@ -33,8 +36,12 @@ COMPRESSED = {
 """Endings of tars that cannot be read from the middle, and what unpacks them to ``.tar``."""
 _MAGIC = {b"\x1f\x8b": ".tar.gz", b"BZh": ".tar.bz2", b"\xfd7zXZ": ".tar.xz", b"\x28\xb5\x2f\xfd": ".tar.zst"}
 """How their content begins."""
+_INDEX = ".json"
+"""Ending of the files of indices."""
 _WORTH_KEEPING = 500
 """Members from which an index is kept: fewer headers are read faster than a file is written."""
+_MOST_KEPT = 2**30
+"""Bytes of all indices: about 20 million members."""
 _BLOCK = 512
 """Bytes of a header, and of the end mark of a tar."""
 
@@ -60,7 +67,9 @@ class TarIndex:
 
 
 _KNOWN: dict[str, TarIndex] = {}
-"""Of this process, by the path of the tar; forked loader processes inherit it."""
+"""Of this process, by the absolute path of the tar; forked loader processes inherit it."""
+_warned: set[Path] = set()
+_warning = threading.Lock()
 
 
 def index_tar(path: Path) -> TarIndex:
@@ -69,11 +78,12 @@ def index_tar(path: Path) -> TarIndex:
     Raises:
         UserError: it is not a whole tar, is compressed, or has links.
     """
+    place = os.path.abspath(path)
     try:
         stamp = _stamp(path.stat())
-        known = _KNOWN.get(str(path))
+        known = _KNOWN.get(place)
         if known is None or known.stamp != stamp:
-            known = _KNOWN[str(path)] = _read_kept(path, stamp) or _scan_and_keep(path, stamp)
+            known = _KNOWN[place] = _read_kept(path, stamp) or _scan_and_keep(path, stamp)
     except OSError as error:
         raise UserError(f"{_show(path)}: cannot be read ({error.strerror or error})") from error
     return known
@@ -84,7 +94,7 @@ def split_member(path: str) -> tuple[str, str] | None:
     end = 0
     while (end := path.find(f"{SUFFIX}/", end)) >= 0:
         end += len(SUFFIX)
-        if path[:end] in _KNOWN or os.path.isfile(path[:end]):
+        if os.path.abspath(path[:end]) in _KNOWN or os.path.isfile(path[:end]):
             return path[:end], path[end + 1 :]
     return None
 
@@ -111,7 +121,7 @@ def open_member(tar: str, member: str) -> BinaryIO:
         TarChanged: the tar has changed since its members were listed.
         FileNotFoundError: there is no such member.
     """
-    index = _KNOWN.get(tar) or index_tar(Path(tar))
+    index = _KNOWN.get(os.path.abspath(tar)) or index_tar(Path(tar))
     if member not in index.members:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{tar}/{member}")
     try:
@@ -186,8 +196,29 @@ def _scan_and_keep(path: Path, stamp: Stamp) -> TarIndex:
         try:
             write_text(_place_of_index(path), text)
         except OSError as error:
-            raise UserError(f"{tars_folder()}: cannot be written ({error.strerror}); set COSMOS_CACHE_DIR") from error
+            _warn_of_folder(error)
     return index
+
+
+def evict_indices() -> None:
+    """Delete the indices that were not used for longest, where there are too many."""
+    try:
+        evict(tars_folder(), _INDEX, _MOST_KEPT)
+    except OSError as error:
+        _warn_of_folder(error)
+
+
+def _warn_of_folder(error: OSError) -> None:
+    """Once: what is known of tars is in memory, and only the next start takes longer."""
+    folder = tars_folder()
+    with _warning:  # tars are looked at by several threads
+        known = folder in _warned
+        _warned.add(folder)
+    if not known:
+        logger.warning(
+            f"{folder}: cannot be written ({error.strerror or error}), so that the headers of tars are read at each "
+            "start; set COSMOS_CACHE_DIR to a folder that can"
+        )
 
 
 def _scan(path: Path) -> tuple[dict[str, tuple[int, int]], list[str]]:
@@ -254,18 +285,22 @@ def _require_end(path: Path, file: BinaryIO, end: int) -> None:
 
 def _read_kept(path: Path, stamp: Stamp) -> TarIndex | None:
     """What an earlier process has found; None: nothing, or of another version of the file."""
+    place = _place_of_index(path)
     try:
-        kept = json.loads(_place_of_index(path).read_bytes())
+        kept = json.loads(place.read_bytes())
         if (kept["path"], tuple(kept["stamp"])) != (str(path.resolve()), stamp):
             return None
         members = {name: (start, size) for name, (start, size) in kept["members"].items()}
-        return TarIndex(stamp, members, tuple(kept["repeated"]))
+        index = TarIndex(stamp, members, tuple(kept["repeated"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # headers are read again, and it is written anew
+    with contextlib.suppress(OSError):  # another process has evicted it, or the folder can only be read
+        os.utime(place)  # the time of the last use decides what is evicted
+    return index
 
 
 def _place_of_index(path: Path) -> Path:
-    return tars_folder() / f"{hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()}.json"
+    return tars_folder() / f"{hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()}{_INDEX}"
 
 
 def _stamp(stat: os.stat_result) -> Stamp:

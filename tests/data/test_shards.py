@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cosmos_rl.data import tar_files
+from cosmos_rl.data.images import load_image
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.pair_files import describe_pairs, scan_pairs
 from cosmos_rl.data.prompts import BEGINNING, is_prompt_file, read_prompts
@@ -143,6 +144,45 @@ def test_keys_end_at_the_first_dot_and_hold_their_folders(tmp_path: Path) -> Non
         (f"x.tar/{'long' * 60}/d", "fourth"),
     ]
     assert [round(float((item.visual.mean() + 1) * 127.5)) for item in pairs] == [0, 10, 20, 30]
+
+
+def test_samples_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:
+    """WebDataset cuts their keys at the first dot too, so that 3.5mm.png is a part ".5mm.png" of the sample 3."""
+    text = "the key of a sample ends at the first dot of its name, so that the ending is {}, of a kind that is not read"
+    dotted = {"3.5mm.PNG": image_bytes(0), "3.5mm.txt": b"a lens", "b.v2.png": image_bytes(0)}
+    parts = {"a.seg.png": image_bytes(0), "a.meta.json": b"{}"}  # of a sample that is there
+    write_tar(tmp_path / "000.tar", sample("a") | sample("c") | parts | dotted)
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["000.tar/a", "000.tar/c"]
+    assert problems == [
+        f"000.tar/{name}: {text.format(ending)}; rename it"
+        for name, ending in {"3.5mm.PNG": ".5mm.png", "3.5mm.txt": ".5mm.txt", "b.v2.png": ".v2.png"}.items()
+    ]
+    write_tar(tmp_path / "000.tar", sample("a") | sample("a.2"))  # next to a sample of the shorter name
+    assert [problem.split(":")[0] for problem in scan_pairs(tmp_path)[1]] == ["000.tar/a.2.json", "000.tar/a.2.png"]
+    write_tar(tmp_path / "000.tar", dotted)
+    with pytest.raises(UserError, match=r"no usable pair; (?s:.*)000.tar/3.5mm.txt: the key of a sample ends at"):
+        scan_pairs(tmp_path)
+
+
+def test_samples_of_parallel_tars_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "images" / "0.tar", {f"{key}.png": image_bytes(0) for key in ("a", "a.2")})
+    write_tar(tmp_path / "metas" / "0.tar", {f"{key}.txt": b"x" for key in ("a", "a.2")})
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["0.tar/a"]
+    assert [problem.split(":")[0] for problem in problems] == ["images/0.tar/a.2.png", "metas/0.tar/a.2.txt"]
+
+
+def test_captions_are_read_by_their_ending_in_any_case(tmp_path: Path) -> None:
+    members = {"a.png": image_bytes(0), "a.JSON": b'{"prompt": "a cat"}', "b.png": image_bytes(0), "b.Txt": b"a dog"}
+    write_tar(tmp_path / "tars" / "000.tar", members)
+    (tmp_path / "loose").mkdir()
+    for name, content in members.items():
+        (tmp_path / "loose" / name).write_bytes(content)
+    for folder in ("tars", "loose"):
+        pairs, problems = scan_pairs(tmp_path / folder)
+        assert ([pair.prompt for pair in pairs], problems) == (["a cat", "a dog"], [])
+        assert describe_pairs(pairs).endswith("captions: 1 .json, 1 .txt")
 
 
 def test_tars_of_img2dataset_are_read_as_they_are(tmp_path: Path) -> None:
@@ -315,6 +355,36 @@ def test_a_tar_next_to_images_is_named_and_not_read(tmp_path: Path) -> None:
     assert problems == ["backup.tar: is not read, since images lie next to it"]
 
 
+def test_captions_and_tables_next_to_tars_are_named_and_not_read(tmp_path: Path) -> None:
+    """But neither what img2dataset writes about a tar nor a wdinfo file."""
+    write_tar(tmp_path / "000.tar", sample("a") | sample("b") | sample("c"))
+    (tmp_path / "000_stats.json").write_text('{"count": 3}')
+    (tmp_path / "wdinfo.json").write_text('{"data_list": ["000.tar"]}')
+    assert scan_pairs(tmp_path)[1] == []
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "prompt": "what the images were once"}\n')
+    (tmp_path / "metadata.csv").write_text("file_name,prompt\nb.png,more of them\n")
+    (tmp_path / "a.txt").write_text("a new caption")
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.prompt for pair in pairs] == ["a", "b", "c"]
+    names = ("a.txt", "metadata.jsonl", "metadata.csv")
+    assert problems == [f"{name}: is not read, since the samples are in tars" for name in names]
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_tar_that_changes_ends_the_run_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    """Prompts have the absolute path of their folder, also where the configuration has a relative one."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("set") if relative else tmp_path / "set"
+    place = write_tar(folder / "000.tar", sample("a", 1) | sample("b", 2))
+    assert len(scan_pairs(folder)[0]) == 2
+    write_tar(place, sample("a", 3) | sample("c", 4))
+    os.utime(place, ns=(0, 0))
+    with pytest.raises(tar_files.TarChanged, match="000.tar: has changed since its members were listed"):
+        load_image(folder.absolute() / "000.tar" / "a.png", 8, 8)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_tar_that_changes_ends_the_run(tmp_path: Path, workers: int) -> None:
     place = write_tar(tmp_path / "000.tar", sample("a", 1) | sample("b", 2))
@@ -336,45 +406,6 @@ def test_a_broken_image_in_a_tar_is_one_bad_sample(tmp_path: Path) -> None:
     write_tar(tmp_path / "000.tar", sample("a") | {"b.png": b"no image", "b.txt": b"b"})
     with pytest.raises(UserError, match=r"000.tar/b.png: cannot be read as an image \(UnidentifiedImageError"):
         LocalPairs(tmp_path, 8, 8)[1]
-
-
-# ---- the index ---------------------------------------------------------------------------------------------------
-
-
-def test_the_headers_of_a_large_tar_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
-    place = write_tar(tmp_path / "set" / "000.tar", {f"{number:04}.txt": b"x" for number in range(600)})
-    known = tar_files.index_tar(place)
-    (kept,) = (tmp_path / "cache" / "tars").iterdir()
-    monkeypatch.setattr(tar_files, "_KNOWN", {})
-    monkeypatch.setattr(tarfile, "open", None)  # no header can be read
-    assert tar_files.index_tar(place) == known
-    monkeypatch.undo()
-    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
-    kept.write_text('{"path": ')
-    monkeypatch.setattr(tar_files, "_KNOWN", {})
-    assert tar_files.index_tar(place) == known
-    assert json.loads(kept.read_text())["members"]["0000.txt"] == [512, 1]
-    write_tar(place, {"other.txt": b"y"})
-    assert list(tar_files.index_tar(place).members) == ["other.txt"]
-
-
-def test_a_member_is_read_like_a_file(tmp_path: Path) -> None:
-    content = bytes(range(256)) * 40
-    place = write_tar(tmp_path / "x.tar", {"a.bin": content, "b.bin": b"behind it"})
-    with tar_files.opened(place / "a.bin") as file:
-        assert not isinstance(file, str)
-        assert file.read() == content
-        for offset, whence in ((7, os.SEEK_SET), (300, os.SEEK_CUR), (-9, os.SEEK_END), (50_000, os.SEEK_SET)):
-            where = file.seek(offset, whence)
-            assert file.read(20) == content[where : where + 20]
-        with pytest.raises(OSError, match="Invalid argument"):
-            file.seek(-1)
-    with pytest.raises(FileNotFoundError, match="x.tar/c.bin"), tar_files.opened(place / "c.bin"):
-        pass
-    (tmp_path / "folder.tar").mkdir()
-    with tar_files.opened(tmp_path / "folder.tar" / "a.bin") as file:
-        assert file == str(tmp_path / "folder.tar" / "a.bin")
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -138,16 +138,30 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def use_deterministic_kernels() -> None:
-    """Ask torch for deterministic kernels; an operation that has none warns."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; cuBLAS needs it
+@contextlib.contextmanager
+def use_deterministic_kernels() -> Iterator[None]:
+    """Ask torch for deterministic kernels inside the block; an operation that has none warns."""
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it, and reads it once: it stays
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmark
 
 
-def use_one_thread() -> None:
-    """Compute with one thread: with more a CPU adds in another order, and the ranks of a machine share its cores."""
+@contextlib.contextmanager
+def use_one_thread() -> Iterator[None]:
+    """Compute with one thread inside the block: with more a CPU adds in another order, and the ranks of a machine share
+    its cores."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -89,6 +89,11 @@ def test_heads_must_divide_and_the_message_says_what_does() -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_a_configuration_that_leaves_the_heads_to_the_default_is_not_refused(name: str) -> None:
+    assert find_problem(name, {}, 2) is None  # the loaded denoiser has the number, and is asked for it
+
+
 @pytest.mark.parametrize("name", [*REASONS, "NobodysTransformer"])
 def test_a_denoiser_without_a_plan_is_refused_by_name(name: str) -> None:
     assert find_problem(name, {}, 1) is None

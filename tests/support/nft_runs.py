@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -275,6 +276,8 @@ class Job:
     folder: Path
     overrides: tuple[str, ...] = ()
     resume_step: int = 0
+    killed_after: int = 0
+    """Rank 0 kills itself after this step, before a save; 0: never."""
 
 
 def settings(job: Job, ranks: int) -> Config:
@@ -286,12 +289,18 @@ def run_here(job: Job, ranks: int = 1, rank: int = 0) -> None:
     """Run the job as one of its ranks and leave ``record_<rank>.json`` in its folder."""
     folder = RunFolder(job.folder)
     resume_from = policy_dir(folder.checkpoints, job.resume_step) if job.resume_step else None
+
+    def kill_after_step(_: dict[str, Any], step: int) -> None:
+        if step == job.killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with recorded() as steps:
         config = settings(job, ranks)
         run(
             config,
             folder,
             **bundled_data(config),
+            custom_logger_fns=[kill_after_step],
             resume_from=resume_from,
             stop=Stop(),
         )

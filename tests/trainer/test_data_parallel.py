@@ -21,7 +21,7 @@ from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.trainer.data_parallel import optimizer_batches, split_evenly
-from cosmos_rl.policy.trainer.peers import compare_peers
+from cosmos_rl.policy.trainer.peers import compare_fingerprints, compare_peers
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.rollout.sampler import Rollouts, Sample
 from tests.support.scored import config, make
@@ -185,7 +185,7 @@ def test_peers_that_do_not_have_the_same_samples_are_named_on_all_ranks(
     def function(context: Context, *, other: dict[int, torch.Tensor]) -> str:
         value = torch.arange(6.0).reshape(2, 3) + context.dp_rank
         try:
-            compare_peers("their noise", other.get(context.rank, value), context)
+            compare_peers("their noise", [other.get(context.rank, value)], context)
         except UserError as error:
             return str(error)
         return ""
@@ -196,3 +196,19 @@ def test_peers_that_do_not_have_the_same_samples_are_named_on_all_ranks(
         found = run_ranks(functools.partial(function, other={3: wrong}), ranks=4, cp_size=2)
         assert all("ranks 2 and 3 share the samples of one data-parallel rank" in str(text) for text in found)
         assert all("(policy.parallelism.cp_size = 2), but their noise differ by" in str(text) for text in found)
+
+
+def test_peers_with_other_data_are_named_on_all_ranks_by_what_differs(run_ranks: Callable[..., list[object]]) -> None:
+    def function(context: Context, *, wrong: int | None) -> str:
+        prompts = "8 (0d5f)" if context.rank != wrong else "8 (77ab)"
+        try:
+            compare_fingerprints({"seed": 0, "prompts": prompts, "of the share": context.dp_rank}, context)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    assert run_ranks(functools.partial(function, wrong=None), ranks=4, cp_size=2) == [""] * 4
+    for wrong, ranks in ((3, "2 and 3"), (0, "0 and 1")):
+        found = run_ranks(functools.partial(function, wrong=wrong), ranks=4, cp_size=2)
+        assert all(f"ranks {ranks} share the samples of one data-parallel rank" in str(text) for text in found)
+        assert all("(policy.parallelism.cp_size = 2), but prompts differ; data," in str(text) for text in found)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.support.nft_runs import Job, forked, run_forked
 from tests.support.pairs import marked_folder
 from tests.support.patience import wait_until
 from tests.support.states import assert_same_state, saved_state
+from tests.support.trainer_runs import train
 from tests.trainer.test_sft_plane import plane_sft
 
 SIZES = [(96, 32), (32, 96), (32, 32), (96, 32), (32, 128), (32, 96), (96, 32), (32, 32), (32, 96), (96, 32)]
@@ -63,6 +65,22 @@ def test_what_would_depend_on_the_ranks_is_refused(write_toml: Callable[..., Pat
 def test_reinforcement_learning_is_refused_with_the_reason(write_nft_toml: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=r"train.rank_invariant: found true; allowed in fine-tuning; reinforcement"):
         load_config(write_nft_toml(), ["--train.rank_invariant=true"])
+
+
+def test_a_run_leaves_torch_as_it_was(write_toml: Callable[..., Path], tmp_path: Path) -> None:
+    """Threads and kernels are those of the whole process, in which others compute as well."""
+    threads, seen = torch.get_num_threads(), []
+
+    def note(*_: object) -> None:
+        seen.append((torch.get_num_threads(), torch.get_deterministic_debug_mode()))
+
+    torch.set_num_threads(2)
+    try:
+        train(write_toml(), *options_for(tmp_path / "marked", 1), custom_logger_fns=[note])
+        note()
+        assert seen == [(1, 1), (2, 0)]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def options_for(folder: Path, steps: int) -> tuple[str, ...]:
@@ -124,17 +142,17 @@ def test_killed_on_two_ranks_in_an_epoch_both_two_and_one_end_with_the_bits_of_o
     write_toml: Callable[..., Path], tmp_path: Path
 ) -> None:
     steps, config = 10, write_toml(lora=False)
-    options = (*options_for(tmp_path / "marked", steps), "--train.ckpt.save_freq=3")
+    saves = ("--train.ckpt.save_freq=3", "--train.ckpt.save_mode=sync")
+    options = (*options_for(tmp_path / "marked", steps), *saves)
     calm, killed, moved = (tmp_path / name for name in ("calm", "killed", "moved"))
     run_forked([Job(config, calm, options)], 1, tmp_path)
-    processes = forked([Job(config, killed, options)], 2, tmp_path)
-    wait_until(lambda: newest_step(killed) >= 3, "the first save", poll_s=0.002)
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
+    first, second = forked([Job(config, killed, options, killed_after=5)], 2, tmp_path)
+    wait_until(lambda: first.exitcode is not None, "the end of rank 0")
+    assert first.exitcode == -signal.SIGKILL
+    second.kill()
+    second.join()
     saved = newest_step(killed)
-    assert saved < steps  # inside an epoch: these end after 2, 5, 7 and 10 steps
+    assert saved == 3  # inside an epoch: these end after 2, 5, 7 and 10 steps
     shutil.copytree(killed, moved)
     run_forked([Job(config, killed, options, saved)], 2, tmp_path)
     run_forked([Job(config, moved, options, saved)], 1, tmp_path)

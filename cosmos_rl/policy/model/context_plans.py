@@ -164,7 +164,7 @@ def find_problem(denoiser: str, config: Mapping[str, Any], size: int) -> str | N
 
     Args:
         denoiser: its class name, ``_class_name`` of its ``config.json``.
-        config: its configuration.
+        config: its configuration; one that leaves out a default is asked for it again when the model is loaded.
         size: ``policy.parallelism.cp_size``.
     """
     if size == 1:
@@ -173,8 +173,8 @@ def find_problem(denoiser: str, config: Mapping[str, Any], size: int) -> str | N
     if plan is None:
         reason = REASONS.get(denoiser, f"there is no plan for it; there is one for {', '.join(sorted(PLANS))}")
         return f"{KEY} = {size}: the tokens of {denoiser} cannot be split over ranks: {reason}. Set it to 1"
-    heads = config[plan.heads]
-    if heads % size:
+    heads = config.get(plan.heads)
+    if heads is not None and heads % size:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         return (
             f"{KEY} = {size}: each rank computes as many attention heads, but {denoiser} has {heads}, which is not a "

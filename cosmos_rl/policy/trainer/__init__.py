@@ -59,9 +59,9 @@ def run(
 
             make_task = load_part(kind.task)
         if config.train.deterministic or config.train.rank_invariant:
-            use_deterministic_kernels()
+            stack.enter_context(use_deterministic_kernels())
         if config.train.rank_invariant:
-            use_one_thread()
+            stack.enter_context(use_one_thread())
         given: dict[str, Any] = {"dataset": dataset, "val_dataset": val_dataset}
         if kind.online:
             given |= {"reward_fns": reward_fns, "val_reward_fns": val_reward_fns}

@@ -92,9 +92,9 @@ class TaskBase(abc.ABC):
         self.optimizer.torch_optimizer.zero_grad(set_to_none=True)
 
     def compare_peers(self, what: str, *values: Tensor) -> None:
-        """Once in a process: see `peers.compare_peers`; several tensors have one shape."""
+        """Once in a process: see `peers.compare_peers`."""
         if not self._peers_compared:
-            compare_peers(what, torch.stack(values), self._context)
+            compare_peers(what, values, self._context)
         self._peers_compared = True
 
     def compute_gradients(self, step: int) -> tuple[list[Gradients], StepReport]:

@@ -20,6 +20,7 @@ from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.trainer import same_run
+from cosmos_rl.policy.trainer.peers import compare_fingerprints
 from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, Task
 from cosmos_rl.storage.run_folder import RunFolder, begin_run
 from cosmos_rl.tracking.console import Console
@@ -80,6 +81,7 @@ class TrainLoop:
             is_main=context.is_main,
         )
         self._same = same_run.collect_fixed_settings(config, context, task.fingerprint())
+        compare_fingerprints(self._same, context)
         self._settings = same_run.collect_settings(config, task.total_steps)
         self._saved_step: int | None = None
         # (step, objective) of the last validation that reported one, and of the best saved step

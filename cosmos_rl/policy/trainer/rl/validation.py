@@ -13,6 +13,7 @@ from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.trainer.data_parallel import gather_over_ranks
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.own_media import OwnMedia
+from cosmos_rl.policy.trainer.peers import compare_fingerprints
 from cosmos_rl.policy.trainer.rl import batch as batches
 from cosmos_rl.policy.trainer.rl.guard_probe import digest_texts
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
@@ -62,6 +63,7 @@ class Validation:
             trained: the rewards of training.
             chunk: samples in one request for scores.
         """
+        compare_fingerprints({f"the prompts of {one.chosen.key}": digest_prompts(one.prompts) for one in sets}, context)
         self._own: list[Rewards] = []
         """Rewards that are not those of training."""
         self._validators = []

@@ -112,7 +112,10 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def served_classes() -> set[str]:
-    """Pipeline classes that a file in `policy/model/diffusers` serves, read from its source: importing needs torch."""
+    """Pipeline classes that a file in `policy/model/diffusers` serves, read from its source: importing needs torch.
+
+    Not those of `sana_model.py` and the like: the stock pipeline is driven there, as it is without such a file.
+    """
     found: set[str] = set()
     for path in _FAMILIES.glob("*.py"):
         try:

@@ -1,5 +1,6 @@
 """A family that is not ours: registered from a user's script, and from a file dropped into the package folder."""
 
+import importlib
 import os
 import runpy
 import shutil
@@ -14,12 +15,13 @@ from diffusers import DiffusionPipeline, SanaPipeline
 from safetensors.torch import load_file
 
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config import Config, DiffusersConfig
 from cosmos_rl.policy.model.base import ModelRegistry, WeightMapper
+from cosmos_rl.policy.model.driver.model import DrivenModel
 from cosmos_rl.policy.model.tiny import build
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support import patience
-from tests.support.family_runs import TrainedFamily, family_toml
+from tests.support.family_runs import TrainedFamily, family_toml, folder_of
 from tests.support.nft_runs import nft_train, nft_train_task
 from tests.support.paths import ROOT
 
@@ -150,7 +152,7 @@ def test_the_documented_class_learns_by_nft_on_two_ranks_as_on_one(tmp_path: Pat
         out = tmp_path / f"out_{ranks}"
         done = run_cli(config, str(script), tmp_path, "--nproc-per-node", ranks, f"--train.output_dir={out}")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "has no class of its own" not in done.stdout
+        assert "the stock SanaPipeline is driven" not in done.stdout
         run = next(p for p in out.iterdir() if p.name.isdigit())
         lines.append(read_metrics(run / "metrics.jsonl"))
     assert len(lines[0]) == 3
@@ -183,6 +185,55 @@ def test_the_documented_class_samples_at_the_pipelines_own_times(
     assert model.training_level(torch.tensor([0.99967])).t.tolist() == [999]
     inverted = Inverted(config, model_str=str(folder)).sampling_levels(4)
     assert torch.equal(inverted.t, 1 - inverted.sigma)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "name"),
+    [
+        ("sana", "sana_model", "SanaModel"),
+        pytest.param("cosmos-predict2.5", "cosmos_predict2_5_model", "CosmosPredict2_5Model", marks=pytest.mark.slow),
+    ],
+)
+def test_the_documented_files_hold_the_classes_that_are_built(family: str, file: str, name: str) -> None:
+    config = Config.model_validate(
+        {
+            "policy": {
+                "model_name_or_path": str(folder_of(family)),
+                "is_diffusers": True,
+                "diffusers": {
+                    "inference_size": (32, 32),
+                    "is_video": family != "sana",
+                    "train_frames": 5,
+                    "inference_frames": 5,
+                },
+            },
+            "train": {"train_policy": {"type": "sft"}},
+        }
+    )
+    model = ModelRegistry.build_diffusers_model(config)
+    documented = importlib.import_module(f"cosmos_rl.policy.model.diffusers.{file}")
+    assert type(model) is getattr(documented, name)
+    assert type(model.pipeline).__name__ in model.supported_model_types()
+    own = {member for member in vars(type(model)) if not member.startswith("_")}
+    assert own == {"supported_model_types"}  # all else is the stock pipeline's
+
+
+def test_a_class_of_the_user_serves_a_driven_family_in_whatever_order_they_are_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own:
+        @staticmethod
+        def supported_model_types() -> list[str]:
+            return ["SanaPipeline"]
+
+    driven = ModelRegistry.model_class("SanaPipeline")
+    assert issubclass(driven, DrivenModel)
+    monkeypatch.setattr(ModelRegistry, "_models", dict(ModelRegistry._models))
+    ModelRegistry.register(WeightMapper)(Own)
+    assert ModelRegistry.model_class("SanaPipeline") is Own
+    ModelRegistry.register_driven(driven)
+    assert ModelRegistry.model_class("SanaPipeline") is Own
+    assert ModelRegistry.model_class("SanaVideoPipeline") is driven
 
 
 def test_an_unknown_pipeline_class_names_the_nearest_one() -> None:

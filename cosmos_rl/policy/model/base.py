@@ -21,12 +21,16 @@ class ModelRegistry:
     """Pipeline class name (``_class_name`` of ``model_index.json``) -> model class."""
 
     _models: ClassVar[dict[str, type]] = {}
+    _driven: ClassVar[dict[str, type]] = {}
+    """Those that drive the stock pipeline; one in ``_models`` goes before them."""
 
     @classmethod
     def register(cls, weight_mapper: type[WeightMapper], *, allow_override: bool = False) -> Callable[[ModelT], ModelT]:
         """Class decorator: serve every name in the class's ``supported_model_types()``.
 
         ``weight_mapper`` belongs to the documented signature; diffusers models keep their own names.
+
+        See ``register_driven`` for classes that give way to others.
 
         Raises:
             ValueError: another class already serves one of the names and ``allow_override`` is false.
@@ -43,6 +47,14 @@ class ModelRegistry:
         return decorate
 
     @classmethod
+    def register_driven(cls, model: ModelT) -> ModelT:
+        """Class decorator for a subclass of ``DrivenModel``: as `register`, but whatever class is registered for the
+        same name, before or after it, takes its place. A user's class for a family that is driven needs no override."""
+        for name in model.supported_model_types():  # pyright: ignore[reportAttributeAccessIssue]
+            cls._driven[name] = model
+        return model
+
+    @classmethod
     def model_class(cls, pipeline_class: str) -> type:
         """The class registered for a pipeline class name, else the one that drives the pipelines of diffusers.
 
@@ -55,7 +67,7 @@ class ModelRegistry:
         if pipeline_class not in cls._models and isinstance(getattr(diffusers, pipeline_class, None), type):
             from cosmos_rl.policy.model.driver.model import DrivenModel  # it is built on classes that import this file
 
-            return DrivenModel
+            return cls._driven.get(pipeline_class, DrivenModel)
         if pipeline_class not in cls._models:
             known = ", ".join(sorted(cls._models))
             hint = difflib.get_close_matches(pipeline_class, cls._models, n=1)

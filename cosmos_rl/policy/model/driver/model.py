@@ -1,4 +1,4 @@
-"""The trainable model of every pipeline class that has no class of its own: the stock pipeline, driven."""
+"""The trainable model of every pipeline class without maths of its own here: the stock pipeline, driven."""
 
 import inspect
 import json
@@ -80,7 +80,7 @@ class DrivenModel(PipelineModel):
             self._keep_ranks_in_step(sharding)
         self._path = PATHS[self.driver.path]
         logger.info(
-            f"{type(self.pipeline).__name__} has no class of its own: the stock pipeline is driven "
+            f"the stock {type(self.pipeline).__name__} is driven "
             f"({len(self.driver.facts.checks)} checks passed; cosmos-rl check-model shows them)"
         )
         self.set_scheduler_timestep(self.train_sampling_steps)

@@ -323,6 +323,10 @@ def test_modules_of_functions_that_are_not_there_are_refused(
         given = f"--train.train_policy.{key}="
         assert main([*command, f"{given}nowhere.rewards:red"]) == 2
         assert '"nowhere.rewards:red": there is no module nowhere in ' in capsys.readouterr().err
+        assert main([*command, f"{given}.rewards:red"]) == 2
+        assert f"{key.partition('.')[0]}" in (said := capsys.readouterr().err) and "Traceback" not in said
+        main([*command, f"{given}__main__:red"])
+        assert "__main__:red" not in capsys.readouterr().err
         assert main([*command, f"{given}my_own.py:red"]) == 2
         assert "my_own.py does not exist" in capsys.readouterr().err
         for place in ("numpy:mean", "mine.rewards:red"):

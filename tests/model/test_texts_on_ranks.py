@@ -19,11 +19,11 @@ def losses(run: Path) -> list[float]:
     return [line["train/loss_mean"] for line in read_metrics(run / "metrics.jsonl") if "train/loss_mean" in line]
 
 
-def run_apart(folder: Path, config: Path, *options: str, resume_step: int = 0) -> None:
-    """Two ranks train on the CPU and on a device that it plays: the same numbers, and what takes turns does so."""
+def run_apart(folder: Path, config: Path, *options: str, resume_step: int = 0, ranks: int = 2) -> None:
+    """Ranks train on the CPU and on a device that it plays: the same numbers, and what takes turns does so."""
     module = "tests.support.texts_on_ranks"
-    train_on_ranks(2, config, folder, CACHE, *options, module=module, resume_step=resume_step)
-    for rank in range(2):
+    train_on_ranks(ranks, config, folder, CACHE, *options, module=module, resume_step=resume_step)
+    for rank in range(ranks):
         log = json.loads((folder / f"rank_{rank}.json").read_text())
         for called, *present in log:
             assert called in present
@@ -41,6 +41,13 @@ def test_encoders_and_shards_take_turns_while_training_too(tmp_path: Path, write
     images = ("--validation.enable=true", "--validation.freq=1", f'--validation.dataset.local_dir="{prompts}"')
     options = (*images, "--train.ema_enable=true", "--train.ckpt.save_freq=1", "--train.ckpt.max_keep=-1")
     run_apart(tmp_path, write_toml(lora=False), *options, resume_step=1)
+
+
+def test_a_single_rank_whose_transformer_is_wrapped_moves_it_too(
+    tmp_path: Path, write_toml: Callable[..., Path]
+) -> None:
+    options = ("--train.rank_invariant=true", "--train.optm_impl=foreach", "--train.train_policy.mini_batch=1")
+    run_apart(tmp_path, write_toml(), *options, "--train.global_batch_size=4", ranks=1)
 
 
 def test_a_whole_packed_base_and_a_frozen_expert_leave_too(tmp_path: Path) -> None:

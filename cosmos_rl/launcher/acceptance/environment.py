@@ -120,7 +120,11 @@ def _reward_file(key: str, place: str) -> list[str]:
     file, _, name = place.rpartition(":")
     if not file.endswith(".py"):
         package = file.partition(".")[0]  # to find what is in it, it would have to be imported
-        if importlib.util.find_spec(package) or any(Path(found).exists() for found in (package, f"{package}.py")):
+        if package == "__main__":  # the user's own script, which is not run yet
+            return []
+        if (package and importlib.util.find_spec(package)) or any(
+            Path(found).exists() for found in (package, f"{package}.py")
+        ):
             return []
         return [f'{key}: "{place}": there is no module {package} in {os.getcwd()} or among the installed packages']
     path = Path(file).expanduser()

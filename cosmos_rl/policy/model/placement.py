@@ -14,8 +14,18 @@ from torch.utils import _pytree as tree
 def _say_device(module: nn.Module, device: torch.device) -> None:
     """Have it say that it is on the device: pipelines ask, and its weights are on none between its calls."""
     kind = type(module)
-    named = {"__module__": kind.__module__, "device": property(lambda _: device)}
-    module.__class__ = type(kind.__name__, (kind,), named)
+    if kind not in _SAYING.values():
+        module.__class__ = _SAYING.get(kind) or _SAYING.setdefault(kind, _derive(kind))
+    module._said_device = device  # pyright: ignore[reportArgumentType]
+
+
+def _derive(kind: type) -> type:
+    said = property(lambda module: module._said_device)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "device": said})
+
+
+_SAYING: dict[type, type] = {}
+"""Class -> the class derived from it, whose modules say on which device they are."""
 
 
 class Placement:
@@ -40,6 +50,8 @@ class Placement:
         A block is what transformers and diffusers never split (``_no_split_modules``); what is in none comes layer by
         layer. Between its calls a weight has no values.
         """
+        if part in self._in_blocks:
+            return
         part.to("cpu")
         blocks = getattr(part, "_no_split_modules", None)
         cpu_offload(part, self.device, preload_module_classes=list(blocks or ()))

@@ -11,7 +11,7 @@ import pytest
 
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.family_runs import TrainedFamily, family_toml, folder_of
-from tests.support.nft_runs import Job, run_forked
+from tests.support.nft_runs import PROMPTS, Job, prompt_file, run_forked
 from tests.support.states import drop_steps_after, saved_state
 from tests.support.videos import write_video
 
@@ -33,6 +33,13 @@ STOCHASTIC = (
     "--policy.diffusers.sample.noise_level=0.7",
     "--policy.diffusers.sample.deterministic_sampling=false",
 )
+GUIDED = (
+    "--policy.diffusers.sample.guidance_scale=3.0",
+    "--train.ema_enable=true",
+    "--validation.enable=true",
+    "--validation.freq=1",
+    "--validation.n_generation=1",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,10 @@ class Kind:
     peers: int = 2
     replicas: int = 1
     """Of four ranks: groups that each hold all weights."""
+    frames: int | None = FRAMES
+    """None: images."""
+    validated: int = 0
+    """Samples of a validation, after every step."""
     within: float = 1e-5
     """Relative; of DPO more, whose beta multiplies differences of errors that are nearly equal in float32."""
 
@@ -64,6 +75,7 @@ KINDS = {
     "wan nft": Kind("wan", "nft", ranks=(4,), replicas=2),
     "wan flow_grpo": Kind("wan", "flow_grpo", ranks=(2,)),
     "wan ddrl": Kind("wan", "ddrl", ranks=(4,)),
+    "flux nft": Kind("flux", "nft", lora=True, more=GUIDED, ranks=(2,), frames=None, validated=2),
     "cosmos sft": Kind("cosmos-predict2.5", "sft", ranks=(2,)),
     "cosmos ddrl": Kind("cosmos-predict2.5", "ddrl", lora=True, ranks=(2,)),
     "moved": Kind(
@@ -95,6 +107,9 @@ def options_of(kind: Kind, folder: Path, log: Path) -> list[str]:
             "--rollout.n_generation=2",
             f'--train.train_policy.local_reward.reward_fns=[{{function = "{reward}:noted"}}]',
         ]
+    if kind.validated:
+        prompts = prompt_file(log.parent, PROMPTS[: kind.validated], "held_out.txt")
+        options.append(f"--validation.dataset.local_dir={prompts}")
     if kind.trainer in ("flow_grpo", "ddrl"):
         options += [*STOCHASTIC, f"--train.train_policy.trainer_type={kind.trainer}"]
     if kind.trainer == "ddrl":
@@ -105,7 +120,7 @@ def options_of(kind: Kind, folder: Path, log: Path) -> list[str]:
 
 def job_of(folder: Path, name: str, ranks: int) -> Job:
     kind = KINDS[name]
-    family = TrainedFamily(kind.family, frames=("num_frames", FRAMES))
+    family = TrainedFamily(kind.family, frames=None if kind.frames is None else ("num_frames", kind.frames))
     form = "nft" if kind.learns_online else "sft"
     place = folder / name / "toml"
     place.mkdir(parents=True, exist_ok=True)
@@ -152,7 +167,7 @@ def test_peers_train_like_one_rank(folder: Path, name: str, ranks: int) -> None:
     rows = [read_metrics(run / "metrics.jsonl") for run in (ours, theirs)]
     assert len(rows[0]) == len(rows[1]) == STEPS
     for one, other in zip(*rows, strict=True):
-        named = {key for key in other if key.startswith(("reward/", "adv/", "train/", "optim/grad"))}
+        named = {key for key in other if key.startswith(("reward/", "adv/", "train/", "val/", "optim/grad"))}
         named -= {"train/loss_max"}  # of the means of the ranks
         assert len(named) >= (10 if KINDS[name].learns_online else 3)
         assert other["optim/grad_norm"] > 1e-3
@@ -160,7 +175,10 @@ def test_peers_train_like_one_rank(folder: Path, name: str, ranks: int) -> None:
             assert one[key] == pytest.approx(other[key], rel=KINDS[name].within, abs=1e-6), key
     found, expected = saved_state(ours, STEPS), saved_state(theirs, STEPS)
     assert found.keys() == expected.keys()
-    for key in (key for key in expected if key.startswith("model.")):
+    if name == "flux nft":
+        assert {"model", "ema", "old"} <= {key.split(".")[0] for key in expected}
+        assert len([key for key in rows[0][0] if key.startswith("val/")]) > 0
+    for key in (key for key in expected if key.startswith(("model.", "ema.", "old."))):
         np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5, err_msg=key)
 
 
@@ -180,7 +198,7 @@ def test_every_sample_is_scored_once(folder: Path, name: str) -> None:
     for ranks in (1, *KINDS[name].ranks):
         asked, alone = (Counter((folder / name / f"{count}.log").read_text().splitlines()) for count in (ranks, 1))
         assert asked == alone
-        assert asked.total() == 4 * STEPS
+        assert asked.total() == (4 + KINDS[name].validated) * STEPS
 
 
 def test_a_run_of_peers_continues_on_one_rank_and_the_other_way_round(folder: Path) -> None:

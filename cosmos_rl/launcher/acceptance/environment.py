@@ -122,11 +122,10 @@ def _reward_file(key: str, place: str) -> list[str]:
         package = file.partition(".")[0]  # to find what is in it, it would have to be imported
         if package == "__main__":  # the user's own script, which is not run yet
             return []
-        if (package and importlib.util.find_spec(package)) or any(
-            Path(found).exists() for found in (package, f"{package}.py")
-        ):
+        if package and (importlib.util.find_spec(package) or Path(package).exists() or Path(f"{package}.py").exists()):
             return []
-        return [f'{key}: "{place}": there is no module {package} in {os.getcwd()} or among the installed packages']
+        where = f"in {os.getcwd()} or among the installed packages"
+        return [f'{key}: "{place}": there is no module {package or file} {where}']
     path = Path(file).expanduser()
     if not path.is_file():
         return [f'{key}: "{place}": {path.absolute()} does not exist']

@@ -11,6 +11,7 @@ from torch.utils import _pytree as tree
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.policy.model.placement import Placement
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_model
 from tests.support.family_runs import PARAMS, TrainedFamily, family_toml
 
@@ -67,3 +68,32 @@ def test_the_conditions_have_the_same_bits_and_no_encoder_is_whole(family: Train
     encoders = model._encoders()
     assert all(weight.is_meta for encoder in encoders for weight in encoder.parameters())
     assert 0 < measure_most(encoders, lambda: model.encode_prompts(TEXTS)) < 0.7
+
+
+class Encoder(nn.Module):
+    """Says where its weights are, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.weight.device
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_an_encoder_that_is_named_twice_is_wrapped_once_and_both_of_a_class_have_one_class() -> None:
+    first, second, place = Encoder(), Encoder(), Placement(torch.device("cpu"), at_rest=True)
+    given = torch.randn(4, 3)
+    expected = first(given), second(given)
+    for part in (first, second, first):
+        place.bring_by_block(part)
+    assert type(first) is type(second)
+    assert type(first).__mro__[1] is Encoder
+    assert first.layer.weight.is_meta
+    assert first.device == second.device == torch.device("cpu")
+    assert all(map(torch.equal, (first(given), second(given)), expected))
+    assert Encoder().device == torch.device("cpu")

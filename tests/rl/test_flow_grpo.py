@@ -138,6 +138,34 @@ def test_the_first_gradient_is_that_of_the_log_probabilities(lora: dict[str, Any
     assert any(float(wanted.norm()) > 1e-3 for wanted in golden.values())
 
 
+@pytest.mark.parametrize("size", [3, 16])
+@pytest.mark.parametrize("trained", [[1, 6], [2, 5, 8]], ids=["two steps", "three steps"])
+def test_the_shares_of_the_steps_in_the_gradient_have_a_closed_form(trained: list[int], size: int) -> None:
+    """On policy the gradient of a row with respect to its velocity is ``-A (g / s) xi`` over the number of elements, so
+    its norm is ``|A| |g| |xi| / s`` but for what all rows share."""
+    run = Run(tables_of(**{JOB + "steps": {"choose": "list", "indices": trained}, JOB + "mini_batch": size}))
+    metrics = run.trainer.train_step(0).metrics
+    reward = bump(np.concatenate(run.media)).reshape(2, 8)
+    advantage = np.abs(reward - reward.mean(1, keepdims=True)).flatten()
+    rows = {name: torch.cat([part[name] for part in run.recorded]).double().numpy() for name in run.recorded[0]}
+    gains = np.abs(rows["g"] / rows["s"]) * np.linalg.norm(rows["noise"], axis=2)
+    wanted = (advantage[:, None] * gains).sum(0)
+    wanted /= wanted.sum()
+    found = {key: value for key, value in metrics.items() if "gradient_share" in key}
+    assert list(found) == [f"train/gradient_share/{step}" for step in trained]
+    assert list(found.values()) == pytest.approx(wanted.tolist(), rel=1e-4)
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert max(wanted) > 1.2 * min(wanted)
+
+
+def test_the_shares_are_unknown_where_no_row_has_a_gradient() -> None:
+    same = batch_reward(lambda media: np.ones(len(media)))
+    trainer = toy_trainer(toy_config(tables_of()), PlaneModel(), [POINT] * 2, reward_fns={"same": same})
+    shares = [value for key, value in trainer.train_step(0).metrics.items() if "gradient_share" in key]
+    assert len(shares) == 9
+    assert np.isnan(shares).all()
+
+
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_micro_batches_do_not_change_the_gradient(size: int) -> None:
     found = []

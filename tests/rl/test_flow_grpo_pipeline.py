@@ -148,6 +148,9 @@ def test_any_number_of_ranks_trains_like_one(run_of: Runs, trainer: str, ranks: 
     for ours, theirs in zip(*(read_metrics(run_of(trainer, n) / "metrics.jsonl") for n in (ranks, 1)), strict=True):
         named = {key for key in theirs if key.startswith(("reward/", "adv/", "train/"))} - {"train/nfe"}
         assert len(named) > 10
+        shares = [value for key, value in ours.items() if key.startswith("train/gradient_share/")]
+        assert len(shares) > 1
+        assert sum(shares) == pytest.approx(1.0)
         assert ("train/data_loss_mean" in named) == (trainer == "ddrl")
         for key in named:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key

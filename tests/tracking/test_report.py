@@ -181,6 +181,16 @@ def test_every_metric_is_drawn_somewhere(tmp_path: Path) -> None:
     assert all(key in shown for key in keys)
 
 
+def test_the_shares_of_the_sampling_steps_are_in_one_figure_in_the_order_of_the_steps(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.log(1, {f"train/gradient_share/{step}": 0.5 for step in (3, 10)})
+    metrics.log(2, {f"train/gradient_share/{step}": 0.5 for step in (2, 3)})
+    (figure,) = report(tmp_path).of_class("chart")
+    assert "Share of each sampling step in the gradient" in figure.text
+    places = [figure.text.index(f"train/gradient_share/{step}") for step in (2, 3, 10)]
+    assert places == sorted(places)
+
+
 def test_several_validation_sets_have_curves_a_table_and_labelled_images(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     values = {"text": [0.1, 0.9, 0.5, 0.6], "parti-2": [3.0, None, 2.0, 2.5]}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cosmos_rl.tracking.report.measures import (
+    GRADIENT_SHARE,
     LIMIT,
     NORMS,
     SET_LOSS,
@@ -88,6 +89,7 @@ class Charts:
             *self._draw("Distance to the reference (KL)", [key for key in self._keys if key.endswith("/kl_loss_mean")]),
             *self._draw("Distance to the old policy (KL)", ["train/old_kl_mean"]),
             *self._draw("Gradient norm", ["optim/grad_norm"]),
+            *self._draw("Share of each sampling step in the gradient", self._list_gradient_shares()),
             *self._draw("Learning rate", ["optim/learning_rate"]),
         ]
         keys = self._keys
@@ -114,6 +116,11 @@ class Charts:
         """What ``sections`` left out, but for other views of what it shows."""
         others = [key for key in self._keys if key not in self._shown and not key.endswith(LIMIT)]
         return Section("", [figure for key in others for figure in self._draw(key, [key])][:MAX_OTHERS])
+
+    def _list_gradient_shares(self) -> list[str]:
+        """By the step of the sampler: a run may train others in each training step."""
+        matches = (re.fullmatch(GRADIENT_SHARE, key) for key in self._keys)
+        return [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
 
     def _draw_set(self, label: str) -> list[Figure]:
         """The rewards on one of several validation sets."""

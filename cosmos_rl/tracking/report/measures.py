@@ -17,6 +17,8 @@ NORMS = {
 }
 """Prefixes of metrics that are drawn in one figure each."""
 SET_LOSS = r"val/([^/]+)/loss_mean"
+GRADIENT_SHARE = r"train/gradient_share/(\d+)"
+"""Of each trained step of the sampler; drawn in one figure."""
 _SET_SCORE = r"val/([^/]+)/(?:reward/(?:mean|(.+)_mean)|loss_mean)"
 """What a run with several validation sets is judged by on each."""
 
@@ -58,6 +60,7 @@ _NAMED: Sequence[tuple[str, Measure]] = (
     (r"train/reference_age", Measure("Steps since the reference was the policy")),
     (r"train/dpo_beta_mean", Measure("Beta that follows the margins")),
     (r"train/old_kl_mean", Measure("Distance to the old policy (KL)")),
+    (GRADIENT_SHARE, Measure("Share of sampling step {} in the gradient")),
     (r"optim/grad_norm", Measure("Gradient norm")),
     (r"optim/learning_rate", Measure("Learning rate")),
     (r"train/nfe", Measure("Network evaluations so far")),

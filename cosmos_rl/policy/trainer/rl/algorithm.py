@@ -16,6 +16,9 @@ Terms = dict[str, Tensor]
 """What is reported of ``B`` rows, each ``[B]`` and without a gradient. ``policy_loss`` is always there, ``kl_loss``
 where the loss has that term, ``velocity_norm_ratio`` where a reference was run anyway."""
 
+VELOCITY_GRADIENT = "velocity_gradient"
+"""The term that the backward pass adds where rows are steps of the sampler."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -38,6 +41,8 @@ class Rows:
     """``[R]``: factor of the distance to the reference; None: 1 each."""
     prompt_set: Tensor | None = None
     """int64 ``[R]``: which of several prompt sets each is of; None: there is one."""
+    sampler_step: Tensor | None = None
+    """int64 ``[R]``: which step of the sampler each is, from 0 on; None: they are no such steps."""
 
 
 @dataclass(frozen=True)

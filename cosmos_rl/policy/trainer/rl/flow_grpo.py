@@ -137,6 +137,7 @@ class FlowGrpo:
             data=data,
             kl_weight=None if share.kl_weight is None else share.kl_weight[row_R],
             prompt_set=None if share.prompt_set is None else share.prompt_set[row_R],
+            sampler_step=step_R,
         )
 
     def micro_batch(self, rows: Rows, which: slice, device: torch.device) -> MicroBatch:

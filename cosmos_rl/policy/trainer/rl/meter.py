@@ -1,5 +1,6 @@
 """Sums and maxima of rows' terms over the optimiser steps and ranks of a training step."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from cosmos_rl.algorithms.flow_grpo import STOPPED
 from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.policy.trainer.rl.algorithm import Rows, Terms
+from cosmos_rl.policy.trainer.rl.algorithm import VELOCITY_GRADIENT, Rows, Terms
 from cosmos_rl.policy.trainer.rl.guard_rules import compute_norm_metrics
 from cosmos_rl.utils.logging import logger
 
@@ -51,6 +52,7 @@ class Meter:
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
         self._weight = 0.0
+        self._gradients: dict[int, float] = {}  # step of the sampler -> sum of its rows' norms
         self._norm_ratios: list[Tensor] = []  # [R, 2]: ratio (NaN for a row that only fills up), sigma
 
     def add(self, terms: Terms, rows: Rows) -> dict[str, float]:
@@ -62,6 +64,9 @@ class Meter:
                 ratio_R = torch.where(counted, value_R, torch.nan)
                 self._norm_ratios.append(torch.stack([ratio_R, rows.level.sigma.to(ratio_R)], dim=1))
                 continue
+            if name == VELOCITY_GRADIENT:
+                self._add_gradients(value_R.double(), rows)
+                continue
             if name.endswith("_max") or name in self._with_maxima:
                 top = float(value_R[counted].max()) if bool(counted.any()) else 0.0
                 self._maxima[name] = max(self._maxima.get(name, top), top)
@@ -72,6 +77,12 @@ class Meter:
         if rows.prompt_set is not None and "kl_loss" in terms:
             self._add_by_set(terms["kl_loss"].cpu().double() * weight_R, rows.prompt_set, weight_R)
         return sums
+
+    def _add_gradients(self, norm_R: Tensor, rows: Rows) -> None:
+        assert rows.sampler_step is not None
+        for step in rows.sampler_step.unique().tolist():
+            own = float(norm_R[rows.sampler_step == step].sum())
+            self._gradients[step] = self._gradients.get(step, 0.0) + own
 
     def _add_by_set(self, distance_R: Tensor, prompt_set_R: Tensor, weight_R: Tensor) -> None:
         for number, name in enumerate(self._sets):  # all of them, as ranks add up the same numbers
@@ -99,9 +110,18 @@ class Meter:
         if self._norm_ratios:
             ratio_R, sigma_R = context.gather_rows(torch.cat(self._norm_ratios)).unbind(1)
             found |= compute_norm_metrics("train", ratio_R, sigma_R)
-        found |= self._means_by_set(context)
+        found |= self._means_by_set(context) | self._share_gradients(context)
         loss = sum(weight * found.get(f"train/{name}_mean", 0.0) for name, weight in loss_weights.items())
         return {**found, "train/loss_mean": loss}
+
+    def _share_gradients(self, context: Context) -> dict[str, float]:
+        """Each trained step's share of the gradients' norms; NaN: all are 0. All ranks train the same steps."""
+        if not self._gradients:
+            return {}
+        steps = sorted(self._gradients)
+        sums = context.sum_over_ranks([self._gradients[step] for step in steps])
+        total = sum(sums) or math.nan
+        return {f"train/gradient_share/{step}": own / total for step, own in zip(steps, sums, strict=True)}
 
     def _means_by_set(self, context: Context) -> dict[str, float]:
         """Distances to the reference of the sets that the step has samples of."""

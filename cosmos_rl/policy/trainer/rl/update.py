@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import torch
 
+from cosmos_rl.diffusion.elements import widen
 from cosmos_rl.policy.config.plan import KEPT_BYTES
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.policies import Policies, PolicyName
-from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, MicroBatch, Rows, Terms
+from cosmos_rl.policy.trainer.rl.algorithm import VELOCITY_GRADIENT, Algorithm, MicroBatch, Rows, Terms
 from cosmos_rl.policy.trainer.rl.teachers import MaxOverRanks, add_own_references, plan_passes
 from cosmos_rl.rollout.sampler import Conditions
 
@@ -60,11 +61,23 @@ def accumulate_gradient(
             forwards += model.num_evaluations
             model.num_evaluations += 2 * forwards  # a backward pass is as much work as two forward passes
             loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
+            if rows.sampler_step is not None:
+                measure_gradient(velocity, terms, loss_factor)
             (loss_factor * loss).backward()
             found.append(terms)
     if not found:
         return {}
     return {name: torch.cat([terms[name] for terms in found]) for name in found[0]}
+
+
+def measure_gradient(velocity: torch.Tensor, terms: Terms, loss_factor: float) -> None:
+    """Have the coming backward pass add ``velocity_gradient`` to the terms: the L2 norm of the loss's gradient with
+    respect to the velocity of each row, ``[B]``. It passes there anyway, and is not changed."""
+
+    def keep(gradient: torch.Tensor) -> None:
+        terms[VELOCITY_GRADIENT] = torch.linalg.vector_norm(widen(gradient).flatten(1), dim=1) / loss_factor
+
+    velocity.register_hook(keep)
 
 
 def _blocks(slices: Sequence[slice], rows: Rows, micro_batch: int) -> Iterator[Sequence[slice]]:

@@ -276,8 +276,8 @@ class Job:
     folder: Path
     overrides: tuple[str, ...] = ()
     resume_step: int = 0
-    killed_after: int = 0
-    """Rank 0 kills itself after this step, before a save; 0: never."""
+    killed_after: int | None = None
+    """Rank 0 kills itself after this step, before a save; None: never."""
 
 
 def settings(job: Job, ranks: int) -> Config:

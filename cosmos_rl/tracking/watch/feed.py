@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.storage.run_folder import RunFolder, is_worked_on
 from cosmos_rl.tracking.durations import format_duration
 from cosmos_rl.tracking.metrics import parse_line
@@ -16,7 +17,7 @@ from cosmos_rl.tracking.report.record import Gallery, list_step_folders, read_de
 from cosmos_rl.tracking.watch.columns import Columns, LiveRecord
 
 KINDS = ("validation", "rollout")
-UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, UserError)
 """What files raise that are only half there, are replaced at the moment, or hold something else than they should."""
 _AT_ONCE = 2**23
 """Bytes that are read in one go, so that the page of a long run is there before all of it is read."""
@@ -165,7 +166,8 @@ def read_state(run: RunFolder, record: LiveRecord) -> State:
 
 def describe_problem(what: str, error: Exception) -> str:
     """One line about what cannot be read."""
-    return f"{what}: {type(error).__name__}: {error}"[:_REASON]
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{what}: {kind}{error}"[:_REASON]
 
 
 def describe_end(code: int, reason: str) -> State:

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class Churn:
     """``s_t_max``; at and above it no noise is added."""
 
 
+class StepNoise(TypedDict):
+    """Settings of the noise between the steps, see `build_transitions`."""
+
+    noise_level: float
+    deterministic: bool
+    noise_scale: NotRequired[float]
+
+
 def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, rho: float = 7.0) -> Tensor:
     """The grid of EDM (eq. 5) between two sigmas of the exploding variance, as flow sigmas, and 0.
 
@@ -49,7 +58,9 @@ def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, r
     return torch.cat([exploding / (1.0 + exploding), torch.zeros(1, dtype=torch.float64)])
 
 
-def build_transitions(solver: str, sigmas: Tensor, *, noise_level: float, deterministic: bool) -> tuple[Tensor, Kernel]:
+def build_transitions(
+    solver: str, sigmas: Tensor, *, noise_level: float, deterministic: bool, noise_scale: float = 1.0
+) -> tuple[Tensor, Kernel]:
     """Any solver on a pipeline's grid: the grid of the states, and the kernel on it.
 
     Args:
@@ -57,6 +68,7 @@ def build_transitions(solver: str, sigmas: Tensor, *, noise_level: float, determ
         sigmas: ``[S + 1]``, those of the pipeline's scheduler.
         noise_level: the churn's strength for `CHURNED`, else as in `build_kernel`.
         deterministic: no noise between the steps.
+        noise_scale: that of `Churn`; 1 with any other solver.
 
     Returns:
         ``sigmas`` itself where no noise is added before the steps, and the transitions between the sigmas.
@@ -67,11 +79,13 @@ def build_transitions(solver: str, sigmas: Tensor, *, noise_level: float, determ
     if solver in SAMPLING_ONLY:
         raise ValueError(f'solver: found "{solver}"; {explain_sampling_only(solver)}')
     if solver not in CHURNED:
+        if noise_scale != 1.0:
+            raise ValueError(f'noise_scale of solver "{solver}": found {noise_scale}; allowed: 1.0')
         return sigmas, build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
     strength = noise_level
     if deterministic:
         strength = 0.0
-    raised, kernel = build_churn(solver, sigmas, Churn(strength))
+    raised, kernel = build_churn(solver, sigmas, Churn(strength, noise_scale))
     if strength == 0.0:
         return sigmas, kernel
     return raised, kernel

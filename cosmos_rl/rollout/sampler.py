@@ -63,6 +63,8 @@ class RolloutSpec:
     frames: int | None = None
     same_initial_noise: bool = False
     """Of the samples of a group."""
+    noise_scale: float = 1.0
+    """Factor of the noise that EDM's solvers add."""
 
     @classmethod
     def training(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -71,7 +73,9 @@ class RolloutSpec:
         frames = config.train_frames if config.is_video else None
         solver = (sample.solver, sample.noise_level, sample.deterministic_sampling)
         size = (*config.inference_size, frames)
-        return cls(sample.num_steps, sample.guidance_scale, *solver, *size, sample.same_initial_noise)
+        return cls(
+            sample.num_steps, sample.guidance_scale, *solver, *size, sample.same_initial_noise, sample.noise_scale
+        )
 
     @classmethod
     def evaluation(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -180,6 +184,13 @@ class RolloutSampler:
             keywords |= self._noise(keywords["generator"], samples, purpose, step)
         if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
+        if "noise_scale" in accepted or not own_sampler:
+            keywords["noise_scale"] = spec.noise_scale
+        elif spec.noise_scale != 1.0:
+            raise UserError(
+                f"policy.diffusers.sample.noise_scale: found {spec.noise_scale}; {type(model).__name__} has a "
+                "pipeline_with_logprob of its own without the parameter noise_scale; allowed: 1.0"
+            )
         if recorder is not None:
             if own_sampler:
                 raise UserError(

@@ -174,6 +174,14 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
             ],
             "policy.diffusers.sample.noise_level: found 1.5; allowed: 0 to 1 with policy.diffusers.sample.solver",
         ),
+        (
+            ["policy.diffusers.sample.noise_scale=1.3"],
+            'policy.diffusers.sample.noise_scale: found 1.3; allowed: 1.0 with policy.diffusers.sample.solver = "',
+        ),
+        (
+            ["policy.diffusers.sample.solver=2ab", "policy.diffusers.sample.noise_scale=1.3"],
+            "policy.diffusers.sample.noise_scale: found 1.3; allowed: 1.0 with policy.diffusers.sample.determin",
+        ),
         (["train.train_policy.data_term.beta=0.1"], "train.train_policy.data_term.local_dir: missing; the folder of"),
         (
             [

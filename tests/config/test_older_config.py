@@ -160,6 +160,7 @@ def test_what_the_ddrl_recipe_becomes() -> None:
         "solver": "2ab",
         "deterministic_sampling": False,
         "noise_level": 1.0,
+        "noise_scale": 1.0,
         "same_initial_noise": False,
         "global_std": False,
     }
@@ -419,11 +420,12 @@ def test_guidance_that_had_no_effect_is_named(dropout: float, named: bool) -> No
 
 
 def test_effects_that_are_lost_are_named() -> None:
-    rl = {"s_noise": 1.1, "reward_config": {"aesthetic": {"enabled": True}}}
+    rl = {"s_t_min": 0.1, "s_t_max": 50.0, "reward_config": {"aesthetic": {"enabled": True}}}
     translation = translated(model={"rl": rl, "sde": {"sigma_max": 80}, "net": {"model_channels": 64}})
     lost = {note.old for note in translation.notes if note.lost}
     assert lost == {
-        "model.rl.s_noise",
+        "model.rl.s_t_min",
+        "model.rl.s_t_max",
         "model.rl.reward_config.aesthetic.enabled",
         "model.sde.sigma_max",
         "model.net.model_channels",

@@ -243,6 +243,18 @@ def test_order_of_convergence_on_a_gaussian(solver: str, order: float) -> None:
     assert orders == pytest.approx([order] * 2, abs=0.15)  # reached in the limit only
 
 
+def test_the_factor_is_of_this_sampler_alone() -> None:
+    with pytest.raises(ValueError, match=r'noise_scale of solver "cps": found 1.3; allowed: 1.0'):
+        build_transitions("cps", karras_sigmas(4), noise_level=0.5, deterministic=False, noise_scale=1.3)
+    for solver in ("1euler", "2ab"):
+        grid, kernel = build_transitions(
+            solver, karras_sigmas(11), noise_level=1.0, deterministic=False, noise_scale=1.3
+        )
+        expected, own = build_churn(solver, karras_sigmas(11), Churn(1.0, noise_scale=1.3))
+        assert torch.equal(grid, expected)
+        assert [kernel(i, grid.tolist()) for i in range(11)] == [own(i, grid.tolist()) for i in range(11)]
+
+
 def test_other_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r'solver: found "4rk"; allowed: 1euler, 2ab'):
         build_churn("4rk", karras_sigmas(4), Churn())

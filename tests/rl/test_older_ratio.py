@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,13 +34,13 @@ def older_mean(x: Tensor, sigma: float, following: float, clean: Tensor, before:
     return math.exp(-h) * x + h * ((phi_1 - b_2) * clean + b_2 * before[0])
 
 
-def test_sampler_ratio_and_distance_are_the_older_ones() -> None:
-    config = load_config(RECIPE)
+@pytest.mark.parametrize("s_noise", [1.0, 1.3])
+def test_sampler_ratio_and_distance_are_the_older_ones(s_noise: float) -> None:
+    config = load_config(RECIPE, [f"policy.diffusers.sample.noise_scale={s_noise}"])
     sample, job = config.policy.diffusers.sample, online_table(config)
     own = karras_sigmas(sample.num_steps)  # the grid of the Cosmos pipeline: tests/diffusion/test_churn.py
-    grid, kernel = build_transitions(
-        sample.solver, own, noise_level=sample.noise_level, deterministic=sample.deterministic_sampling
-    )
+    settings = {"noise_level": sample.noise_level, "noise_scale": sample.noise_scale}
+    grid, kernel = build_transitions(sample.solver, own, deterministic=sample.deterministic_sampling, **settings)
     generator, noises = torch.Generator().manual_seed(0), dict[int, Tensor]()
     start = torch.randn(1, 64, generator=generator, dtype=torch.float64)
 
@@ -72,7 +73,7 @@ def test_sampler_ratio_and_distance_are_the_older_ones() -> None:
         if index == STEPS - 1:
             x = means[0]
             continue
-        x = means[0] + math.sqrt((1 + growth) ** 2 - 1) * following * noises[index]
+        x = means[0] + s_noise * math.sqrt((1 + growth) ** 2 - 1) * following * noises[index]
         older_ratio = -((x - means[1]) ** 2 - (x - means[0]) ** 2).mean()
         older_distance = ((means[1] - means[0]) ** 2).mean()
 

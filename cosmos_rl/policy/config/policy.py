@@ -94,6 +94,8 @@ class SampleConfig(Table):
     """Sample without noise between the steps; "dpm1", "dpm2" and "euler" need it, "dance" cannot have it."""
     noise_level: ForRl[NonNegativeFloat] = 1.0
     """Strength of the noise between the steps; at most 1 with "ddim" and "cps", the churn of "1euler" and "2ab"."""
+    noise_scale: ForRl[PositiveFloat] = 1.0
+    """Factor of the noise that "1euler" and "2ab" add; 1.0 with other solvers."""
     same_initial_noise: ForRl[StrictBool] = False
     """The samples of a prompt start from one noise, and differ by that between the steps."""
     global_std: ForRl[StrictBool] = True

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from cosmos_rl.diffusion.solver_names import CHURNED
 from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.plan import (
     PAIR_TRAINERS,
@@ -108,6 +109,12 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
         yield (
             f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "
             f'policy.diffusers.sample.solver = "{sample.solver}"'
+        )
+    if sample.noise_scale != 1.0 and (sample.solver not in CHURNED or sample.deterministic_sampling):
+        setting = f'solver = "{sample.solver}"' if sample.solver not in CHURNED else "deterministic_sampling = true"
+        yield (
+            f"policy.diffusers.sample.noise_scale: found {sample.noise_scale}; allowed: 1.0 with "
+            f"policy.diffusers.sample.{setting}"
         )
 
 

@@ -41,6 +41,7 @@ FOR_RL = (
     Rule(f"{RL}.sample_steps", f"{SAMPLE}.num_steps", lambda steps: steps + 1, "the last one makes the sample clean"),
     Rule(f"{RL}.solver_option", f"{SAMPLE}.solver"),
     Rule(f"{RL}.s_churn", f"{SAMPLE}.noise_level"),
+    Rule(f"{RL}.s_noise", f"{SAMPLE}.noise_scale"),
     Rule(f"{RL}.guidance", f"{SAMPLE}.guidance_scale", lambda weight: 1.0 + weight, "1 is no guidance"),
     Rule(f"{RL}.use_same_seed", f"{SAMPLE}.same_initial_noise"),
     Rule(f"{RL}.clip_ratio", f"{JOB}.epsilon_low"),
@@ -56,7 +57,7 @@ FOR_RL = (
 )
 
 EXPECTED: Mapping[str, str] = {
-    "all steps but the last two have noise, without a factor": f"{RL}.s_noise {RL}.s_t_min {RL}.s_t_max",
+    "all steps but the last two have noise": f"{RL}.s_t_min {RL}.s_t_max",
     "ask the reward service for it in train.train_policy.remote_reward.reward_fns": f"{REWARDS}.aesthetic.enabled "
     f"{REWARDS}.image_reward.enabled",
     "sampling has the pipeline's own levels, Karras from 200 to 0.01": "model.sde.sigma_max model.sde.sigma_min",

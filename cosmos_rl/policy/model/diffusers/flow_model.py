@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.data.images import are_finite, to_uint8
-from cosmos_rl.diffusion.churn import build_transitions
+from cosmos_rl.diffusion.churn import StepNoise, build_transitions
 from cosmos_rl.diffusion.kernels import (
     STOCK,
     Kernel,
@@ -231,7 +231,7 @@ class FlowModel(Sized, abc.ABC):
         """
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_steps, scheduler)
-        levels, kernel, step = self._plan_steps(solver, 0.0, True, levels, scheduler)
+        levels, kernel, step = self._plan_steps(solver, levels, scheduler, noise_level=0.0, deterministic=True)
         cond, noise = cond.to(self.device), noise.to(self.device)
         return self._integrate(cond, self.start_state(noise), levels, kernel, step, guidance).latents
 
@@ -340,10 +340,12 @@ class FlowModel(Sized, abc.ABC):
         latents: Tensor | None = None,
         keep_trajectory: bool = True,
         recorder: StepRecorder | None = None,
+        noise_scale: float = 1.0,
     ) -> Visuals:
         """``pipeline_with_logprob`` for conditions of any form, N samples each, as ``encode_prompts`` makes them.
 
-        ``recorder``: what keeps some of the steps, and says which ones are without noise.
+        ``recorder``: what keeps some of the steps, and says which ones are without noise. ``noise_scale``: factor of
+        the noise that EDM's solvers add.
         """
         if latents is None:
             shape = self.latent_shape(height, width)
@@ -351,7 +353,8 @@ class FlowModel(Sized, abc.ABC):
         start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
-        levels, kernel, step = self._plan_steps(solver, noise_level, deterministic, levels, scheduler, recorder)
+        noise: StepNoise = {"noise_level": noise_level, "deterministic": deterministic, "noise_scale": noise_scale}
+        levels, kernel, step = self._plan_steps(solver, levels, scheduler, recorder, **noise)
         sampled = self._integrate(
             cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory
         )
@@ -385,12 +388,10 @@ class FlowModel(Sized, abc.ABC):
         """
         return step_with_log_prob(kernel(index, sigmas), latents, velocity, history, noise)
 
-    def transitions(
-        self, solver: str, levels: Level, *, noise_level: float, deterministic: bool
-    ) -> tuple[Level, Kernel]:
+    def transitions(self, solver: str, levels: Level, **noise: Unpack[StepNoise]) -> tuple[Level, Kernel]:
         """The transitions of a solver, and the levels of the states between which they are: those of sampling, or
         higher ones where a solver adds noise before its steps."""
-        sigmas, kernel = build_transitions(solver, levels.sigma, noise_level=noise_level, deterministic=deterministic)
+        sigmas, kernel = build_transitions(solver, levels.sigma, **noise)
         (changed,) = torch.nonzero(sigmas != levels.sigma, as_tuple=True)
         if len(changed) == 0:
             return levels, kernel
@@ -401,16 +402,15 @@ class FlowModel(Sized, abc.ABC):
     def _plan_steps(
         self,
         solver: str,
-        noise_level: float,
-        deterministic: bool,
         levels: Level,
         scheduler: Any,
         recorder: StepRecorder | None = None,
+        **noise: Unpack[StepNoise],
     ) -> tuple[Level, Kernel, StepFn]:
         """`transitions`, and what takes a step: the model's own method, or the scheduler for ``stock``."""
         if solver == STOCK:
             return levels, euler, stock_step(scheduler)
-        levels, kernel = self.transitions(solver, levels, noise_level=noise_level, deterministic=deterministic)
+        levels, kernel = self.transitions(solver, levels, **noise)
         if recorder is None:
             return levels, kernel, functools.partial(self.sde_step_with_logprob, kernel=kernel)
         kernel = recorder.restrict(kernel)

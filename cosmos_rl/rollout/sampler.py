@@ -180,8 +180,8 @@ class RolloutSampler:
         method = model.pipeline_with_logprob
         own_sampler = getattr(method, "__func__", None) is not FlowModel.pipeline_with_logprob
         accepted = inspect.signature(method).parameters
-        if "latents" in accepted:  # a sampler of a user's own draws both from its generators
-            keywords |= self._noise(keywords["generator"], samples, purpose, step)
+        if takes_start_noise(model):
+            keywords |= self._noise(samples, purpose, step)
         if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
         if "noise_scale" in accepted or not own_sampler:
@@ -212,12 +212,15 @@ class RolloutSampler:
             )
         return visuals, states
 
-    def _noise(
-        self, generators: Sequence[torch.Generator], samples: Sequence[Sample], purpose: str, step: int
-    ) -> dict[str, Any]:
-        """Start noise, and generators for that of the steps: keyed apart, so that either can be drawn alone."""
+    def draw_start(self, samples: Sequence[Sample], purpose: str, step: int) -> Tensor:
+        """The noise ``[N, ...]`` that ``sample`` starts from for these arguments, in the layout of the model's
+        ``latent_shape``, on the CPU; only of a model that ``takes_start_noise``."""
         shape = self._model.latent_shape(*self._find_size(samples))
-        start = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+        return torch.stack([torch.randn(shape, generator=self._generator(one, purpose, step)) for one in samples])
+
+    def _noise(self, samples: Sequence[Sample], purpose: str, step: int) -> dict[str, Any]:
+        """Start noise, and generators for that of the steps: keyed apart, so that either can be drawn alone."""
+        start = self.draw_start(samples, purpose, step)
         ids = [sample.sample_id for sample in samples]
         steps = [randomness.generator(self._seed, f"{purpose}/steps", step, sample_id) for sample_id in ids]
         return {"latents": start, "generator": steps}
@@ -231,6 +234,11 @@ class RolloutSampler:
         if self.spec.same_initial_noise:
             return randomness.generator(self._seed, f"{purpose}/group", step, sample.group)
         return randomness.generator(self._seed, purpose, step, sample.sample_id)
+
+
+def takes_start_noise(model: FlowModel) -> bool:
+    """Whether the model's sampler is given its start noise; one of a user's own may draw it from its generators."""
+    return "latents" in inspect.signature(model.pipeline_with_logprob).parameters
 
 
 def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

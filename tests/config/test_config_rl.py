@@ -193,6 +193,15 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
             "nearest 16 or 24",
         ),
         (
+            [
+                "train.train_policy.data_term.beta=0.1",
+                "train.train_policy.data_term.local_dir=images",
+                "train.train_policy.data_term.noise=rollout",
+                "policy.diffusers.buckets={sizes = [[1024, 1024], [384, 640]]}",
+            ],
+            'train.train_policy.data_term.noise: found "rollout"; allowed: "fresh" with policy.diffusers.buckets',
+        ),
+        (
             ["train.train_policy.reward_hacking_guard.action=rewind", "train.ckpt.enable_checkpoint=false"],
             'train.train_policy.reward_hacking_guard.action: found "rewind", which needs checkpoints',
         ),

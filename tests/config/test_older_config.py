@@ -123,6 +123,7 @@ def test_what_the_ddrl_recipe_becomes() -> None:
             "batch_size": 128,
             "levels": "trained_steps",
             "per_step": True,
+            "noise": "rollout",
         },
         "reward_hacking_guard": {"enable": False},
         "use_remote_reward": True,

@@ -33,7 +33,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"data_beta": 0.3, "kl_beta": 0.0}, {JOB_TABLE + "trainer_type": "ddrl"}),
     (
         {"data_beta": 0.3, "use_rl_sigma_and_noise": False},
-        {JOB_TABLE + "data_term.levels": "training", JOB_TABLE + "data_term.per_step": True},
+        {
+            JOB_TABLE + "data_term.levels": "training",
+            JOB_TABLE + "data_term.noise": "fresh",
+            JOB_TABLE + "data_term.per_step": True,
+        },
     ),
     ({"exp_reward": True}, {JOB_TABLE + "advantage_transform": "exp_reward"}),
     (

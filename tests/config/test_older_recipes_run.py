@@ -70,7 +70,7 @@ def test_a_documented_command_reaches_its_second_step(
     monkeypatch.chdir(ROOT)
     sizes = [
         f"--policy.model_name_or_path={folder_of('cosmos-predict2.5')}",
-        "--policy.model_revision=",
+        "--policy.model_revision=none",
         "--policy.diffusers.inference_size=[32, 32]",
         f"--policy.diffusers.train_frames={FRAMES}",
         f"--policy.diffusers.inference_frames={FRAMES}",

@@ -74,7 +74,7 @@ def test_a_recipe_reaches_its_second_step(recipe: str, family: str, tmp_path: Pa
     frames = FRAMES.get(family, 5)
     options = [
         f"--policy.model_name_or_path={folder_of(family)}",
-        "--policy.model_revision=",
+        "--policy.model_revision=none",
         "--policy.parallelism.dp_shard_size=1",
         "--policy.diffusers.inference_size=[32, 32]",
         f"--policy.diffusers.train_frames={frames}",

@@ -18,7 +18,7 @@ from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.rl.algorithm import MicroBatch, Rows
 from cosmos_rl.policy.trainer.rl.flow_grpo import FlowGrpo
 from cosmos_rl.policy.trainer.rl.meter import count_moving
-from cosmos_rl.policy.trainer.rl.online import OnlineTask
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, StartNoise
 from cosmos_rl.reward import batch_reward
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import (
@@ -346,7 +346,7 @@ def test_ddrl_takes_data_in_place_of_a_reference() -> None:
     data = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
     shares: list[float] = []
 
-    def data_loss(step: int, number: int, levels: Level) -> Iterator[Tensor]:
+    def data_loss(step: int, number: int, levels: Level, start: StartNoise) -> Iterator[Tensor]:
         assert torch.equal(levels.sigma, run.trainer._levels.sigma[:9])
         level = run.model.training_level(torch.full((64,), 0.5))
         velocity = run.model.velocity(0.5 * data, level, run.model.encode_prompts(["a point"] * 64))

@@ -1,5 +1,6 @@
 """FlowGRPO on tiny pipelines: what is recorded in a rollout is what training computes there, guidance included."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.model.tiny import build
+from cosmos_rl.policy.trainer.rl.algorithm import Draws
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.nft_runs import Job, nft_toml, nft_train, nft_trainer, run_forked
 from tests.support.states import assert_same_state, drop_steps_after, saved_state
@@ -181,8 +183,9 @@ def test_real_samples_at_the_trained_steps(
     )
     trainer, sigmas = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options), []
     assert trainer._data_loss is not None
+    start, all_levels = functools.partial(trainer._draw_start, Draws(42, 0)), trainer.model.sampling_levels(4)
     both, first = (
-        [float(share.detach()) for share in trainer._data_loss(0, 0, trainer.model.sampling_levels(4).rows(which))]
+        [float(share.detach()) for share in trainer._data_loss(0, 0, all_levels.rows(which), start)]
         for which in (torch.tensor([0, 1]), torch.tensor([0]))
     )
     if per_step:  # a mean over the steps: with one of two its share is half of what it is alone

@@ -24,7 +24,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode
 from cosmos_rl.policy.trainer.loop import TrainLoop
 from cosmos_rl.policy.trainer.rl.build import DataLoss, build_algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut
-from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts, StartNoise
 from cosmos_rl.policy.trainer.rl.validation import LoadedSet
 from cosmos_rl.reward import batch_reward
 from cosmos_rl.reward.build import make_rewards
@@ -195,7 +195,7 @@ def plane_task(seed: int, steps: int, tables: Mapping[str, Any] | None = None) -
 
 
 def plane_data_loss(
-    model: PlaneModel, seed: int, count: int, step: int, number: int, levels: Level
+    model: PlaneModel, seed: int, count: int, step: int, number: int, levels: Level, start: StartNoise
 ) -> Iterator[Tensor]:
     """Flow matching on ``count`` points of the mixture, each at one of the levels; per element."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1_009 * step + number)

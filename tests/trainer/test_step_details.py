@@ -28,7 +28,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SFTTrainer
 from cosmos_rl.policy.trainer.rl.algorithm import Draws, Rows, Share
 from cosmos_rl.policy.trainer.rl.nft import DiffusionNft
-from cosmos_rl.policy.trainer.rl.online import OnlineTask
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, StartNoise
 from cosmos_rl.tools.dataset.diffusers_dataset import training_pairs, validation_data
 from tests.support.nft_runs import nft_toml, nft_trainer, record_rows
 from tests.support.toy_models import TEXT, PlaneModel, ToyModel
@@ -339,7 +339,7 @@ def data_trainer(beta: float, loss: Callable[[OnlineTask], Tensor]) -> OnlineTas
     tables = {"train.train_policy.data_term": {"beta": beta, "local_dir": "pairs"}}
     trainer = plane_trainer(tables if beta else {})
 
-    def shares(step: int, number: int, levels: Level) -> Iterator[Tensor]:
+    def shares(step: int, number: int, levels: Level, start: StartNoise) -> Iterator[Tensor]:
         yield loss(trainer) * 0.25
         yield loss(trainer) * 0.75
 

@@ -253,6 +253,11 @@ def _real_samples(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         return
     if not term.local_dir:
         yield f"{key}.local_dir: missing; the folder of pairs that {key}.beta = {term.beta} trains on"
+    if term.noise == "rollout" and config.policy.diffusers.buckets is not None:
+        yield (
+            f'{key}.noise: found "rollout"; allowed: "fresh" with policy.diffusers.buckets, as real samples have '
+            "inference_size and rollouts other sizes too"
+        )
     if term.batch_size % ranks:
         yield (
             f"{key}.batch_size: found {term.batch_size}; allowed: a multiple of the {ranks} data parallel ranks, the "

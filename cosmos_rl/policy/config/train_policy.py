@@ -236,6 +236,9 @@ class DataTermConfig(Table):
     """Noise levels: drawn as in supervised fine-tuning, or those of the sampling steps that are trained."""
     per_step: StrictBool = False
     """Each sample at as many noise levels as there are trained sampling steps; false: at one."""
+    noise: Literal["fresh", "rollout"] = "fresh"
+    """What they are mixed with: noise of their own, or the start noise of the step's rollouts, that of sample k for the
+    k-th of them. "rollout" needs samples of one size (no policy.diffusers.buckets)."""
 
 
 class StepsConfig(Table):

@@ -314,10 +314,12 @@ def _choose_loss(draft: _Draft) -> None:
 
 
 def _choose_data_term(draft: _Draft, batch: int) -> None:
-    rl, levels = draft.rl, {True: "trained_steps", False: "training"}
+    rl = draft.rl
+    levels, noise = ("trained_steps", "rollout") if rl.use_rl_sigma_and_noise else ("training", "fresh")
     draft.put(f"{JOB}.data_term.batch_size", batch, f"{RL}.data_beta", text="over all ranks")
     key = f"{RL}.use_rl_sigma_and_noise"
-    draft.put(f"{JOB}.data_term.levels", levels[rl.use_rl_sigma_and_noise], key, text="with noise of its own")
+    draft.put(f"{JOB}.data_term.levels", levels, key)
+    draft.put(f"{JOB}.data_term.noise", noise, key)
     draft.put(f"{JOB}.data_term.per_step", not rl.data_on_first_only, f"{RL}.data_on_first_only")
     if rl.data_on_first_only:
         text = "the older loss was a mean over the trained steps, with this in one of them"

@@ -220,6 +220,10 @@ class PipelineModel(FlowModel):
 
     # ---- media -------------------------------------------------------------------------------------------------
 
+    def pack_noise(self, noise: Tensor) -> Tensor:
+        """Noise ``[N, ...]`` in the layout of ``latent_shape`` -> that of states ``[N, C, ...]``."""
+        return self.start_state(noise)
+
     def encode_visuals(
         self, visuals: Sequence[Tensor], height: int, width: int, *, at_once: int | None = None
     ) -> Tensor:

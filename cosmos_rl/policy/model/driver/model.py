@@ -343,6 +343,11 @@ class DrivenModel(PipelineModel):
         """Shape of one sample's noise as the pipeline draws it."""
         return self.driver.noise_shape(self.size._replace(height=height, width=width))
 
+    def pack_noise(self, noise: Tensor) -> Tensor:
+        """The same noise as the pipeline packs it, see ``PipelineModel``."""
+        with torch.no_grad():
+            return self.driver.pack(noise, self.size)
+
     def start_state(self, noise: Tensor) -> Tensor:
         """Noise ``[N, ...]`` as the pipeline draws it -> the state that its loop starts from."""
         return self._path.from_stock_state(self._stock_start(noise), self._start_sigma.expand(len(noise)))

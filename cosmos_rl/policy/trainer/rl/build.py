@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -34,19 +35,20 @@ from cosmos_rl.policy.trainer.diffusers_trainer.common import (
     require_media,
 )
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, Encoding, TextPair
-from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
+from cosmos_rl.policy.trainer.diffusers_trainer.noising import NoisedSamples, Noising
 from cosmos_rl.policy.trainer.rl.algorithm import Algorithm
 from cosmos_rl.policy.trainer.rl.guard_probe import HeldOut, digest_texts, pick_diversity_samples
-from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts
+from cosmos_rl.policy.trainer.rl.online import OnlineTask, Parts, StartNoise
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.teachers import load_teachers
 from cosmos_rl.policy.trainer.rl.validation import LoadedSet
 from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.table import Rewards
+from cosmos_rl.rollout.sampler import takes_start_noise
 from cosmos_rl.utils.logging import logger
 
-DataLoss = Callable[[int, int, Level], Iterator[Tensor]]
+DataLoss = Callable[[int, int, Level, StartNoise], Iterator[Tensor]]
 
 
 def build_algorithm(config: Config) -> Algorithm:
@@ -212,8 +214,8 @@ def _give_own(model: PipelineModel, item: Item, number: int) -> PromptKey:
 def _data_loss(
     config: Config, job: GrpoPolicyConfig, context: Context, model: PipelineModel, encoding: Encoding
 ) -> DataLoss | None:
-    """(training step, number of the optimiser step in it, trained levels) -> this rank's shares of the mean loss of
-    real samples, one for each micro-batch."""
+    """(training step, number of the optimiser step in it, trained levels, start noise of the step's rollouts) -> this
+    rank's shares of the mean loss of real samples, one for each micro-batch."""
     term = job.data_term
     if term.beta == 0.0:
         return None
@@ -221,6 +223,11 @@ def _data_loss(
         raise UserError(
             f"train.train_policy.data_term.batch_size: found {term.batch_size}; allowed: a multiple of the "
             f"{context.dp_size} data parallel ranks"
+        )
+    if term.noise == "rollout" and not takes_start_noise(model):
+        raise UserError(
+            f'train.train_policy.data_term.noise: found "rollout"; allowed: "fresh" with {type(model).__name__}, whose '
+            "pipeline_with_logprob takes no latents and draws its start noise itself"
         )
     pairs = LocalPairs.of_config(term.local_dir, config)
     if len(pairs) < term.batch_size:
@@ -234,7 +241,7 @@ def _data_loss(
     skipped = Skipped(len(pairs), job.max_skipped_frac)
     per_step = plan_online(config).optimizer_steps
 
-    def losses(step: int, number: int, levels: Level) -> Iterator[Tensor]:
+    def losses(step: int, number: int, levels: Level, start: StartNoise) -> Iterator[Tensor]:
         index = step * per_step + number
         batches = load_batches(
             readable, stream, index, index + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
@@ -246,6 +253,9 @@ def _data_loss(
         for time in range(times):
             if time > 0:
                 whole = noising.redraw(whole, f"data_term/{time}", 0, ids)
+            if term.noise == "rollout":
+                drawn = start([sample_id % term.batch_size for sample_id in ids])
+                whole = _renoise(whole, model.pack_noise(drawn.to(whole.clean.device)))
             level = _data_levels(config, levels, ids, time)
             for first in range(0, len(ids), job.mini_batch):
                 which = slice(first, first + job.mini_batch)
@@ -255,6 +265,16 @@ def _data_loss(
                 yield loss_sum / (term.batch_size * times)
 
     return losses
+
+
+def _renoise(samples: NoisedSamples, noise: Tensor) -> NoisedSamples:
+    """The same samples with the start noise of rollouts."""
+    if noise.shape != samples.clean.shape:
+        raise UserError(
+            f'train.train_policy.data_term.noise: found "rollout"; allowed: "fresh", as latents of real samples are '
+            f"{tuple(samples.clean.shape[1:])} and the noise of rollouts is {tuple(noise.shape[1:])}"
+        )
+    return replace(samples, noise=noise.to(samples.clean.dtype))
 
 
 def _data_levels(config: Config, levels: Level, ids: Sequence[int], time: int) -> Level | None:

@@ -1,6 +1,7 @@
 """Online reinforcement learning of a flow model. One step: sample a group for each prompt, score the samples, turn the
 scores into advantages, learn from them. What is learnt, and from which policy's samples, is the algorithm's answer."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,10 @@ from cosmos_rl.rollout.sampler import (
 from cosmos_rl.tracking.media import Shown
 from cosmos_rl.utils.logging import logger
 
+StartNoise = Callable[[Sequence[int]], Tensor]
+"""Numbers of samples in a training step over all ranks -> the noise ``[N, ...]`` that their rollouts started from, see
+`RolloutSampler.draw_start`; numbers beyond the last one count from the first again."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -73,8 +78,9 @@ class Parts:
     """What the run is validated on."""
     held_out: HeldOut | None = None
     """Samples for the guard; None: samples of the model at the start."""
-    data_loss: Callable[[int, int, Level], Iterator[Tensor]] | None = None
-    """(step, number of the optimiser step, trained levels) -> this rank's shares of the mean loss of real samples."""
+    data_loss: Callable[[int, int, Level, StartNoise], Iterator[Tensor]] | None = None
+    """(step, number of the optimiser step, trained levels, start noise of the step's rollouts) -> this rank's shares of
+    the mean loss of real samples."""
     export: Callable[[], WriteExport] | None = None
     """Copies the weights as they are now; its result writes them into a step's folder. None: no export."""
 
@@ -319,10 +325,15 @@ class OnlineTask(TaskBase):
             recorder, levels = self.algorithm.recorder(draws), self._levels
             if recorder is not None:
                 levels = levels.rows(torch.tensor(recorder.indices))
-            for loss in self._data_loss(draws.step, number, levels):
+            for loss in self._data_loss(draws.step, number, levels, functools.partial(self._draw_start, draws)):
                 (factor * loss).backward()
                 total += float(loss.detach())
         return total
+
+    def _draw_start(self, draws: Draws, numbers: Sequence[int]) -> Tensor:
+        """`StartNoise` of a step: drawn from its keys once more."""
+        samples, (_, purpose, step) = self._samples(draws.step), draws.key("rollout")
+        return self._sampler.draw_start([samples[k % len(samples)] for k in numbers], purpose, step)
 
     # ---- validation --------------------------------------------------------------------------------------------
 

@@ -94,8 +94,8 @@ class Pair:
         noise, plan, rows = task._sampler._noise, task._plan_updates, type(task.algorithm).rows
         step = task.optimizer.torch_optimizer.step
 
-        def note_noise(generators: Any, samples: Sequence[Any], *key: Any) -> Any:
-            made = noise(generators, samples, *key)
+        def note_noise(samples: Sequence[Any], purpose: str, step: int) -> Any:
+            made = noise(samples, purpose, step)
             drawn.start.update(zip([sample.sample_id for sample in samples], made["latents"], strict=True))
             return made
 

@@ -6,6 +6,7 @@ import pytest
 
 from cosmos_rl.tracking.older_names import add_older_names
 from cosmos_rl.tracking.tracked_run import TrackedRun
+from tests.support.patience import wait_until
 
 OURS = {
     "reward/mean": 1.0,
@@ -41,5 +42,9 @@ def test_wandb_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     logger.log(1, OURS)
     logger.finish()
     [recorded] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    text = recorded.read_bytes()
-    assert [name for name in {**OURS, **OLDER} if name.encode() not in text] == []
+
+    def missing() -> list[str]:
+        text = recorded.read_bytes()
+        return [name for name in {**OURS, **OLDER} if name.encode() not in text]
+
+    wait_until(lambda: not missing(), "names in wandb's file, which a process of its own writes")

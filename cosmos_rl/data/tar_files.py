@@ -293,7 +293,7 @@ def _read_kept(path: Path, stamp: Stamp) -> TarIndex | None:
         members = {name: (start, size) for name, (start, size) in kept["members"].items()}
         index = TarIndex(stamp, members, tuple(kept["repeated"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # headers are read again, and it is written anew
+        return None  # the headers are read again and the file is replaced
     with contextlib.suppress(OSError):  # another process has evicted it, or the folder can only be read
         os.utime(place)  # the time of the last use decides what is evicted
     return index

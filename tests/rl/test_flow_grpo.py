@@ -18,8 +18,9 @@ from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.rl.algorithm import MicroBatch, Rows
 from cosmos_rl.policy.trainer.rl.flow_grpo import FlowGrpo
 from cosmos_rl.policy.trainer.rl.meter import count_moving
-from cosmos_rl.policy.trainer.rl.online import OnlineTask, StartNoise
+from cosmos_rl.policy.trainer.rl.online import StartNoise
 from cosmos_rl.reward import batch_reward
+from tests.support.flow_grpo_plane import FLOW, JOB, LAGGED_LORA, LORA, Run, tables_of
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import (
     POINT,
@@ -30,60 +31,6 @@ from tests.support.toy_tasks import (
     toy_config,
     toy_trainer,
 )
-
-JOB = "train.train_policy."
-LORA = {"r": 4, "lora_alpha": 8.0, "lora_names": ["default"], "init_lora_weights": "gaussian"}
-LAGGED_LORA = {**LORA, "lora_names": ["default", "old"]}
-FLOW: dict[str, Any] = {
-    "num_steps": 10,
-    "guidance_scale": 1.0,
-    "solver": "flow",
-    "deterministic_sampling": False,
-    "noise_level": 0.7,
-}
-
-
-def tables_of(**changes: Any) -> dict[str, Any]:
-    return {
-        "policy.diffusers.sample": FLOW,
-        "train.train_batch_per_replica": 16,
-        "train.optm_lr": 1e-2,
-        "train.max_num_steps": 20,
-        "rollout.n_generation": 8,
-        JOB + "trainer_type": "flow_grpo",
-        JOB + "mini_batch": 8,
-        JOB + "epsilon_low": 0.05,
-        **changes,
-    }
-
-
-class Run:
-    """A trainer on the plane, with what it sampled and the media that were scored."""
-
-    def __init__(self, tables: dict[str, Any]) -> None:
-        self.config = toy_config(tables)
-        self.model = PlaneModel(lora=self.config.policy.lora)
-        torch.nn.init.normal_(self.model.transformer.residual[-1].weight, std=0.1)
-        self.media: list[np.ndarray] = []
-        self.recorded: list[dict[str, Tensor]] = []
-        self.trainer: OnlineTask = toy_trainer(self.config, self.model, [POINT] * 2, reward_fns={"bump": self._score()})
-        sample = self.trainer._sampler.sample
-
-        def recording(*args: Any) -> Any:
-            made = sample(*args)
-            self.recorded.append(dict(made.recorded))
-            return made
-
-        self.trainer._sampler.sample = recording  # type: ignore[method-assign]
-
-    def _score(self) -> Any:
-        @batch_reward
-        def recording(media: np.ndarray) -> np.ndarray:
-            self.media.append(media)
-            return bump(media)
-
-        return recording
-
 
 POLICIES = pytest.mark.parametrize("lora", [{}, {"policy.lora": LORA}], ids=["all weights", "lora"])
 
@@ -452,43 +399,6 @@ def test_a_sampler_of_a_users_own_cannot_be_recorded() -> None:
 
     trainer = toy_trainer(toy_config(tables_of()), Own(), [POINT] * 2, reward_fns={"bump": bump})
     with pytest.raises(UserError, match="Own has a pipeline_with_logprob of its own, whose steps cannot be recorded"):
-        trainer.train_step(0)
-
-
-@pytest.mark.parametrize("solver", ["1euler", "2ab"])
-def test_the_factor_of_the_added_noise_reaches_the_steps_and_what_is_trained(solver: str) -> None:
-    churned = {**FLOW, "solver": solver, "noise_level": 0.5}
-    plain, scaled = (
-        Run(tables_of(**{"policy.diffusers.sample": {**churned, **factor}})) for factor in ({}, {"noise_scale": 1.3})
-    )
-    for run in (plain, scaled):
-        run.trainer.train_step(0)
-    one, other = plain.recorded[0], scaled.recorded[0]
-    for name in ("g", "next", "step", "noise"):
-        torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
-    np.testing.assert_allclose(other["s"], 1.3 * one["s"], rtol=1e-12)
-    np.testing.assert_allclose(other["s"], 1.3 * edm_std(one["next"].numpy(), 0.5 / 10), rtol=1e-6)
-    assert torch.equal(other["state"][:, 0], one["state"][:, 0])
-    moved = other["state"][:, 1] - one["state"][:, 1]  # by the first step's noise alone
-    expected = 0.3 * one["s"][:, :1] * one["noise"][:, 0]
-    torch.testing.assert_close(moved.double(), expected.double(), rtol=1e-4, atol=1e-5)
-
-
-def edm_std(following: np.ndarray, growth: float) -> np.ndarray:
-    """``sqrt(raised^2 - before^2)`` of EDM's sigmas over ``1 + raised``, from the raised one as a flow's."""
-    raised = following / (1 - following)
-    return np.sqrt(raised**2 - (raised / (1 + growth)) ** 2) / (1 + raised)
-
-
-def test_a_sampler_of_a_users_own_without_the_factor_is_not_sampled_with_one() -> None:
-    class Own(PlaneModel):
-        def pipeline_with_logprob(self, *, prompt_embeds: Tensor, generator: Any, **keywords: Any) -> Any:
-            return super().pipeline_with_logprob(prompt_embeds=prompt_embeds, generator=generator, **keywords)
-
-    sample = {**FLOW, "solver": "1euler", "noise_scale": 1.3}
-    tables = tables_of(**{"policy.diffusers.sample": sample, JOB + "trainer_type": "diffusion_nft"})
-    trainer = toy_trainer(toy_config(tables), Own(), [POINT] * 2, reward_fns={"bump": bump})
-    with pytest.raises(UserError, match=r"sample\.noise_scale: found 1\.3; Own has a pipeline_with_logprob of its own"):
         trainer.train_step(0)
 
 

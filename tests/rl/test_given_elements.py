@@ -9,24 +9,15 @@ import torch
 
 from cosmos_rl.policy.config.jobs import JOBS
 from cosmos_rl.policy.model.diffusers.cond import Cond, Negative
+from tests.support.flow_grpo_plane import FLOW, JOB
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import POINT, bump, toy_config, toy_trainer
 
-JOB = "train.train_policy."
-FLOW: dict[str, Any] = {
-    "policy.diffusers.sample": {
-        "num_steps": 6,
-        "guidance_scale": 1.0,
-        "solver": "flow",
-        "deterministic_sampling": False,
-        "noise_level": 0.7,
-    },
-    JOB + "norm_penalty": 0.2,
-}
+STEPS: dict[str, Any] = {"policy.diffusers.sample": {**FLOW, "num_steps": 6}, JOB + "norm_penalty": 0.2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "flow_grpo": {**FLOW, JOB + "epsilon_low": 0.05},
-    "flow_grpo, mask": {**FLOW, JOB + "kl_mask_threshold": 1e-3},
-    "flow_grpo, guard": {**FLOW, JOB + "logprob_weight": "guard"},
+    "flow_grpo": {**STEPS, JOB + "epsilon_low": 0.05},
+    "flow_grpo, mask": {**STEPS, JOB + "kl_mask_threshold": 1e-3},
+    "flow_grpo, guard": {**STEPS, JOB + "logprob_weight": "guard"},
     **{trainer: {} for (_, trainer), kind in JOBS.items() if kind.online and trainer not in ("flow_grpo", "ddrl")},
 }
 """DDRL's loss is that of FlowGRPO; its data term is tested with fine-tuning."""

@@ -7,22 +7,16 @@ import pytest
 import torch
 
 from cosmos_rl.policy.config.jobs import JOBS, online_table
+from tests.support.flow_grpo_plane import FLOW, JOB
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import POINT, bump, plane_data_loss, toy_config, toy_trainer
 
-JOB = "train.train_policy."
-FLOW: dict[str, Any] = {
-    "policy.diffusers.sample": {
-        "num_steps": 10,
-        "guidance_scale": 1.0,
-        "solver": "flow",
-        "deterministic_sampling": False,
-        "noise_level": 0.7,
-    }
-}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "flow_grpo": FLOW,
-    "ddrl": {**FLOW, JOB + "data_term": {"beta": 0.1, "local_dir": "made by the test", "batch_size": 8}},
+    "flow_grpo": {"policy.diffusers.sample": FLOW},
+    "ddrl": {
+        "policy.diffusers.sample": FLOW,
+        JOB + "data_term": {"beta": 0.1, "local_dir": "made by the test", "batch_size": 8},
+    },
 }
 ONLINE = sorted({trainer for (_, trainer), kind in JOBS.items() if kind.online})
 

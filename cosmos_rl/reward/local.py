@@ -62,11 +62,13 @@ class LocalScorer:
         while (entry := self._requests.get()) is not None:
             request, future = entry
             try:
-                future.set_result(self._score(request))
+                settle = functools.partial(future.set_result, self._score(request))
             except BaseException as error:  # kept for all that follows: a broken function does not heal
                 self._failed = self._failed or error
-                future.set_exception(error)
-            del entry, request, future  # the media: they are large, and the next request may be long in coming
+                settle = functools.partial(future.set_exception, error)
+            del entry, request  # the media, which are large: gone before the scores are there
+            settle()
+            del future, settle
         while not self._requests.empty():
             if (entry := self._requests.get()) is not None:
                 entry[1].set_exception(RuntimeError("the rewards have been closed"))
@@ -197,10 +199,12 @@ class Worker:
         while (entry := self._tasks.get()) is not None:
             task, future = entry
             try:
-                future.set_result(task())
+                settle = functools.partial(future.set_result, task())
             except BaseException as error:
-                future.set_exception(error)
-            del entry, task, future  # what they hold is large
+                settle = functools.partial(future.set_exception, error)
+            del entry, task  # what it holds is large
+            settle()
+            del future, settle
 
 
 def _locate(error: BaseException) -> str:

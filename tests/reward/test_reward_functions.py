@@ -17,7 +17,6 @@ from cosmos_rl.reward import batch_reward, examples
 from cosmos_rl.reward.functions import build_given_rewards
 from cosmos_rl.reward.table import ScoringRequest
 from tests.support.paths import ROOT
-from tests.support.patience import wait_until
 from tests.support.scored import WAIT, request, score
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -97,6 +96,16 @@ def test_what_is_no_finite_number_is_missing(rewards_of: Callable[..., Any]) -> 
     assert torch.isnan(found.scores["half"]).tolist() == [False, True, True, True, True]
 
 
+def test_the_media_are_gone_before_the_scores_are_there(rewards_of: Callable[..., Any]) -> None:
+    rewards, asked, held = rewards_of([lambda image: 1.0]), request(3), []
+    media = StorageWeakRef(asked.media.untyped_storage())
+    future = rewards.submit(asked)
+    del asked
+    future.add_done_callback(lambda _: held.append(not media.expired()))  # runs before whoever waits can look
+    future.result(timeout=60)
+    assert held == [False]
+
+
 def test_an_error_for_one_sample_is_a_missing_score(
     rewards_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,14 +173,6 @@ def test_a_function_may_write_into_its_image(rewards_of: Callable[..., Any]) -> 
     found = score(rewards_of([scribble, examples.brightness]), asked)
     assert asked.media[0].max() == 0
     assert found.scores["brightness"][0] == 0
-
-
-def test_scored_media_are_let_go_before_the_next_come(rewards_of: Callable[..., Any]) -> None:
-    asked, rewards = request(), rewards_of([examples.brightness])
-    there = StorageWeakRef(asked.media.untyped_storage())
-    score(rewards, asked)
-    del asked
-    wait_until(there.expired, "the end of the media")
 
 
 def test_a_function_that_never_returns_ends_the_run_after_its_time(rewards_of: Callable[..., Any]) -> None:

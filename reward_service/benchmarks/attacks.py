@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ async def slow_bodies(port: int, client: httpx.AsyncClient, seconds: float) -> s
 async def chunked(port: int, client: httpx.AsyncClient, seconds: float) -> str:
     """S5: four bodies of 240 MB at once, without a length; max_spool_bytes is 300 MiB."""
 
-    async def parts() -> Any:
+    async def parts() -> AsyncIterator[bytes]:
         yield body(image(count=0))
         for _ in range(240):
             yield bytes(MIB)

@@ -10,6 +10,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ async def _one(front: FrontInMemory, random_: random.Random, good: list[bytes]) 
         return path, answer.status_code
     cuts = sorted(random_.randrange(len(content) + 1) for _ in range(3))
 
-    async def pieces() -> Any:
+    async def pieces() -> AsyncIterator[bytes]:
         for begin, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
             yield content[begin:end]
 

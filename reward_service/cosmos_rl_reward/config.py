@@ -42,7 +42,7 @@ class WorkerArgs(_Table):
 class RewardArgs(WorkerArgs):
     """One ``[[reward_args]]`` table: a reward and how it is run."""
 
-    reward_type: str = Field("cosmos_reason1", pattern=r"^[A-Za-z0-9.-][A-Za-z0-9_.-]{0,63}$")
+    reward_type: str = Field(default="cosmos_reason1", pattern=r"^[A-Za-z0-9.-][A-Za-z0-9_.-]{0,63}$")
     """Name that clients use in ``reward_fn``."""
     reward_class: str = ""
     """``module:Class`` of a third-party handler, importable in that environment."""
@@ -57,7 +57,7 @@ class RewardArgs(WorkerArgs):
     dtype: str = "float16"
     endpoint_url: str = ""
     """OpenAI-compatible server of rewards that ask one."""
-    endpoint_api_key: str = Field("", repr=False)
+    endpoint_api_key: str = Field(default="", repr=False)
     endpoint_api_key_env: str = ""
     """Name of an environment variable with the key; better than the key itself in a file."""
     work_dir: str = ""
@@ -67,11 +67,11 @@ class RewardArgs(WorkerArgs):
     enable: bool = True
     options: dict[str, Any] = {}
     """The reward's own options."""
-    video_frames: int = Field(0, ge=0)
+    video_frames: int = Field(default=0, ge=0)
     """Frames of a video that a reward of images scores, evenly spaced, for their mean; 0: all."""
-    max_batch: int = Field(0, ge=0)
+    max_batch: int = Field(default=0, ge=0)
     """Most samples of several jobs in one call; 0 leaves it to the reward."""
-    max_wait_ms: float = Field(2.0, ge=0)
+    max_wait_ms: float = Field(default=2.0, ge=0)
     """How long a batch waits for more jobs."""
     required: bool = True
     """``/readyz`` waits for it."""
@@ -113,7 +113,7 @@ class ServiceConfig(_Table):
 
     host: str = "localhost"
     """Address to listen on. Anything but this machine needs a token."""
-    port: int = Field(8080, ge=0, le=65535)
+    port: int = Field(default=8080, ge=0, le=65535)
     redis_host: str = "localhost"
     """Another host: a Redis or Valkey server there is used (see ``broker_url``)."""
     redis_port: int = 6379
@@ -124,7 +124,7 @@ class ServiceConfig(_Table):
     decode_args: DecodeArgs = DecodeArgs()
     state_dir: str = ""
     """Jobs, results and the broker's socket; default ``$XDG_STATE_HOME/cosmos_rl_reward``."""
-    broker_url: str = Field("", repr=False)
+    broker_url: str = Field(default="", repr=False)
     """``redis://``, ``rediss://`` or ``unix://``; empty starts a private broker. May also come from
     COSMOS_RL_REWARD_BROKER_URL."""
     blob_store: str = ""
@@ -133,34 +133,34 @@ class ServiceConfig(_Table):
     """File with one ``token [scope,scope]`` a line; scopes are submit, read, admin. Re-read when it changes."""
     tls_cert: str = ""
     tls_key: str = ""
-    max_body_bytes: int = Field(256 << 20, gt=0)
-    max_items: int = Field(1024, gt=0)
+    max_body_bytes: int = Field(default=256 << 20, gt=0)
+    max_items: int = Field(default=1024, gt=0)
     """Samples per job."""
-    max_pixels: int = Field(256_000_000, gt=0)
+    max_pixels: int = Field(default=256_000_000, gt=0)
     """Pixels of one sample (all frames)."""
-    max_decoded_bytes: int = Field(4 << 30, gt=0)
+    max_decoded_bytes: int = Field(default=4 << 30, gt=0)
     """Bytes of a whole job as uint8 pixels, latents after decoding."""
-    max_connections: int = Field(4096, ge=16)
+    max_connections: int = Field(default=4096, ge=16)
     """Connections at a time. Half of them may wait for results, an eighth may send jobs; when there are more, those
     without a whole request are closed, the oldest first."""
-    max_queued_jobs: int = Field(1000, gt=0)
+    max_queued_jobs: int = Field(default=1000, gt=0)
     """Per reward; more are refused with 429."""
-    max_spool_bytes: int = Field(20 << 30, gt=0)
-    min_free_bytes: int = Field(256 << 20, ge=0)
+    max_spool_bytes: int = Field(default=20 << 30, gt=0)
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
     """Jobs are refused with 507 when the disk has less left."""
-    receive_timeout_s: float = Field(60.0, gt=0)
+    receive_timeout_s: float = Field(default=60.0, gt=0)
     """Longest pause inside a body."""
-    job_ttl_s: float = Field(3600.0, gt=0)
+    job_ttl_s: float = Field(default=3600.0, gt=0)
     """A job without a result after this long has expired."""
-    result_ttl_s: float = Field(86400.0, gt=0)
-    max_finished_jobs: int = Field(200_000, gt=0)
-    max_attempts: int = Field(3, ge=1)
+    result_ttl_s: float = Field(default=86400.0, gt=0)
+    max_finished_jobs: int = Field(default=200_000, gt=0)
+    max_attempts: int = Field(default=3, ge=1)
     """Tries of a job before it fails."""
-    fail_after_s: float = Field(15.0, ge=0)
+    fail_after_s: float = Field(default=15.0, ge=0)
     """Jobs of a reward that cannot start fail after this long."""
-    no_worker_after_s: float = Field(600.0, ge=0)
+    no_worker_after_s: float = Field(default=600.0, ge=0)
     """Jobs of a reward without a worker fail after this long."""
-    drain_s: float = Field(30.0, ge=0)
+    drain_s: float = Field(default=30.0, ge=0)
     """Time for running jobs after SIGTERM."""
 
     @field_validator("reward_args")

@@ -7,12 +7,14 @@ that follows are not one step in it, as they are in a real store.
 import contextlib
 import threading
 import time
+from typing import Any
 
 import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from cosmos_rl_reward.config import build
+from cosmos_rl_reward.s3 import S3Spool
 from cosmos_rl_reward.store import open_spool
 
 BUCKET, PREFIX, SECRET = "rewards", "some/where", "not-to-be-seen-anywhere"
@@ -54,19 +56,26 @@ class Store:
 
     def empty(self):
         """Make the bucket again, empty."""
-        bucket = boto3.resource("s3").Bucket(BUCKET)
+        bucket = _bucket()
         with contextlib.suppress(bucket.meta.client.exceptions.BucketAlreadyOwnedByYou):
             bucket.create()
         bucket.objects.delete()
 
     def names(self):
         """What is in the bucket, without the prefix."""
-        return [entry.key.removeprefix(PREFIX + "/") for entry in boto3.resource("s3").Bucket(BUCKET).objects.all()]
+        return [entry.key.removeprefix(PREFIX + "/") for entry in _bucket().objects.all()]
 
 
-def in_store(folder, **config):
+def _bucket() -> Any:  # boto3 makes the classes of resources when it runs
+    resource: Any = boto3.resource("s3")
+    return resource.Bucket(BUCKET)
+
+
+def in_store(folder, **config) -> S3Spool:
     """The spool of one process."""
-    return open_spool(build({"state_dir": str(folder), "blob_store": URL, **config}, "test"))
+    spool = open_spool(build({"state_dir": str(folder), "blob_store": URL, **config}, "test"))
+    assert isinstance(spool, S3Spool)
+    return spool
 
 
 def until(condition, seconds, log):

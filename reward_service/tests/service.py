@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 TESTS = Path(__file__).parent
-MOODY = {"reward_type": "moody", "reward_class": "moody_reward:Moody"}
+MOODY: dict[str, Any] = {"reward_type": "moody", "reward_class": "moody_reward:Moody"}
 
 
 def toml(value: Any) -> str:
@@ -153,6 +153,12 @@ class Service:
     def kill(self, role: str) -> None:
         """kill -9 of one process."""
         self.until(lambda: self.processes()[role], 20, f"there is a {role} process")[0].kill()
+
+    def kill_root(self) -> None:
+        """kill -9 of the process that was started."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it and return the exit code; nothing may be left."""

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def tiny_vae(folder, channels):
     torch.manual_seed(channels)
     mean, std = [0.1 * i for i in range(channels)], [1 + 0.05 * i for i in range(channels)]
-    statistics = {"latents_mean": mean, "latents_std": std}
-    model = AutoencoderKLWan(base_dim=8, z_dim=channels, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics).eval()
+    shape: dict[str, Any] = {"base_dim": 8, "z_dim": channels, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    model = AutoencoderKLWan(**shape, latents_mean=mean, latents_std=std).eval()
     model.save_pretrained(folder / "vae")
     return model
 
@@ -111,7 +112,9 @@ def test_the_example_clients_get_scores(service, monkeypatch, capsys):
     run_example(monkeypatch, "image_client", REWARD_HOST=host, REWARD_NAMES="ocr,mock")
     shown = capsys.readouterr().out
     assert shown.startswith("Ping request received\njob ")
-    first, second = map(float, re.search(r'"ocr_reward": \[\s+(\S+),\s+(\S+)\s', shown).groups())
+    scores = re.search(r'"ocr_reward": \[\s+(\S+),\s+(\S+)\s', shown)
+    assert scores
+    first, second = map(float, scores.groups())
     assert first == 1.0 > second
     assert '"mock": [' in shown
     run_example(monkeypatch, "video_client", REWARD_HOST=host, REWARD_NAMES="mock", REWARD_SHAPE="1,16,2,4,6")

@@ -27,8 +27,7 @@ def test_kill_any_process_and_nothing_is_lost(tmp_path):
             time.sleep(0.3)  # the slow one is being scored
             began = time.monotonic()
             if victim == "root":
-                service.process.kill()
-                service.process.wait()
+                service.kill_root()
                 service.until(lambda: not _children(service), 30, "the tree ends with its root", killed=True)
                 service.start(ready=False)
             else:

@@ -255,7 +255,8 @@ def test_uploads_that_nobody_finished_go_by_an_age_that_the_clock_cannot_change(
         assert upload.path.exists()
     up = clock.uptime()
     monkeypatch.setattr("cosmos_rl_reward.spool.uptime", lambda: up + 3601)
-    os.utime(upload.path, (time.time() + 1e6,) * 2)
+    later = time.time() + 1e6
+    os.utime(upload.path, (later, later))
     spool.sweep(86_400, 10)
     assert not upload.path.exists()
     upload.discard()

@@ -117,6 +117,13 @@ def test_good_output_becomes_plain_numbers():
     assert errors == {1: "no text"}
 
 
+def read_result(spool, job):
+    """The result that was written."""
+    found = spool.result(job.id, "mock")
+    assert found is not None
+    return json.loads(found)
+
+
 class Disk:
     """Fails the first ``times`` calls of one of the spool's functions."""
 
@@ -135,7 +142,7 @@ class Disk:
         monkeypatch.setattr(Spool, name, function)
 
 
-def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
+def served(spool, jobs, monkeypatch, reward="mock", **more):
     """Have a pool score the jobs; returns what it announced and how often its scorer was started."""
     monkeypatch.setattr("cosmos_rl_reward.worker.jobs._PAUSES_S", (0.02,))
     announced = []
@@ -143,9 +150,12 @@ def served(spool, jobs, monkeypatch, reward="mock", requeue=None, **more):
     async def announce(event):
         announced.append(event)
 
+    async def requeue(name, job_id):
+        raise AssertionError("only latents that nobody has decoded are asked for again")
+
     async def test():
         args = {"reward_type": reward, "device": "cpu", **more}
-        pool = Pool(make_reward_spec(RewardArgs(**args), 3), spool, announce, requeue or announce)
+        pool = Pool(make_reward_spec(RewardArgs(**args), 3), spool, announce, requeue)
         serving = asyncio.create_task(pool.serve())
         runs = [pool.run(*job) for job in jobs]
         done, _ = await asyncio.wait(
@@ -168,7 +178,7 @@ def test_results_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     # delivered twice, and once more after its end
     announced, restarts = served(spool, [(job.id, 1), (job.id, 2)], monkeypatch)
     again, _ = served(spool, [(job.id, 3)], monkeypatch)
-    result = json.loads(spool.result(job.id, "mock"))
+    result = read_result(spool, job)
     assert (result["scores"], full.left, full.calls) == ({"mock": [0.2]}, 0, 41)
     assert [event["state"] for event in announced] == ["succeeded"]
     assert (again, restarts) == ([], 0)
@@ -194,7 +204,7 @@ def test_a_disk_that_fails_anywhere_ends_no_host(tmp_path, monkeypatch, name, er
     jobs = [spooled(spool, body(image(51 * n), "mock"), ident(n)) for n in range(1, 4)]
     disk = Disk(monkeypatch, name, 9, error)
     announced, restarts = served(spool, [(job.id, 1) for job in jobs], monkeypatch)
-    found = [json.loads(spool.result(job.id, "mock"))["scores"]["mock"] for job in jobs]
+    found = [read_result(spool, job)["scores"]["mock"] for job in jobs]
     assert (found, disk.left, restarts) == ([[0.2], [0.4], [pytest.approx(0.6)]], 0, 0)
     assert len(announced) == 3
 

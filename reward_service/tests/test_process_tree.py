@@ -74,8 +74,7 @@ def test_children_end_with_their_reward_however_it_ends(tmp_path):
             elif victim == "workers":
                 service.kill("workers")
             else:
-                service.process.kill()
-                service.process.wait()
+                service.kill_root()
             if victim == "workers":  # a bare environment has no mark: such a process is ended while its host lives
                 children = [children[0], children[2]]
                 os.kill(started(note)[1], signal.SIGKILL)
@@ -110,6 +109,7 @@ def test_leftovers_of_a_host_that_is_gone_are_ended_and_no_others():
         "print(process_tree.new_mark(), flush=True); time.sleep(600)"
     )
     host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert host.stdout
     mark = host.stdout.readline().strip()
     namespace, pid, ticks, name = mark.rsplit(":", 3)
     assert int(pid) == host.pid
@@ -140,6 +140,7 @@ def test_a_replica_that_is_killed_takes_everything_along(tmp_path, monkeypatch):
     async def run():
         replica = Replica(spec.name, spec.workers.venv_python, spec.workers.environment)
         await replica.start(spec.message, 120)
+        assert replica._process
         assert replica._process.pid in Replica.running
         note = tmp_path / "note"
         spool = Spool(tmp_path / "spool")

@@ -53,8 +53,7 @@ def test_fronts_and_workers_share_nothing_but_a_broker_and_a_store(store, tmp_pa
         with one.start_front_only():
             assert one.result(one.submit(image(51)))["scores"]["mean"] == [51.0]
             job = one.submit(image(52), prompts=["sleep 1"])
-            one.process.kill()
-            one.process.wait()
+            one.kill_root()
         with two.start_front_only():
             assert two.result(job)["scores"]["mean"] == [52.0]
             slow = two.submit(image(53), prompts=["sleep 1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,6 +41,10 @@ class GenEval(BaseRewardHandler):
     required_metadata = ("geneval_tags", "geneval_includes")
     score_keys = (*_KEYS, "gen_eval_group")
     OPTIONS: ClassVar[dict[str, Any]] = {"clip_model": _CLIP, "upstream_scoring": False}
+    _detect: Callable[[np.ndarray], rules.Objects]
+    """The objects of an image ``[H, W, 3]``, by name."""
+    _color: Callable[[np.ndarray, str, list[rules.Detection]], list[str]]
+    """The colours of the objects of one name in an image."""
 
     def fetch(self, offline: bool) -> str | None:
         require_packages("transformers", "torchvision", "scipy")

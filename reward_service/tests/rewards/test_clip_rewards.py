@@ -6,6 +6,7 @@ import torch
 from tiny_reward_models import save_clip
 from transformers import AutoTokenizer, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from cosmos_rl_reward.handler import BadInput, NotReady
 from cosmos_rl_reward.rewards import clip
@@ -95,11 +96,12 @@ def test_weights_that_are_not_there_are_named(tmp_path, monkeypatch):
 
 def open_clip_state(model: CLIPModel) -> dict[str, torch.Tensor]:
     """The weights of a transformers model in open_clip's layout, written down from open_clip's module tree."""
-    state = {"logit_scale": model.logit_scale}
+    state: dict[str, torch.Tensor] = {"logit_scale": model.logit_scale}
     state["visual.proj"] = model.visual_projection.weight.T
     state["text_projection"] = model.text_projection.weight.T
     for prefix, tower in (("visual.", model.vision_model), ("", model.text_model)):
         for index, layer in enumerate(tower.encoder.layers):
+            assert isinstance(layer, CLIPEncoderLayer)
             block, attention = f"{prefix}transformer.resblocks.{index}.", layer.self_attn
             for kind in ("weight", "bias"):
                 fused = [getattr(getattr(attention, f"{p}_proj"), kind) for p in "qkv"]

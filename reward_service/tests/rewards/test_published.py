@@ -11,6 +11,7 @@ from chat_server import ChatServer
 from cosmos_rl_reward.decode import LatentDecoder
 from cosmos_rl_reward.handler import NotReady, RewardRegistry
 from cosmos_rl_reward.rewards import MODULES
+from cosmos_rl_reward.rewards.cosmos_reason1 import CosmosReason1
 from cosmos_rl_reward.rewards.unified_reward import UnifiedReward
 from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker.scorer import Scorer
@@ -70,7 +71,9 @@ def test_prepare_fetches_the_published_question(server, tmp_path, monkeypatch):
         return one
 
     assert "own words" in reward().warning
-    assert "own words" in UnifiedReward(download_path=str(tmp_path / "d")).fetch(offline=True)
+    missing = UnifiedReward(download_path=str(tmp_path / "d")).fetch(offline=True)
+    assert missing
+    assert "own words" in missing
     mine = tmp_path / "mine.txt"
     mine.write_text("[{prompt}]")
     assert reward(template=str(mine)).warning == ""
@@ -87,14 +90,12 @@ def test_prepare_fetches_the_published_question(server, tmp_path, monkeypatch):
 
 
 def test_prepare_fetches_the_words_of_cosmos_reason1(server, tmp_path, monkeypatch):
-    importlib.import_module("cosmos_rl_reward.rewards.cosmos_reason1")
-    kind = RewardRegistry.get_reward_class("cosmos_reason1")
     published = tmp_path / "published.py"
     published.write_text(REASON)
     monkeypatch.setattr("cosmos_rl_reward.rewards.cosmos_reason1._PUBLISHED_URL", published.as_uri())
 
     def fetched(offline, **options):
-        one = kind(endpoint_url=server.url, download_path=str(tmp_path / "d"), options=options)
+        one = CosmosReason1(endpoint_url=server.url, download_path=str(tmp_path / "d"), options=options)
         one.fetch(offline)
         return one
 

@@ -59,7 +59,8 @@ def test_the_last_number_over_five_in_the_order_of_the_samples(server):
     head, _, data = request["messages"][0]["content"][0]["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
     sent = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-    np.testing.assert_array_equal(sent, np.asarray(Image.fromarray(IMAGES[1]).resize((512, 512), Image.BICUBIC)))
+    resized = Image.fromarray(IMAGES[1]).resize((512, 512), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(sent, np.asarray(resized))
 
 
 def test_images_are_sent_as_they_are_on_request(server):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import peft
@@ -385,8 +386,8 @@ class Renamed(ImagesFirst):
 
 def by_package(monkeypatch, tmp_path, inferencer):
     module = types.ModuleType("hpsv3")
-    module.HPSv3RewardInferencer = inferencer
-    module.__spec__ = types.SimpleNamespace(name="hpsv3", submodule_search_locations=None)
+    vars(module)["HPSv3RewardInferencer"] = inferencer
+    module.__spec__ = ModuleSpec("hpsv3", None)
     monkeypatch.setitem(sys.modules, "hpsv3", module)
     (tmp_path / "HPSv3.safetensors").write_bytes(b"weights")
     reward = HPSv3(model_path=str(tmp_path / "HPSv3.safetensors"), options={"engine": "package", "batch": 2})

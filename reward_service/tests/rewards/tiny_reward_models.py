@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -40,6 +41,13 @@ def save_tokenizer(folder: Path, **special: str) -> PreTrainedTokenizerFast:
     return fast
 
 
+def find_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """The number of one token."""
+    number = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(number, int)
+    return number
+
+
 def clip_config(vocabulary: int, eos: int) -> CLIPConfig:
     """Two layers of width 32, images of 28 x 28 in patches of 14."""
     common = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "projection_dim": 24}
@@ -63,7 +71,7 @@ def save_clip(folder: Path, seed: int = 0) -> CLIPModel:
     """A CLIP model with its tokenizer; weights are large enough that scores differ."""
     tokenizer = save_tokenizer(folder)
     torch.manual_seed(seed)
-    model = CLIPModel(clip_config(len(tokenizer), tokenizer.eos_token_id)).eval()
+    model = CLIPModel(clip_config(len(tokenizer), find_id(tokenizer, "<eos>"))).eval()
     randomise(model)
     model.save_pretrained(folder)
     return model
@@ -120,10 +128,12 @@ def _qwen_tokenizer() -> PreTrainedTokenizerFast:
 def save_qwen(folder: Path, version: str = "2", extra_rows: int = 8) -> torch.nn.Module:
     """A Qwen2-VL ("2") or Qwen2.5-VL ("2.5") with its processor; ``extra_rows`` unused rows for special tokens."""
     tokenizer = _qwen_tokenizer()
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")
+    ids: dict[str, Any] = {
+        "vision_start_token_id": find_id(tokenizer, "<|vision_start|>"),
+        "vision_end_token_id": find_id(tokenizer, "<|vision_end|>"),
+        "image_token_id": find_id(tokenizer, "<|image_pad|>"),
+        "video_token_id": find_id(tokenizer, "<|video_pad|>"),
     }
-    ids.update({f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")})
     text = {
         "vocab_size": len(tokenizer) + extra_rows,
         "hidden_size": 32,
@@ -138,19 +148,17 @@ def save_qwen(folder: Path, version: str = "2", extra_rows: int = 8) -> torch.nn
         "eos_token_id": None,
     }
     vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    torch.manual_seed(0)
     if version == "2":
         vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
-        config, kind = Qwen2VLConfig(text_config=text, vision_config=vision, **ids), Qwen2VLForConditionalGeneration
+        config = Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+        model = Qwen2VLForConditionalGeneration(config)
     else:
         vision |= {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "fullatt_block_indexes": [1]}
         vision |= {"window_size": 56, "tokens_per_second": 2}
-        config, kind = (
-            Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids),
-            Qwen2_5_VLForConditionalGeneration,
-        )
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    randomise(model, 0.15)
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    randomise(model.eval(), 0.15)
     model.save_pretrained(folder)
     parts = {
         "image_processor": Qwen2VLImageProcessor(),

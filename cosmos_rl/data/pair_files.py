@@ -67,6 +67,8 @@ class _Files:
     others: dict[str, list[str]] = field(default_factory=dict)
     rows: dict[str, list[Row]] = field(default_factory=dict)
     """By the name of the image or video."""
+    lone: dict[str, str] = field(default_factory=dict)
+    """What is said of a member of a tar that no sample reads, by its path; one that is edited is read."""
 
     def add(self, path: str, kind: _Kind, stem: str | None = None) -> None:
         """Sort in a file, by its stem or the given one."""
@@ -110,6 +112,8 @@ def scan_pairs(folder: Path, *, video: bool = False) -> tuple[list[Pair], list[s
                 pairs.append(found)
             else:
                 problems.append(found)
+    edited = {os.path.normpath(pair.image) for pair in pairs if pair.image} if files.lone else set()
+    problems += [text for path, text in files.lone.items() if path not in edited]
     if not pairs:
         raise UserError(
             f"{folder.absolute()}: no usable pair; {_describe_layout(kind)}; found {_summarise(folder)}"
@@ -220,7 +224,7 @@ def _find_members(place: Path, kind: _Kind) -> tuple[_Files, list[str]]:
     files, shards = _Files(), find_shards(place)
     if shards is None:
         return files, []
-    members, problems = list_members(shards, kind.suffixes)
+    members, problems, files.lone = list_members(shards, kind.suffixes)
     for member in members:
         files.sort_in(member, kind)
     return files, problems

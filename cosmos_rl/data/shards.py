@@ -26,6 +26,7 @@ EMBEDDINGS = ("text_embedding", "t5_xxl")
 _NOT_SAMPLES = re.compile(r"(^|/)__[^/]*__($|/)")
 """Names of members that WebDataset keeps for itself."""
 _KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)", re.DOTALL)
+_DOTTED = "the key of a sample ends at the first dot of its name, so that"
 _AT_ONCE = 8
 _SHOWN = 5
 
@@ -85,8 +86,9 @@ def find_shards(place: Path) -> Shards | None:
     return Shards(place, tars)
 
 
-def list_members(shards: Shards, media: Sequence[str]) -> tuple[list[Member], list[str]]:
-    """All files of samples, by tar and name; and a line for each that cannot be used.
+def list_members(shards: Shards, media: Sequence[str]) -> tuple[list[Member], list[str], dict[str, str]]:
+    """All files of samples, by tar and name; a line for each that cannot be used; and one, by its path, for each that
+    nothing but the caption of a sample can name.
 
     Args:
         media: endings of what is learnt from, in lower case.
@@ -105,11 +107,16 @@ def list_members(shards: Shards, media: Sequence[str]) -> tuple[list[Member], li
     if len(shards.tars) > 1:
         _require_parallel(shards, found, media)
     members = [member for place in places for member in found[place]]
-    problems += _name_dotted(members, media)
+    cut, parts = _split_dotted(members, media)
+    problems += [
+        f"{printable(file.path)}: {_DOTTED} the ending is {printable(file.ending)}, of a kind that is not read; "
+        "rename it"
+        for file in cut
+    ]
     keys = {member.stem for member in members if member.ending in media}
     if shards.expected is not None and shards.expected != len(keys):
         problems.append(f"total_key_count: is {shards.expected}, and the tars have {len(keys)} samples")
-    return members, problems
+    return members, problems, _name_lone(parts)
 
 
 def _index_all(root: Path, places: Sequence[str]) -> dict[str, TarIndex]:
@@ -148,23 +155,34 @@ def _read_names(place: str, tar: str, index: TarIndex, problems: list[str]) -> I
         yield Member(f"{tar}/{parts[1]}", parts[2].lower(), f"{place}/{name}")
 
 
-def _name_dotted(members: Sequence[Member], media: Sequence[str]) -> Iterator[str]:
-    """A line for each file that seems to be of a sample with a dot in its name, ``3.5mm.png``, whose key is cut short.
+def _name_lone(parts: Sequence[Member]) -> dict[str, str]:
+    """A line for each part of a sample whose ending no other sample has, by its path: ``3.5mm.png`` next to ``3.png``.
 
-    Parts of a sample, ``0001.seg.png`` next to ``0001.png``, are none.
+    It may be a sample with a dot in its name. A part that several samples have, ``0001.seg.png``, is none.
     """
+    having = Counter(ending for _, ending in {(member.stem, member.ending) for member in parts})
+    return {
+        member.path: f"{printable(member.path)}: {_DOTTED} it is a part {printable(member.ending)} of "
+        f"{printable(member.stem)}, which no other sample has, and is not read; rename it if it is of another sample"
+        for member in parts
+        if having[member.ending] == 1
+    }
+
+
+def _split_dotted(members: Sequence[Member], media: Sequence[str]) -> tuple[list[Member], list[Member]]:
+    """Files that are read but for more dots in their name: those of no sample that is there, whose key was cut short,
+    ``3.5mm.png``; and parts of a sample, ``0001.seg.png`` next to ``0001.png``."""
     known = (*media, *CAPTION_SUFFIXES)
     keys = {member.stem for member in members if member.ending in known}
     dotted = [member for member in members if member.ending not in known and member.ending.endswith(known)]
     kinds: dict[str, set[bool]] = {}  # by the name up to the last dot: whether a caption is there, and whether others
     for member in dotted:
         kinds.setdefault(_cut_at_last_dot(member), set()).add(member.ending.endswith(CAPTION_SUFFIXES))
+    cut, parts = list[Member](), list[Member]()
     for member in dotted:
-        if member.stem not in keys or len(kinds[_cut_at_last_dot(member)]) > 1:
-            yield (
-                f"{printable(member.path)}: the key of a sample ends at the first dot of its name, so that the ending "
-                f"is {printable(member.ending)}, of a kind that is not read; rename it"
-            )
+        is_cut = member.stem not in keys or len(kinds[_cut_at_last_dot(member)]) > 1
+        (cut if is_cut else parts).append(member)
+    return cut, parts
 
 
 def _cut_at_last_dot(member: Member) -> str:

@@ -121,7 +121,8 @@ def test_keys_end_at_the_first_dot_and_hold_their_folders(tmp_path: Path) -> Non
     members = {
         "./a.png": image_bytes(0),  # as tar -cf x.tar . writes it
         "./a.txt": b"first",
-        "deep.er/b.c.png": image_bytes(0),  # an ending .c.png, which is no image
+        "a.c.png": image_bytes(0),  # an ending .c.png, which is no image
+        "deep.er/b.c.png": image_bytes(0),
         "deep.er/b.JPG": image_bytes(10),
         "deep.er/b.txt": b"second",
         "ein grüßer 🦆.png": image_bytes(20),
@@ -150,7 +151,7 @@ def test_samples_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:
     """WebDataset cuts their keys at the first dot too, so that 3.5mm.png is a part ".5mm.png" of the sample 3."""
     text = "the key of a sample ends at the first dot of its name, so that the ending is {}, of a kind that is not read"
     dotted = {"3.5mm.PNG": image_bytes(0), "3.5mm.txt": b"a lens", "b.v2.png": image_bytes(0)}
-    parts = {"a.seg.png": image_bytes(0), "a.meta.json": b"{}"}  # of a sample that is there
+    parts = {f"{key}.{part}": image_bytes(0) for key in "ac" for part in ("seg.png", "meta.json")}
     write_tar(tmp_path / "000.tar", sample("a") | sample("c") | parts | dotted)
     pairs, problems = scan_pairs(tmp_path)
     assert [pair.name for pair in pairs] == ["000.tar/a", "000.tar/c"]
@@ -163,6 +164,22 @@ def test_samples_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "000.tar", dotted)
     with pytest.raises(UserError, match=r"no usable pair; (?s:.*)000.tar/3.5mm.txt: the key of a sample ends at"):
         scan_pairs(tmp_path)
+
+
+def test_a_part_that_no_other_sample_has_is_named_once(tmp_path: Path) -> None:
+    """It may be a sample with a dot in its name, whose caption was forgotten."""
+    lone = {"3.5mm.png": image_bytes(0), "4.old.txt": b"a note"}
+    write_tar(tmp_path / "000.tar", sample("3") | sample("4") | lone | {"3.seg.png": image_bytes(0)})
+    write_tar(tmp_path / "001.tar", sample("3") | sample("5") | {"5.seg.png": image_bytes(0)})  # as in the other tar
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["000.tar/3", "000.tar/4", "001.tar/3", "001.tar/5"]
+    text = (
+        "the key of a sample ends at the first dot of its name, so that it is a part {} of 000.tar/{}, which no other"
+    )
+    assert problems == [
+        f"000.tar/{name}: {text.format(ending, key)} sample has, and is not read; rename it if it is of another sample"
+        for name, ending, key in (("3.5mm.png", ".5mm.png", "3"), ("4.old.txt", ".old.txt", "4"))
+    ]
 
 
 def test_samples_of_parallel_tars_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:
@@ -226,6 +243,7 @@ def test_images_that_are_edited_are_members_too(tmp_path: Path) -> None:
     (item,) = LocalPairs(tmp_path, 8, 8)
     assert item.edits is not None
     assert item.edits == tmp_path / "x.tar/a.before.png"
+    assert scan_pairs(tmp_path)[1] == []  # the only one that is edited, and used
     assert tar_files.has_file(item.edits)
     assert not tar_files.has_file(tmp_path / "x.tar/b.png")
 

@@ -1,6 +1,7 @@
 """Real samples that are mixed with the start noise of the rollouts of their step."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,27 @@ def test_start_noise_that_a_sampler_draws_itself_is_refused(
     term = f'{{beta = 0.5, local_dir = "{image_folder}", batch_size = 4, noise = "rollout"}}'
     with pytest.raises(UserError, match='data_term.noise: found "rollout"; allowed: "fresh" with Drawing, whose'):
         nft_trainer(nft_toml(tmp_path, tiny_sd3), f"--train.train_policy.data_term={term}")
+
+
+def test_start_noise_of_another_shape_than_the_real_samples_is_refused(
+    tmp_path: Path, tiny_sd3: Path, image_folder: Path, use_model: Callable[[type], type]
+) -> None:
+    class Packing(SD3Model):
+        """Encodes images to tokens, and says nothing of how its sampler packs noise."""
+
+        def visual_embedding(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().visual_embedding(*args, **kwargs).flatten(2).mT
+
+    use_model(Packing)
+    term = f'{{beta = 0.5, local_dir = "{image_folder}", batch_size = 4, noise = "rollout"}}'
+    trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), f"--train.train_policy.data_term={term}")
+    channels, height, width = trainer.model.latent_shape(*trainer._config.policy.diffusers.inference_size)
+    text = (
+        f'train.train_policy.data_term.noise: found "rollout"; allowed: "fresh", as latents of real samples are '
+        f"{(height * width, channels)} and the noise of rollouts is {(channels, height, width)}"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(text)}$"):
+        trainer.train_step(0)
 
 
 @pytest.mark.zoo

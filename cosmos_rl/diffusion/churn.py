@@ -22,16 +22,18 @@ _MOST_GROWTH = math.sqrt(1.2) - 1.0
 
 @dataclass(frozen=True)
 class Churn:
-    """How much noise is added where. Bounds are sigmas of the exploding variance, ``sigma / (1 - sigma)`` of ours."""
+    """Which noise is added where. Bounds are sigmas of the exploding variance, ``sigma / (1 - sigma)`` of a flow's."""
 
-    strength: float = 1.0
-    """``s_churn``; a sigma is raised by the factor ``1 + strength / (number of intervals + 1)``, at most 1.095."""
     noise_scale: float = 1.0
     """``s_noise``, the factor of the added noise."""
-    least: float = 0.0
+    above: float = 0.0
     """``s_t_min``; at and below it no noise is added."""
-    most: float = math.inf
+    below: float = math.inf
     """``s_t_max``; at and above it no noise is added."""
+
+
+PLAIN_CHURN = Churn()
+"""At all levels, as it comes."""
 
 
 class StepNoise(TypedDict):
@@ -39,7 +41,7 @@ class StepNoise(TypedDict):
 
     noise_level: float
     deterministic: bool
-    noise_scale: NotRequired[float]
+    churn: NotRequired[Churn]
 
 
 def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, rho: float = 7.0) -> Tensor:
@@ -59,7 +61,7 @@ def karras_sigmas(num_steps: int, *, most: float = 200.0, least: float = 0.01, r
 
 
 def build_transitions(
-    solver: str, sigmas: Tensor, *, noise_level: float, deterministic: bool, noise_scale: float = 1.0
+    solver: str, sigmas: Tensor, *, noise_level: float, deterministic: bool, churn: Churn = PLAIN_CHURN
 ) -> tuple[Tensor, Kernel]:
     """Any solver on a pipeline's grid: the grid of the states, and the kernel on it.
 
@@ -68,7 +70,7 @@ def build_transitions(
         sigmas: ``[S + 1]``, those of the pipeline's scheduler.
         noise_level: the churn's strength for `CHURNED`, else as in `build_kernel`.
         deterministic: no noise between the steps.
-        noise_scale: that of `Churn`; 1 with any other solver.
+        churn: more about the noise of `CHURNED`; `PLAIN_CHURN` with any other solver.
 
     Returns:
         ``sigmas`` itself where no noise is added before the steps, and the transitions between the sigmas.
@@ -79,25 +81,27 @@ def build_transitions(
     if solver in SAMPLING_ONLY:
         raise ValueError(f'solver: found "{solver}"; {explain_sampling_only(solver)}')
     if solver not in CHURNED:
-        if noise_scale != 1.0:
-            raise ValueError(f'noise_scale of solver "{solver}": found {noise_scale}; allowed: 1.0')
+        if churn != PLAIN_CHURN:
+            raise ValueError(f'churn of solver "{solver}": found {churn}; allowed: {PLAIN_CHURN}')
         return sigmas, build_kernel(solver, noise_level=noise_level, deterministic=deterministic)
     strength = noise_level
     if deterministic:
         strength = 0.0
-    raised, kernel = build_churn(solver, sigmas, Churn(strength, noise_scale))
+    raised, kernel = build_churn(solver, sigmas, strength, churn)
     if strength == 0.0:
         return sigmas, kernel
     return raised, kernel
 
 
-def build_churn(solver: str, sigmas: Tensor, churn: Churn) -> tuple[Tensor, Kernel]:
+def build_churn(solver: str, sigmas: Tensor, strength: float, churn: Churn = PLAIN_CHURN) -> tuple[Tensor, Kernel]:
     """The grid of the states and the kernel on it.
 
     Args:
         solver: ``1euler`` or ``2ab``, the exponential Adams-Bashforth step of second order.
         sigmas: ``[S + 1]``, descending flow sigmas with 0 at the end.
-        churn: the noise.
+        strength: ``s_churn``; a sigma is raised by the factor ``1 + strength / (number of intervals + 1)``, at most
+            1.095.
+        churn: which noise, and at which sigmas.
 
     Returns:
         ``[S + 1]`` float64, raised where noise is added, and the transitions between them. The run starts from standard
@@ -109,7 +113,7 @@ def build_churn(solver: str, sigmas: Tensor, churn: Churn) -> tuple[Tensor, Kern
     if solver not in CHURNED:
         raise ValueError(f'solver: found "{solver}"; allowed: {", ".join(CHURNED)}')
     levels: list[float] = sigmas.double().tolist()
-    growth = _read_growth(levels, churn)
+    growth = _read_growth(levels, strength, churn)
     raised = [sigma * (1.0 + more) / (1.0 + more * sigma) for sigma, more in zip(levels, growth, strict=True)]
     kernel = functools.partial(edm_churn, growth=growth, noise_scale=churn.noise_scale, second_order=solver == "2ab")
     return torch.tensor(raised, dtype=torch.float64), kernel
@@ -146,12 +150,12 @@ def edm_churn(
     return Transition(step.a + b, step.g - b * sigma, h=-b, s=step.s)
 
 
-def _read_growth(levels: Sequence[float], churn: Churn) -> list[float]:
+def _read_growth(levels: Sequence[float], strength: float, churn: Churn) -> list[float]:
     intervals = len(levels) - 2
-    most = min(churn.strength / (intervals + 1), _MOST_GROWTH)
+    most = min(strength / (intervals + 1), _MOST_GROWTH)
     growth = [0.0] * len(levels)
     for index, sigma in enumerate(levels[:intervals]):
-        if sigma < 1.0 and churn.least < sigma / (1.0 - sigma) < churn.most:
+        if sigma < 1.0 and churn.above < sigma / (1.0 - sigma) < churn.below:
             growth[index] = most
     return growth
 

@@ -57,6 +57,19 @@ class StepSelection:
             return len(self.indices)
         return self.count
 
+    @property
+    def candidates(self) -> frozenset[int]:
+        """Steps that some training step may choose."""
+        if self.choice == "first":
+            return frozenset(range(self.count))
+        if self.choice == "list" and -1 not in self.indices:
+            return frozenset(self.indices)
+        if self.choice == "list":
+            return frozenset(range(self.noisy_steps))
+        if self.choice == "random":
+            return frozenset(range(self._end))
+        return frozenset(start + k for start in self._starts for k in range(self.count))
+
     def choose(self, training_step: int, generator: torch.Generator) -> tuple[int, ...]:
         """Ascending indices for one training step, counted from 0; ``generator`` is keyed by it."""
         if self.choice == "first":
@@ -65,7 +78,7 @@ class StepSelection:
             return tuple(sorted(torch.randperm(self._end, generator=generator)[: self.count].tolist()))
         if self.choice == "list":
             return self._fill_list(generator)
-        starts = range(0, self._end - self.count + 1, 1 if self.order == "random" else self.stride)
+        starts = self._starts
         if self.order == "random":
             place = int(torch.randint(len(starts), (), generator=generator))
         else:
@@ -80,6 +93,11 @@ class StepSelection:
         shares = [start / max(starts[-1], 1) for start in starts]
         exact = [self.interval + share * (self.least_interval - self.interval) for share in shares]
         return [max(math.floor(round(value, 9)), 1) for value in exact]
+
+    @property
+    def _starts(self) -> range:
+        """Places of a window."""
+        return range(0, self._end - self.count + 1, 1 if self.order == "random" else self.stride)
 
     def _fill_list(self, generator: torch.Generator) -> tuple[int, ...]:
         listed = [index for index in self.indices if index >= 0]

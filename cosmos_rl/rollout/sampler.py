@@ -1,7 +1,8 @@
 """One rollout: which sample of which prompt -> media, clean latents and recorded steps."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from cosmos_rl.data.given import Given, PromptKey, choose_given, join_key
 from cosmos_rl.data.images import are_finite
 from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.diffusion.churn import PLAIN_CHURN, Churn
+from cosmos_rl.diffusion.kernels import Kernel
 from cosmos_rl.diffusion.step_recorder import StepRecorder
 from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.model.diffusers.flow_model import TEXT_KEYWORDS, FlowModel
+from cosmos_rl.policy.model.driver.contract import Level
 
 Conditions = Callable[..., Any]
 """(prompts, negative prompts or None) -> conditions on the device; ``""`` leads guidance away from the default."""
@@ -63,8 +67,8 @@ class RolloutSpec:
     frames: int | None = None
     same_initial_noise: bool = False
     """Of the samples of a group."""
-    noise_scale: float = 1.0
-    """Factor of the noise that EDM's solvers add."""
+    churn: Churn = PLAIN_CHURN
+    """More about the noise that EDM's solvers add."""
 
     @classmethod
     def training(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -73,9 +77,8 @@ class RolloutSpec:
         frames = config.train_frames if config.is_video else None
         solver = (sample.solver, sample.noise_level, sample.deterministic_sampling)
         size = (*config.inference_size, frames)
-        return cls(
-            sample.num_steps, sample.guidance_scale, *solver, *size, sample.same_initial_noise, sample.noise_scale
-        )
+        churn = Churn(sample.noise_scale, sample.noise_above, sample.noise_below or math.inf)
+        return cls(sample.num_steps, sample.guidance_scale, *solver, *size, sample.same_initial_noise, churn)
 
     @classmethod
     def evaluation(cls, config: DiffusersConfig) -> "RolloutSpec":
@@ -115,6 +118,35 @@ class RolloutSampler:
         self._model = model
         self.spec = spec
         self._seed = seed
+
+    def transitions(self) -> tuple[Level, Kernel]:
+        """Levels of the states that it passes through at the model's present size, and the steps between them."""
+        spec, model = self.spec, self._model
+        return model.transitions(
+            spec.solver,
+            model.sampling_levels(spec.num_steps),
+            noise_level=spec.noise_level,
+            deterministic=spec.deterministic,
+            churn=spec.churn,
+        )
+
+    def require_noise(self, steps: Collection[int]) -> None:
+        """Steps without noise have no log-probability, so that they cannot be trained.
+
+        Raises:
+            UserError: some of these have none at the model's present size.
+        """
+        if not steps:
+            return
+        levels, kernel = self.transitions()
+        sigmas = levels.sigma.tolist()
+        noisy = [index for index in range(self.spec.num_steps) if kernel(index, sigmas).s > 0.0]
+        if without := sorted(set(steps) - set(noisy)):
+            raise UserError(
+                f"train.train_policy.steps: the sampling steps {without} may be trained and have no noise; allowed: of "
+                f"{noisy}, by train.train_policy.steps or policy.diffusers.timesteps_fraction, or other noise between "
+                "the steps (policy.diffusers.sample.noise_above, noise_below)"
+            )
 
     def sample(
         self,
@@ -184,12 +216,13 @@ class RolloutSampler:
             keywords |= self._noise(samples, purpose, step)
         if "keep_trajectory" in accepted:
             keywords["keep_trajectory"] = keep
-        if "noise_scale" in accepted or not own_sampler:
-            keywords["noise_scale"] = spec.noise_scale
-        elif spec.noise_scale != 1.0:
+        if "churn" in accepted or not own_sampler:
+            keywords["churn"] = spec.churn
+        elif spec.churn != PLAIN_CHURN:
             raise UserError(
-                f"policy.diffusers.sample.noise_scale: found {spec.noise_scale}; {type(model).__name__} has a "
-                "pipeline_with_logprob of its own without the parameter noise_scale; allowed: 1.0"
+                f"policy.diffusers.sample: found noise_scale, noise_above or noise_below; {type(model).__name__} has a "
+                "pipeline_with_logprob of its own without the parameter churn (cosmos_rl.diffusion.churn.Churn), which "
+                "holds them; add it, or leave them out"
             )
         if recorder is not None:
             if own_sampler:

@@ -182,6 +182,23 @@ def test_the_rules_count_with_the_ranks_that_will_run(path: Path) -> None:
             ["policy.diffusers.sample.solver=2ab", "policy.diffusers.sample.noise_scale=1.3"],
             "policy.diffusers.sample.noise_scale: found 1.3; allowed: 1.0 with policy.diffusers.sample.determin",
         ),
+        (
+            ["policy.diffusers.sample.noise_above=0.1"],
+            "policy.diffusers.sample.noise_above: found 0.1; allowed: 0.0 with policy.diffusers.sample.solver = ",
+        ),
+        (
+            ["policy.diffusers.sample.solver=1euler", "policy.diffusers.sample.noise_below=50"],
+            "policy.diffusers.sample.noise_below: found 50.0; allowed: unset with policy.diffusers.sample.determin",
+        ),
+        (
+            [
+                "policy.diffusers.sample.solver=1euler",
+                "policy.diffusers.sample.deterministic_sampling=false",
+                "policy.diffusers.sample.noise_above=2",
+                "policy.diffusers.sample.noise_below=2",
+            ],
+            "policy.diffusers.sample.noise_below: found 2.0; allowed: more than policy.diffusers.sample.noise_above =",
+        ),
         (["train.train_policy.data_term.beta=0.1"], "train.train_policy.data_term.local_dir: missing; the folder of"),
         (
             [

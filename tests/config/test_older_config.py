@@ -162,6 +162,7 @@ def test_what_the_ddrl_recipe_becomes() -> None:
         "deterministic_sampling": False,
         "noise_level": 1.0,
         "noise_scale": 1.0,
+        "noise_above": 0.0,
         "same_initial_noise": False,
         "global_std": False,
     }
@@ -354,7 +355,7 @@ def test_the_page_lists_what_becomes_what() -> None:
     falling = {"f_min": [0.1], "cycle_lengths": [2000.0], "warm_up_steps": [5]}
     callbacks = [{"name": "grad_clip"}, {"name": "wandb"}, {"name": "every_n_sample_reg", "args": {"every_n": 2}}]
     runs = [
-        translated(model={"rl": {**reward, "on_policy": False}}, dataloader_train=web),
+        translated(model={"rl": {**reward, "on_policy": False, "s_t_max": 50.0}}, dataloader_train=web),
         translated(model={"rl": {"data_beta": 0.1, "kl_beta": 0.0}, "conditioner": [{"name": "text"}]}),
         translated(model={"rl": {"enabled": False}, "context_parallel_size": 2}, scheduler=falling),
         translated(model={"rl": {"data_beta": 0.1, "kl_beta": 0.0}}, dataloader_train=web_data("shards/wdinfo.json")),
@@ -421,12 +422,10 @@ def test_guidance_that_had_no_effect_is_named(dropout: float, named: bool) -> No
 
 
 def test_effects_that_are_lost_are_named() -> None:
-    rl = {"s_t_min": 0.1, "s_t_max": 50.0, "reward_config": {"aesthetic": {"enabled": True}}}
+    rl = {"reward_config": {"aesthetic": {"enabled": True}}}
     translation = translated(model={"rl": rl, "sde": {"sigma_max": 80}, "net": {"model_channels": 64}})
     lost = {note.old for note in translation.notes if note.lost}
     assert lost == {
-        "model.rl.s_t_min",
-        "model.rl.s_t_max",
         "model.rl.reward_config.aesthetic.enabled",
         "model.sde.sigma_max",
         "model.net.model_channels",

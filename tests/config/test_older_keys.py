@@ -18,6 +18,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"sample_steps": 14}, {SAMPLE + "num_steps": 15}),
     ({"solver_option": "1euler"}, {SAMPLE + "solver": "1euler"}),
     ({"s_churn": 0.5}, {SAMPLE + "noise_level": 0.5}),
+    ({"s_t_min": 0.1, "s_t_max": 50.0}, {SAMPLE + "noise_above": 0.1, SAMPLE + "noise_below": 50.0}),
     ({"s_noise": 1.1}, {SAMPLE + "noise_scale": 1.1}),
     ({"guidance": 2.5}, {SAMPLE + "guidance_scale": 3.5}),
     ({"use_same_seed": False}, {SAMPLE + "same_initial_noise": False}),

@@ -43,14 +43,16 @@ def test_the_grid_is_that_of_diffusers(steps: int) -> None:
     torch.testing.assert_close(karras_sigmas(steps).float(), read_sigmas(scheduler, steps), rtol=1e-6, atol=0)
 
 
-def exploding_run(solver: str, steps: int, churn: Churn, start: np.ndarray, noise: Sequence[np.ndarray]) -> np.ndarray:
+def exploding_run(
+    solver: str, steps: int, strength: float, churn: Churn, start: np.ndarray, noise: Sequence[np.ndarray]
+) -> np.ndarray:
     """EDM's loop as it is written: states are data plus sigma times noise; the velocity is a function of the test."""
     levels = exploding(karras_sigmas(steps)[:-1])
-    growth = min(churn.strength / steps, math.sqrt(1.2) - 1)
+    growth = min(strength / steps, math.sqrt(1.2) - 1)
     x, previous = levels[0] * start, None
     for i in range(steps - 1):
         s, t = levels[i], levels[i + 1]
-        if churn.least < s < churn.most:
+        if churn.above < s < churn.below:
             raised = (1 + growth) * s
             x = x + churn.noise_scale * math.sqrt(raised**2 - s**2) * noise[i]
             s = raised
@@ -79,15 +81,15 @@ def exploding_clean(x: np.ndarray, sigma: float) -> np.ndarray:
 
 @pytest.mark.parametrize("solver", ["1euler", "2ab"])
 @pytest.mark.parametrize(
-    "churn",
-    [Churn(), Churn(0.0), Churn(40.0), Churn(0.7, noise_scale=1.1, least=0.05, most=50.0)],
+    ("strength", "churn"),
+    [(1.0, Churn()), (0.0, Churn()), (40.0, Churn()), (0.7, Churn(noise_scale=1.1, above=0.05, below=50.0))],
     ids=["default", "none", "most", "bounded"],
 )
 @pytest.mark.parametrize("steps", [3, 11])
-def test_a_run_is_edms(solver: str, churn: Churn, steps: int) -> None:
+def test_a_run_is_edms(solver: str, strength: float, churn: Churn, steps: int) -> None:
     generator = np.random.default_rng(0)
     start, *noise = generator.standard_normal((steps + 1, 64))
-    grid, kernel = build_churn(solver, karras_sigmas(steps), churn)
+    grid, kernel = build_churn(solver, karras_sigmas(steps), strength, churn)
     levels = exploding(karras_sigmas(steps)[:-1])
     # the noise that is added at the first sigma is part of the start here
     s, raised = levels[0], float(exploding(grid[:1])[0])
@@ -99,13 +101,13 @@ def test_a_run_is_edms(solver: str, churn: Churn, steps: int) -> None:
         kernel=kernel,
         noise_fn=lambda index: torch.from_numpy(noise[index + 1])[None],
     )
-    expected = exploding_run(solver, steps, churn, start, noise)
+    expected = exploding_run(solver, steps, strength, churn, start, noise)
     np.testing.assert_allclose(found.latents[0].numpy(), expected, rtol=0, atol=1e-10)
 
 
 def test_raised_sigmas_and_noise_are_the_published_ones() -> None:
     """Ten intervals, by the table of each transition."""
-    grid, kernel = build_churn("2ab", karras_sigmas(11), Churn())
+    grid, kernel = build_churn("2ab", karras_sigmas(11), 1.0)
     raised = [218.2, 125.7, 69.1, 35.9, 17.5, 7.81, 3.15, 1.107, 0.324, 0.0728]
     np.testing.assert_allclose(exploding(grid[:10]), raised, rtol=4e-3)
     levels = grid.tolist()
@@ -116,7 +118,7 @@ def test_raised_sigmas_and_noise_are_the_published_ones() -> None:
 
 def test_first_order_with_noise_is_coefficients_preserving_sampling() -> None:
     for steps, published in ((11, 0.262), (21, 0.193)):
-        grid, kernel = build_churn("1euler", karras_sigmas(steps), Churn())
+        grid, kernel = build_churn("1euler", karras_sigmas(steps), 1.0)
         noise_level = 2 / math.pi * math.acos(1 / (1 + 1 / steps))
         assert noise_level == pytest.approx(published, abs=1e-3)
         levels = grid.tolist()
@@ -128,7 +130,7 @@ def test_first_order_with_noise_is_coefficients_preserving_sampling() -> None:
 @pytest.mark.parametrize("solver", ["1euler", "2ab"])
 def test_without_strength_the_grid_is_untouched_and_nothing_is_drawn(solver: str) -> None:
     sigmas = torch.tensor([1.0, 0.9, 0.5, 0.1, 0.0])
-    grid, kernel = build_churn(solver, sigmas, Churn(0.0))
+    grid, kernel = build_churn(solver, sigmas, 0.0)
     assert grid.tolist() == sigmas.double().tolist()
     steps = [kernel(index, grid.tolist()) for index in range(4)]
     assert all(step.s == 0.0 and math.isfinite(step.g) for step in steps)
@@ -146,7 +148,7 @@ def test_without_strength_the_grid_is_untouched_and_nothing_is_drawn(solver: str
 )
 def test_the_std_of_samples_is_the_published_one(solver: str, steps: int, std: float) -> None:
     """Data N(1.5, 0.5^2): its velocity is affine, so a sample is a constant plus a weight times each draw."""
-    grid, kernel = build_churn(solver, karras_sigmas(steps), Churn())
+    grid, kernel = build_churn(solver, karras_sigmas(steps), 1.0)
     rows = torch.zeros(steps + 1, 1, dtype=torch.float64)
     rows[1] = grid[0]
 
@@ -243,18 +245,17 @@ def test_order_of_convergence_on_a_gaussian(solver: str, order: float) -> None:
     assert orders == pytest.approx([order] * 2, abs=0.15)  # reached in the limit only
 
 
-def test_the_factor_is_of_this_sampler_alone() -> None:
-    with pytest.raises(ValueError, match=r'noise_scale of solver "cps": found 1.3; allowed: 1.0'):
-        build_transitions("cps", karras_sigmas(4), noise_level=0.5, deterministic=False, noise_scale=1.3)
+def test_more_about_the_noise_is_of_this_sampler_alone() -> None:
+    churn = Churn(1.3, above=0.1, below=50.0)
+    with pytest.raises(ValueError, match=r'churn of solver "cps": found Churn\(noise_scale=1.3, above=0.1, below=50.0'):
+        build_transitions("cps", karras_sigmas(4), noise_level=0.5, deterministic=False, churn=churn)
     for solver in ("1euler", "2ab"):
-        grid, kernel = build_transitions(
-            solver, karras_sigmas(11), noise_level=1.0, deterministic=False, noise_scale=1.3
-        )
-        expected, own = build_churn(solver, karras_sigmas(11), Churn(1.0, noise_scale=1.3))
+        grid, kernel = build_transitions(solver, karras_sigmas(11), noise_level=1.0, deterministic=False, churn=churn)
+        expected, own = build_churn(solver, karras_sigmas(11), 1.0, churn)
         assert torch.equal(grid, expected)
         assert [kernel(i, grid.tolist()) for i in range(11)] == [own(i, grid.tolist()) for i in range(11)]
 
 
 def test_other_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r'solver: found "4rk"; allowed: 1euler, 2ab'):
-        build_churn("4rk", karras_sigmas(4), Churn())
+        build_churn("4rk", karras_sigmas(4), 1.0)

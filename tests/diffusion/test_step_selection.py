@@ -30,6 +30,22 @@ def test_random_steps_may_lie_in_a_share_of_all() -> None:
     assert {index for one in found for index in one} == set(range(5))
 
 
+@pytest.mark.parametrize(
+    "selection",
+    [
+        StepSelection(6, count=3),
+        StepSelection(6, "random", count=2, end=4),
+        StepSelection(6, "list", indices=(4, 1)),
+        StepSelection(6, "list", indices=(1, -1)),
+        StepSelection(9, "window", count=2, end=5),
+        StepSelection(9, "window", count=2, order="progressive", stride=4, interval=3),
+        StepSelection(9, "window", count=1, order="decay", stride=3, interval=3),
+    ],
+)
+def test_candidates_are_what_is_ever_chosen(selection: StepSelection) -> None:
+    assert selection.candidates == {index for one in choices(selection) for index in one}
+
+
 def test_a_list_is_filled_up_with_other_random_steps() -> None:
     found = choices(StepSelection(7, "list", indices=(0, 2, -1, -1)))
     assert all(len(set(one)) == 4 and {0, 2} <= set(one) and list(one) == sorted(one) for one in found)

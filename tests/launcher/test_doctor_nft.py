@@ -56,6 +56,19 @@ def test_a_sound_job_of_another_algorithm_passes(
     assert {subject: found.get(subject) for subject in expected} == dict.fromkeys(expected, "ok"), out
 
 
+def test_a_step_that_is_trained_without_noise_is_found(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = {"solver": "1euler", "deterministic_sampling": "false", "noise_below": 0.5}
+    options = [f"--policy.diffusers.sample.{key}={value}" for key, value in sampled.items()]
+    code, found, out = marks(
+        capsys, "--config", write_nft_toml(), "--train.train_policy.trainer_type=flow_grpo", *options
+    )
+    assert code == 1, out
+    assert found["trained steps"] == "FAIL", out
+    assert "may be trained and have no noise" in out
+
+
 def test_each_set_is_sampled_and_scored_by_its_own_rewards(
     tmp_path: Path, write_nft_toml: Toml, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from cosmos_rl.diffusion.churn import build_transitions, karras_sigmas
 from cosmos_rl.diffusion.sampling import run_sampling
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.config.jobs import online_table
+from cosmos_rl.rollout.sampler import RolloutSpec
 from tests.support.paths import ROOT
 
 RECIPE = ROOT / "configs/wfm/cosmos_predict2-5_2b_480_grpo_mock_data.toml"
@@ -34,13 +35,18 @@ def older_mean(x: Tensor, sigma: float, following: float, clean: Tensor, before:
     return math.exp(-h) * x + h * ((phi_1 - b_2) * clean + b_2 * before[0])
 
 
-@pytest.mark.parametrize("s_noise", [1.0, 1.3])
-def test_sampler_ratio_and_distance_are_the_older_ones(s_noise: float) -> None:
-    config = load_config(RECIPE, [f"policy.diffusers.sample.noise_scale={s_noise}"])
+@pytest.mark.parametrize(
+    ("s_noise", "s_t_min", "s_t_max"), [(1.0, 0.0, math.inf), (1.3, 0.0, math.inf), (1.1, 0.05, 50.0)]
+)
+def test_sampler_ratio_and_distance_are_the_older_ones(s_noise: float, s_t_min: float, s_t_max: float) -> None:
+    keys = {"noise_scale": s_noise, "noise_above": s_t_min, "noise_below": "none" if s_t_max == math.inf else s_t_max}
+    config = load_config(RECIPE, [f"policy.diffusers.sample.{key}={value}" for key, value in keys.items()])
     sample, job = config.policy.diffusers.sample, online_table(config)
     own = karras_sigmas(sample.num_steps)  # the grid of the Cosmos pipeline: tests/diffusion/test_churn.py
-    settings = {"noise_level": sample.noise_level, "noise_scale": sample.noise_scale}
-    grid, kernel = build_transitions(sample.solver, own, deterministic=sample.deterministic_sampling, **settings)
+    deterministic, churn = sample.deterministic_sampling, RolloutSpec.training(config.policy.diffusers).churn
+    grid, kernel = build_transitions(
+        sample.solver, own, noise_level=sample.noise_level, deterministic=deterministic, churn=churn
+    )
     generator, noises = torch.Generator().manual_seed(0), dict[int, Tensor]()
     start = torch.randn(1, 64, generator=generator, dtype=torch.float64)
 
@@ -59,10 +65,11 @@ def test_sampler_ratio_and_distance_are_the_older_ones(s_noise: float) -> None:
     )
 
     karras = [(200 ** (1 / 7) + i / STEPS * (0.01 ** (1 / 7) - 200 ** (1 / 7))) ** 7 for i in range(STEPS + 1)]
-    growth = min(CHURN / (STEPS + 1), math.sqrt(1.2) - 1)
-    x, before = (1 + growth) * karras[0] * start, None
+    most = min(CHURN / (STEPS + 1), math.sqrt(1.2) - 1)
+    growth = [most if s_t_min < level < s_t_max else 0.0 for level in karras]
+    x, before = (1 + growth[0]) * karras[0] * start, None
     for index in range(STEPS):
-        sigma, following = (1 + growth) * karras[index], karras[index + 1]
+        sigma, following = (1 + growth[index]) * karras[index], karras[index + 1]
         t = sigma / (1 + sigma)
         torch.testing.assert_close(x / (1 + sigma), sampled.trajectory[index], rtol=1e-5, atol=1e-6)
         means = []
@@ -73,7 +80,11 @@ def test_sampler_ratio_and_distance_are_the_older_ones(s_noise: float) -> None:
         if index == STEPS - 1:
             x = means[0]
             continue
-        x = means[0] + s_noise * math.sqrt((1 + growth) ** 2 - 1) * following * noises[index]
+        x = means[0]
+        if growth[index + 1] == 0.0:  # no density
+            assert index not in noises
+            continue
+        x = x + s_noise * math.sqrt((1 + growth[index + 1]) ** 2 - 1) * following * noises[index]
         older_ratio = -((x - means[1]) ** 2 - (x - means[0]) ** 2).mean()
         older_distance = ((means[1] - means[0]) ** 2).mean()
 

@@ -77,9 +77,14 @@ def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
     conditions = _encode_with(config, model, guided=guided)
     spec, seed = RolloutSpec.training(config.policy.diffusers), config.train.seed
     policies, algorithm = model.policies(keep_old=False, keep_reference=False), build_algorithm(config)
+    sampler = RolloutSampler(model, spec, seed)
+    try:
+        sampler.require_noise(algorithm.trained_steps)
+    except UserError as error:
+        yield Finding(FAIL, "trained steps", str(error))
+        return
     with policies.using(algorithm.rollout_policy), model.eval_mode():
-        recorder = algorithm.recorder(Draws(seed, 0))
-        made = RolloutSampler(model, spec, seed).sample(samples, conditions, _PURPOSE, 0, recorder)
+        made = sampler.sample(samples, conditions, _PURPOSE, 0, algorithm.recorder(Draws(seed, 0)))
     yield (rollout := _rollout(made))
     if rollout.mark == FAIL:
         return

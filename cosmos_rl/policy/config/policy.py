@@ -96,6 +96,10 @@ class SampleConfig(Table):
     """Strength of the noise between the steps; at most 1 with "ddim" and "cps", the churn of "1euler" and "2ab"."""
     noise_scale: ForRl[PositiveFloat] = 1.0
     """Factor of the noise that "1euler" and "2ab" add; 1.0 with other solvers."""
+    noise_above: ForRl[NonNegativeFloat] = 0.0
+    """"1euler" and "2ab" add noise only above this level of EDM, sigma / (1 - sigma) of a flow's; 0.0 with others."""
+    noise_below: ForRl[PositiveFloat | None] = None
+    """"1euler" and "2ab" add noise only below this level of EDM; unset: at all levels."""
     same_initial_noise: ForRl[StrictBool] = False
     """The samples of a prompt start from one noise, and differ by that between the steps."""
     global_std: ForRl[StrictBool] = True

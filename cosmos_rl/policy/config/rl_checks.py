@@ -110,11 +110,27 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
             f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "
             f'policy.diffusers.sample.solver = "{sample.solver}"'
         )
-    if sample.noise_scale != 1.0 and (sample.solver not in CHURNED or sample.deterministic_sampling):
-        setting = f'solver = "{sample.solver}"' if sample.solver not in CHURNED else "deterministic_sampling = true"
+    yield from _churn(sample)
+
+
+def _churn(sample: SampleConfig) -> Iterator[str]:
+    """Keys of the noise that EDM's solvers add."""
+    setting = "deterministic_sampling = true"
+    if sample.solver not in CHURNED:
+        setting = f'solver = "{sample.solver}"'
+    found = (sample.noise_scale, sample.noise_above, sample.noise_below)
+    if sample.solver not in CHURNED or sample.deterministic_sampling:
+        plain = (("noise_scale", "1.0", 1.0), ("noise_above", "0.0", 0.0), ("noise_below", "unset", None))
+        for value, (key, allowed, default) in zip(found, plain, strict=True):
+            if value != default:
+                yield (
+                    f"policy.diffusers.sample.{key}: found {value}; allowed: {allowed} with "
+                    f"policy.diffusers.sample.{setting}"
+                )
+    if sample.noise_below is not None and sample.noise_below <= sample.noise_above:
         yield (
-            f"policy.diffusers.sample.noise_scale: found {sample.noise_scale}; allowed: 1.0 with "
-            f"policy.diffusers.sample.{setting}"
+            f"policy.diffusers.sample.noise_below: found {sample.noise_below}; allowed: more than "
+            f"policy.diffusers.sample.noise_above = {sample.noise_above}"
         )
 
 

@@ -42,6 +42,7 @@ FOR_RL = (
     Rule(f"{RL}.solver_option", f"{SAMPLE}.solver"),
     Rule(f"{RL}.s_churn", f"{SAMPLE}.noise_level"),
     Rule(f"{RL}.s_noise", f"{SAMPLE}.noise_scale"),
+    Rule(f"{RL}.s_t_min", f"{SAMPLE}.noise_above"),
     Rule(f"{RL}.guidance", f"{SAMPLE}.guidance_scale", lambda weight: 1.0 + weight, "1 is no guidance"),
     Rule(f"{RL}.use_same_seed", f"{SAMPLE}.same_initial_noise"),
     Rule(f"{RL}.clip_ratio", f"{JOB}.epsilon_low"),
@@ -57,7 +58,6 @@ FOR_RL = (
 )
 
 EXPECTED: Mapping[str, str] = {
-    "all steps but the last two have noise": f"{RL}.s_t_min {RL}.s_t_max",
     "ask the reward service for it in train.train_policy.remote_reward.reward_fns": f"{REWARDS}.aesthetic.enabled "
     f"{REWARDS}.image_reward.enabled",
     "sampling has the pipeline's own levels, Karras from 200 to 0.01": "model.sde.sigma_max model.sde.sigma_min",
@@ -88,6 +88,7 @@ IGNORED: Mapping[str, str] = {
     f"{RL}.use_rl_sigma_and_noise {RL}.data_on_first_only",
     "read only in fine-tuning": "model.min_num_conditional_frames model.max_num_conditional_frames",
     "no reference is kept, or it stays": f"{RL}.update_ref_every_iter",
+    "the noise has no upper bound": f"{RL}.s_t_max",
     "not set": f"{REWARDS} trainer.validation_iter job.timestamp model.context_parallel_size",
     "the trainer has no need of it, or does so anyway": "optimizer.master_weights optimizer.capturable "
     "scheduler.verbosity_interval trainer.ddp trainer.cudnn trainer.grad_scaler_args trainer.max_val_iter "

@@ -285,6 +285,8 @@ def _choose_steps(draft: _Draft) -> None:
     draft.put(f"{JOB}.steps.choose", "list")
     draft.put(f"{JOB}.steps.indices", kept, f"{RL}.train_on", text=text)
     draft.put(f"{SAMPLE}.deterministic_sampling", False)
+    if rl.s_t_max < math.inf:
+        draft.put(f"{SAMPLE}.noise_below", rl.s_t_max, f"{RL}.s_t_max")
 
 
 def _choose_loss(draft: _Draft) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from cosmos_rl.data.images import are_finite, to_uint8
-from cosmos_rl.diffusion.churn import StepNoise, build_transitions
+from cosmos_rl.diffusion.churn import PLAIN_CHURN, Churn, StepNoise, build_transitions
 from cosmos_rl.diffusion.kernels import (
     STOCK,
     Kernel,
@@ -340,11 +340,11 @@ class FlowModel(Sized, abc.ABC):
         latents: Tensor | None = None,
         keep_trajectory: bool = True,
         recorder: StepRecorder | None = None,
-        noise_scale: float = 1.0,
+        churn: Churn = PLAIN_CHURN,
     ) -> Visuals:
         """``pipeline_with_logprob`` for conditions of any form, N samples each, as ``encode_prompts`` makes them.
 
-        ``recorder``: what keeps some of the steps, and says which ones are without noise. ``noise_scale``: factor of
+        ``recorder``: what keeps some of the steps, and says which ones are without noise. ``churn``: more about
         the noise that EDM's solvers add.
         """
         if latents is None:
@@ -353,7 +353,7 @@ class FlowModel(Sized, abc.ABC):
         start = self.start_state(latents.to(self.device))
         scheduler = self.sampling_scheduler()
         levels = self.sampling_levels(num_inference_steps, scheduler)
-        noise: StepNoise = {"noise_level": noise_level, "deterministic": deterministic, "noise_scale": noise_scale}
+        noise: StepNoise = {"noise_level": noise_level, "deterministic": deterministic, "churn": churn}
         levels, kernel, step = self._plan_steps(solver, levels, scheduler, recorder, **noise)
         sampled = self._integrate(
             cond, start, levels, kernel, step, guidance_scale, generator, keep_trajectory=keep_trajectory

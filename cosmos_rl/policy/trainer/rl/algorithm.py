@@ -1,6 +1,6 @@
 """What an algorithm of online reinforcement learning decides. The rest of a step is in `online`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -132,6 +132,11 @@ class Algorithm(Protocol):
     @property
     def guidance(self) -> float:
         """Of the velocities that are trained; 1: none."""
+        ...
+
+    @property
+    def trained_steps(self) -> Collection[int]:
+        """Sampling steps that are trained in some step of the run; empty where none are."""
         ...
 
     def recorder(self, draws: Draws) -> StepRecorder | None:

@@ -103,6 +103,11 @@ class FlowGrpo:
             return "old"
         return "default"
 
+    @property
+    def trained_steps(self) -> frozenset[int]:
+        """All that its selection may choose."""
+        return self.selection.candidates
+
     def recorder(self, draws: Draws) -> StepRecorder:
         """One choice of steps for all samples of a training step."""
         seed, purpose, step = draws.key(f"{self.purpose}/steps")

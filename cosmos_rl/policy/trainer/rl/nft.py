@@ -66,6 +66,11 @@ class DiffusionNft:
         """None: what is trained is the model without guidance."""
         return 1.0
 
+    @property
+    def trained_steps(self) -> tuple[int, ...]:
+        """It needs only the finished samples."""
+        return ()
+
     def recorder(self, draws: Draws) -> None:
         """Finished samples are enough."""
 

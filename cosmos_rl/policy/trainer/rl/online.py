@@ -24,7 +24,6 @@ from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import number_teachers, plan_online
-from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
 from cosmos_rl.policy.model.driver.contract import Level
@@ -114,6 +113,9 @@ class OnlineTask(TaskBase):
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
         self._validation = Validation(job, context, parts.model, parts.validation, self._scoring, self.plan.chunk)
         self._levels_at: dict[Sides | None, Level] = {}
+        for size in self._sized.sizes:
+            with self.model.at_size(size):
+                self._sampler.require_noise(algorithm.trained_steps)
         probe = GuardProbe(
             job.reward_hacking_guard,
             parts.model,
@@ -434,7 +436,8 @@ class OnlineTask(TaskBase):
         """Those of sampling, without the clean one; some pipelines have others at another size."""
         size = self.model.media_size
         if size not in self._levels_at:
-            self._levels_at[size] = _trained_levels(self.model, self._config.policy.diffusers.sample)
+            levels, _ = self._sampler.transitions()
+            self._levels_at[size] = levels.rows(slice(-1))  # the last one is clean
         return self._levels_at[size]
 
     @property
@@ -477,14 +480,3 @@ class OnlineTask(TaskBase):
             f"{self.plan.total}, {self.plan.sigmas} of {len(self._levels.sigma)} noise "
             f"levels each, rewards {', '.join(self._scoring.rewards.names)}; {self.total_steps} steps"
         )
-
-
-def _trained_levels(model: FlowModel, sample: SampleConfig) -> Level:
-    """Of the states that the sampler passes through, without the clean one."""
-    levels, _ = model.transitions(
-        sample.solver,
-        model.sampling_levels(sample.num_steps),
-        noise_level=sample.noise_level,
-        deterministic=sample.deterministic_sampling,
-    )
-    return levels.rows(slice(-1))

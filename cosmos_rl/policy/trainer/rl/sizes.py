@@ -37,10 +37,13 @@ class SizedPrompts:
         drop_last = job.dataloader_drop_last and len(prompts) >= per_step
         self._sets: Any = "one"  # what decides which set gives a prompt, and digests of their prompts
         self.stream = self._build_stream(config, prompts, per_step, drop_last)
+        self.sizes: tuple[Sides | None, ...] = (None,)
+        """That steps may have; None: the configured one."""
         if diffusers.buckets is None:
             self._identity: Any = "all alike"
             return
         self.data_size = diffusers.inference_size
+        self.sizes = diffusers.training_sizes
         named = list_sizes(prompts, diffusers.training_sizes)
         if any(named) and job.dataset.sets:
             raise UserError(f"train.train_policy.dataset.sets: {SIZED_SETS}")

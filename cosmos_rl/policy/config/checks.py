@@ -4,6 +4,7 @@ import re
 
 from cosmos_rl.policy.config.base import Support
 from cosmos_rl.policy.config.buckets import choose_size
+from cosmos_rl.policy.config.idle_keys import idle_notes
 from cosmos_rl.policy.config.jobs import JOBS, job_kind
 from cosmos_rl.policy.config.keys import list_keys
 from cosmos_rl.policy.config.optimizer_rules import optimizer_notes, optimizer_rules
@@ -88,7 +89,7 @@ def notes(config: Config) -> list[str]:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
         lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
-    lines += [*optimizer_notes(config), *bypass_notes(config)]
+    lines += [*optimizer_notes(config), *bypass_notes(config), *idle_notes(config)]
     rl = config.train.train_policy
     is_nft = rl.trainer_type == "diffusion_nft"
     if isinstance(rl, GrpoPolicyConfig) and is_nft and rl.advantage_low != -rl.advantage_high:
@@ -150,6 +151,9 @@ def _model_rules(config: Config) -> list[str]:
         if getattr(policy, name) is not None and not policy.model_name_or_path.endswith(".safetensors")
     ]
     lines += _bucket_rules(policy.diffusers)
+    given = policy.diffusers.conditional_frames
+    if given is not None and given[0] > given[1]:
+        lines.append(f"policy.diffusers.conditional_frames: found {list(given)}; allowed: [least, most]")
     if policy.parallelism.dp_shard_size == 0:
         lines.append("policy.parallelism.dp_shard_size: found 0; allowed: -1 or a whole number >= 1")
     selections = [name for name in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, name)]

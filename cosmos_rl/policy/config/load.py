@@ -59,7 +59,7 @@ def load_config(
             )
     problems = [problem for override in overrides if (problem := _apply(tree, override))]
     config, invalid = _check(tree, problems, fit, rules)
-    problems = [*problems, *invalid]
+    problems = [*problems, *_join_older(tree, invalid)]
     if problems or config is None:
         raise _config_error(problems, path, [override.lstrip("-") for override in overrides])
     return config
@@ -83,6 +83,18 @@ def translate_file(path: str | Path, *, lenient: bool = False) -> Translation:
     if problems or config is None:
         raise _config_error(problems, path, [])
     return translate(config, tree, unknown, output_root=os.environ.get("COSMOS_OUTPUT_DIR") or "./outputs")
+
+
+def _join_older(tree: Mapping[str, object], problems: Sequence[Problem]) -> Sequence[Problem]:
+    """The problems, with one for all tables of the older form in a file that is not of that form."""
+    unknown = [name for name in tree if name not in Config.model_fields]
+    older = [name for name in unknown if name in older_config().model_fields]
+    if not older:
+        return problems
+    first, *others = older
+    many = f", like {', '.join(others)}" if others else ""
+    text = f"unknown key, of the older form{many}; a file of that form has [model] and no [policy] (docs/legacy.md)"
+    return [Problem(first, text), *(problem for problem in problems if problem.key not in older)]
 
 
 def _config_error(problems: Sequence[Problem], path: str | Path, overrides: Sequence[str]) -> ConfigError:

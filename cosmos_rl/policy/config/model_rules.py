@@ -212,8 +212,6 @@ def latents_problem(key: str, model: str, vae: str, channels: object, *, is_vide
 def conditional_frames_problem(wanted: tuple[int, int], model: str, able: tuple[int, int]) -> str | None:
     """Why a model cannot be given so many latent frames (least and most); None: it can. ``able``: what it can do."""
     found = f"policy.diffusers.conditional_frames = {list(wanted)}: "
-    if wanted[0] > wanted[1]:
-        return f"{found}the least is more than the most"
     if able[0] <= wanted[0] and wanted[1] <= able[1]:
         return None
     if able == (0, 0):

@@ -16,7 +16,7 @@ from cosmos_rl.policy.config.plan import (
     samples_with_old,
     trained_steps,
 )
-from cosmos_rl.policy.config.policy import DiffusersConfig, SampleConfig
+from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.prompt_sets import set_rules
 from cosmos_rl.policy.config.ranks import data_ranks
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
@@ -37,7 +37,7 @@ def rl_rules(config: Config) -> list[str]:
         *_placement(config, job),
         *_sampling(config.policy.diffusers.sample),
         *_trained_steps(config, job),
-        *_levels(config.policy.diffusers),
+        *_levels(config, job),
         *_advantages(config, job),
         *_batches(config, job),
         *_prompt_sets(config, job),
@@ -144,7 +144,12 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             "samples with the trained policy"
         )
     if job.trainer_type not in STEP_TRAINERS:
-        if job.on_policy:
+        if job.preset is not None:
+            yield (
+                f'train.train_policy.trainer_type: found "{job.trainer_type}"; allowed: "flow_grpo" or "ddrl" with '
+                f'train.train_policy.preset = "{job.preset}", or leave it out'
+            )
+        elif job.on_policy:
             yield f'train.train_policy.on_policy: found true; allowed: false with "{job.trainer_type}"'
         return
     if sample.deterministic_sampling or sample.solver in _NOISELESS:
@@ -159,9 +164,11 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
     count, last = trained_steps(config), last_trained_step(config)
     if not 1 <= count <= last:
+        ends = "the last two have" if sample.solver in CHURNED else "the last one has"
+        within = "" if job.steps.choose in ("first", "list") else f" and they lie in {key}.within = {job.steps.within}"
         yield (
-            f"{key}: found {count} trained steps; allowed: 1 to {last} of policy.diffusers.sample.num_steps = "
-            f"{sample.num_steps}, as the last one has no noise and windows lie in {key}.within = {job.steps.within}"
+            f"{key}: found {count} trained steps; allowed: {_count_to(last)} of policy.diffusers.sample.num_steps = "
+            f"{sample.num_steps}, as {ends} no noise{within}"
         )
     listed = [index for index in job.steps.indices if index >= 0]
     if len(set(listed)) != len(listed) or any(index >= last for index in listed):
@@ -174,8 +181,13 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
 
 
-def _levels(diffusers: DiffusersConfig) -> Iterator[str]:
-    if diffusers.trained_levels < 1:
+def _count_to(last: int) -> str:
+    return f"1 to {last}" if last > 0 else "none"
+
+
+def _levels(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
+    diffusers, by_share = config.policy.diffusers, job.steps.choose in ("first", "random")
+    if diffusers.trained_levels < 1 and (by_share or job.trainer_type not in STEP_TRAINERS):
         fraction, steps = diffusers.timesteps_fraction, diffusers.sample.num_steps
         yield (
             f"policy.diffusers.timesteps_fraction: found {fraction}; of policy.diffusers.sample.num_steps = "
@@ -191,6 +203,13 @@ def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
     if config.rollout.n_generation < 2:
         yield "rollout.n_generation: found 1; allowed: 2 or more, as an advantage compares samples of one prompt"
+    sample = config.policy.diffusers.sample
+    if sample.same_initial_noise and (sample.deterministic_sampling or sample.solver in _NOISELESS):
+        yield (
+            "policy.diffusers.sample.same_initial_noise: found true; allowed: false without noise between the steps "
+            f'(solver = "{sample.solver}", deterministic_sampling = {str(sample.deterministic_sampling).lower()}), as '
+            "the samples of a prompt would all be the same"
+        )
     if job.normalise_rewards == "gdpo" and job.advantage_temperature is not None:
         yield (
             f"train.train_policy.advantage_temperature: found {job.advantage_temperature}; allowed: unset with "

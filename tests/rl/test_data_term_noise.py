@@ -45,6 +45,7 @@ def test_real_samples_have_the_start_noise_of_the_rollouts(
     options = (f"--train.train_policy.data_term={term}", "--train.train_policy.batch_size_per_optimize=8")
     options += (f"--policy.diffusers.sample.same_initial_noise={str(same).lower()}", "--train.ema_enable=false")
     options += ("--policy.diffusers.sample.num_steps=2", "--train.train_policy.mini_batch=2")
+    options += ("--policy.diffusers.sample.solver=flow", "--policy.diffusers.sample.deterministic_sampling=false")
     trainer = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options)
     model = trainer.model
     assert isinstance(model, PipelineModel)

@@ -3,16 +3,15 @@
 Indices count from the noise and ascend. Only steps with noise have a log-probability, so only they are trained.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
 
+from cosmos_rl.diffusion.moving_window import MovingWindow
+
 StepChoice = Literal["first", "random", "list", "window"]
-WindowOrder = Literal["random", "progressive", "decay"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,8 @@ class StepSelection:
     """-1 stands for a random one that is not listed."""
     end: int = 0
     """Windows and random steps lie before this step; 0: they lie anywhere."""
-    order: WindowOrder = "random"
-    """Where a window is. ``random``: drawn for each training step (Flow-GRPO-Fast). The others move from the noise to
-    the data, then start again (MixGRPO, Li et al. 2025, arXiv 2507.21802), and stay at each place for ``interval``
-    training steps (``progressive``), or for ever fewer, linearly down to ``least_interval`` (``decay``)."""
-    stride: int = 1
-    """Sampling steps between two places of a window."""
-    interval: int = 25
-    least_interval: int = 1
+    moving: MovingWindow | None = None
+    """Where a window is; None: at a place that is drawn for each training step (Flow-GRPO-Fast)."""
 
     def __post_init__(self) -> None:
         """
@@ -49,6 +42,9 @@ class StepSelection:
         most = self.noisy_steps if self.choice in ("first", "list") else self._end
         if not 1 <= self.size <= most:
             raise ValueError(f"trained steps: found {self.size} of {self.noisy_steps}; allowed: 1 to {most}")
+        last = self._end - self.count
+        if self.moving is not None and self.moving.last > last:
+            raise ValueError(f"trained steps: found a window that begins at {self.moving.last}; allowed: 0 to {last}")
 
     @property
     def size(self) -> int:
@@ -78,26 +74,20 @@ class StepSelection:
             return tuple(sorted(torch.randperm(self._end, generator=generator)[: self.count].tolist()))
         if self.choice == "list":
             return self._fill_list(generator)
-        starts = self._starts
-        if self.order == "random":
-            place = int(torch.randint(len(starts), (), generator=generator))
-        else:
-            ends = list(accumulate(self.intervals(starts)))
-            place = next(k for k, end in enumerate(ends) if training_step % ends[-1] < end)
-        return tuple(range(starts[place], starts[place] + self.count))
+        start = self._window_start(training_step, generator)
+        return tuple(range(start, start + self.count))
 
-    def intervals(self, starts: range) -> list[int]:
-        """For how many training steps a moving window stays at each of its places."""
-        if self.order == "progressive":
-            return [self.interval] * len(starts)
-        shares = [start / max(starts[-1], 1) for start in starts]
-        exact = [self.interval + share * (self.least_interval - self.interval) for share in shares]
-        return [max(math.floor(round(value, 9)), 1) for value in exact]
+    def _window_start(self, training_step: int, generator: torch.Generator) -> int:
+        if self.moving is not None:
+            return self.moving.start_at(training_step)
+        return int(torch.randint(len(self._starts), (), generator=generator))
 
     @property
     def _starts(self) -> range:
         """Places of a window."""
-        return range(0, self._end - self.count + 1, 1 if self.order == "random" else self.stride)
+        if self.moving is not None:
+            return self.moving.starts
+        return range(self._end - self.count + 1)
 
     def _fill_list(self, generator: torch.Generator) -> tuple[int, ...]:
         listed = [index for index in self.indices if index >= 0]

@@ -64,6 +64,25 @@ def test_keys_of_other_trainers_are_named(tmp_path: Path, trainer: str, keys: li
             f"{JOB}.steps.interval",
         ),
         (
+            [f"{JOB}.steps.choose=window", f"{JOB}.steps.roll_back=false"],
+            f'{JOB}.steps.order = "random"',
+            f"{JOB}.steps.roll_back",
+        ),
+        (
+            [f"{JOB}.steps.choose=window", f"{JOB}.steps.order=decay", f"{JOB}.steps.decay_rate=0.2"],
+            f'{JOB}.steps.order = "decay"',
+            f"{JOB}.steps.decay_rate",
+        ),
+        (
+            [
+                f"{JOB}.steps={{choose='window', order='exp_decay', decay_threshold=3}}",
+                f"{JOB}.steps.least_interval=2",
+            ],
+            f'{JOB}.steps.order = "exp_decay"',
+            f"{JOB}.steps.least_interval",
+        ),
+        ([f"{JOB}.steps.decay_threshold=3"], f'{JOB}.steps.choose = "first"', f"{JOB}.steps.decay_threshold"),
+        (
             [f"{JOB}.steps.choose=window", "policy.diffusers.timesteps_fraction=0.5"],
             f'{JOB}.steps.choose = "window"',
             "policy.diffusers.timesteps_fraction",

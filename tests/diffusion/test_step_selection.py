@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_rl.diffusion.moving_window import MovingWindow
 from cosmos_rl.diffusion.step_selection import StepSelection, spread_levels
 
 
@@ -38,8 +39,8 @@ def test_random_steps_may_lie_in_a_share_of_all() -> None:
         StepSelection(6, "list", indices=(4, 1)),
         StepSelection(6, "list", indices=(1, -1)),
         StepSelection(9, "window", count=2, end=5),
-        StepSelection(9, "window", count=2, order="progressive", stride=4, interval=3),
-        StepSelection(9, "window", count=1, order="decay", stride=3, interval=3),
+        StepSelection(9, "window", count=2, moving=MovingWindow(7, stride=4, interval=3)),
+        StepSelection(9, "window", count=1, moving=MovingWindow(8, "decay", stride=3, interval=3)),
     ],
 )
 def test_candidates_are_what_is_ever_chosen(selection: StepSelection) -> None:
@@ -60,19 +61,10 @@ def test_a_window_lies_in_its_share_of_the_steps() -> None:
     assert max(one[-1] for one in choices(StepSelection(9, "window", count=3))) == 8
 
 
-def test_a_progressive_window_moves_by_its_stride_and_starts_again() -> None:
-    """MixGRPO's recipe: 25 steps, a window of 4, moved by 1 every 25 training steps."""
-    found = choices(StepSelection(6, "window", count=2, order="progressive", stride=2, interval=3), 12)
+def test_a_moving_window_is_at_its_place_and_draws_nothing() -> None:
+    moving = MovingWindow(last=4, stride=2, interval=3)
+    found = choices(StepSelection(6, "window", count=2, moving=moving), 12)
     assert found == [(0, 1)] * 3 + [(2, 3)] * 3 + [(4, 5)] * 3 + [(0, 1)] * 3
-    starts = [one[0] for one in choices(StepSelection(24, "window", count=4, order="progressive"), 25 * 21 + 1)]
-    assert starts == [start for start in range(21) for _ in range(25)] + [0]
-
-
-def test_a_decaying_window_stays_ever_shorter() -> None:
-    options = {"count": 2, "order": "decay", "interval": 10, "least_interval": 1, "stride": 3}
-    starts = [one[0] for one in choices(StepSelection(12, "window", **options), 23)]
-    assert starts == [0] * 10 + [3] * 7 + [6] * 4 + [9] + [0]
-    assert {one[0] for one in choices(StepSelection(2, "window", **options), 30)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +76,7 @@ def test_a_decaying_window_stays_ever_shorter() -> None:
         {"choice": "list", "indices": (2, 2)},
         {"choice": "list"},
         {"choice": "window", "count": 4, "end": 3},
+        {"choice": "window", "count": 4, "moving": MovingWindow(last=6)},
     ],
 )
 def test_steps_that_there_are_not_are_refused(options: dict) -> None:

@@ -60,6 +60,20 @@ JOBS: dict[str, dict[str, Any]] = {
         JOB + "trainer_type": "flow_grpo",
         JOB + "on_policy": True,
     },
+    "flow_grpo, exponentially decaying window that stays": {  # at steps 0, 1, 2 for 2, 2, 1 training steps
+        **FLOW,
+        JOB + "steps": {
+            "choose": "window",
+            "size": 2,
+            "within": 0.5,
+            "order": "exp_decay",
+            "interval": 2,
+            "decay_rate": 0.7,
+            "decay_threshold": 1,
+            "roll_back": False,
+        },
+        JOB + "trainer_type": "flow_grpo",
+    },
     "flow_grpo, random steps in a list": {
         **FLOW,
         JOB + "steps": {"choose": "list", "indices": [0, -1, -1]},

@@ -13,6 +13,7 @@ from cosmos_rl.policy.config.plan import (
     PAIR_TRAINERS,
     STEP_TRAINERS,
     OnlinePlan,
+    moving_window,
     number_teachers,
     plan_online,
 )
@@ -44,6 +45,8 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
         largest = "those of the step with the largest advantages of either sign"
         yield f"learnt from: {plan.learnt} samples per rank, {largest}"
     yield _trained(config, plan)
+    if job.trainer_type in STEP_TRAINERS:
+        yield from _window(config)
     passes = ""
     if job.mu_iterations > 1:
         passes = f", {job.mu_iterations} times"
@@ -75,6 +78,20 @@ def _trained(config: Config, plan: OnlinePlan) -> str:
     return (
         f"{plan.sigmas} of {steps} noise levels are trained, int({steps} x {diffusers.timesteps_fraction:g}): "
         f"{plan.pairs} pairs of {what} and level"
+    )
+
+
+def _window(config: Config) -> Iterator[str]:
+    """Where it is in the course of the run, if it moves."""
+    window, size = moving_window(config), online_table(config).steps.size
+    if window is None:
+        return
+    first, last = (f"{start} ... {start + size - 1}" for start in (window.starts[0], window.starts[-1]))
+    then = "begins again" if window.roll_back else "stays at the last one"
+    yield (
+        f'the window moves ("{window.order}") from steps {first} to steps {last}: '
+        f"{format_count(len(window.starts), 'place')} in {format_count(sum(window.intervals), 'training step')}, then "
+        f"it {then}"
     )
 
 

@@ -8,7 +8,8 @@ from cosmos_rl.policy.config.plan import PAIR_TRAINERS, STEP_TRAINERS, keeps_ref
 from cosmos_rl.policy.config.presets import PRESETS
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.schema import Config
-from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig, StepsConfig
+from cosmos_rl.policy.config.steps import StepsConfig
+from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 
 _JOB = "train.train_policy"
 _GUARD = f"{_JOB}.reward_hacking_guard"
@@ -23,7 +24,13 @@ _OF_STEPS = (
     f"{_JOB}.advantage_transform",
 )
 _OF_ADVANTAGES = tuple(f"{_JOB}.advantage_{name}" for name in ("low", "high", "mode", "temperature"))
-_MOVES = (f"{_JOB}.steps.stride", f"{_JOB}.steps.interval")
+_MOVES = tuple(f"{_JOB}.steps.{name}" for name in ("stride", "interval", "roll_back"))
+_DECAYS = {
+    f"{_JOB}.steps.least_interval": "decay",
+    f"{_JOB}.steps.decay_rate": "exp_decay",
+    f"{_JOB}.steps.decay_threshold": "exp_decay",
+}
+"""Keys of one order of a window."""
 _Idle = tuple[str, Sequence[str]]
 """The setting for which keys do not act, and their names; of tables, and of keys that begin alike, the beginning."""
 
@@ -98,12 +105,13 @@ def _of_steps(steps: StepsConfig) -> Iterator[_Idle]:
     if steps.choose != "list":
         names.append(f"{key}.indices")
     if steps.choose != "window":
-        names += [f"{key}.size", f"{key}.order", f"{key}.least_interval", *_MOVES]
+        names += [f"{key}.size", f"{key}.order", *_DECAYS, *_MOVES]
     if steps.choose in ("first", "list"):
         names.append(f"{key}.within")
     if steps.choose in ("list", "window"):
         names.append("policy.diffusers.timesteps_fraction")
     yield f"{key}.choose = {format_value(steps.choose)}", names
-    if steps.choose == "window" and steps.order != "decay":
+    if steps.choose == "window":
         moves = _MOVES if steps.order == "random" else ()
-        yield f"{key}.order = {format_value(steps.order)}", [f"{key}.least_interval", *moves]
+        decays = [name for name, order in _DECAYS.items() if order != steps.order]
+        yield f"{key}.order = {format_value(steps.order)}", [*decays, *moves]

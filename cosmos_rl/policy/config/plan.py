@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cosmos_rl.diffusion.moving_window import MovingWindow
 from cosmos_rl.diffusion.solver_names import CHURNED
 from cosmos_rl.policy.config.chunks import rollout_chunk
 from cosmos_rl.policy.config.optimizers import find_kind
@@ -164,6 +165,25 @@ def last_trained_step(config: Config) -> int:
     if job.steps.choose in ("first", "list"):
         return noisy_steps(sample)
     return min(math.floor(round(sample.num_steps * job.steps.within, 9)), noisy_steps(sample))
+
+
+def moving_window(config: Config) -> MovingWindow | None:
+    """Where the window of trained steps is; None: there is none, or it is drawn."""
+    job = config.train.train_policy
+    assert isinstance(job, GrpoPolicyConfig)
+    steps = job.steps
+    if steps.choose != "window" or steps.order == "random":
+        return None
+    return MovingWindow(
+        last=last_trained_step(config) - steps.size,
+        order=steps.order,
+        stride=steps.stride,
+        interval=steps.interval,
+        least_interval=steps.least_interval,
+        decay_rate=steps.decay_rate,
+        decay_threshold=steps.decay_threshold,
+        roll_back=steps.roll_back,
+    )
 
 
 def keeps_reference(job: GrpoPolicyConfig) -> bool:

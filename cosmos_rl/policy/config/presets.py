@@ -87,6 +87,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         f"{_JOB}.steps.order": "progressive",
         f"{_JOB}.steps.stride": 1,
         f"{_JOB}.steps.interval": 25,
+        f"{_JOB}.steps.roll_back": True,
         f"{_JOB}.steps.elsewhere": "euler",
     },
     # arXiv 2512.04332; the weight of the data is to be tuned

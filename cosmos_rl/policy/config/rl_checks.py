@@ -24,6 +24,7 @@ from cosmos_rl.policy.config.reward_names import repeated_names
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import GrpoPolicyConfig
 from cosmos_rl.policy.config.validation_sets import list_validation_sets, requested_table
+from cosmos_rl.policy.config.window_rules import window_rules
 
 _NOISELESS = ("dpm1", "dpm2", "euler")
 
@@ -170,6 +171,8 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
             f"{key}: found {count} trained steps; allowed: {_count_to(last)} of policy.diffusers.sample.num_steps = "
             f"{sample.num_steps}, as {ends} no noise{within}"
         )
+    else:
+        yield from window_rules(config)
     listed = [index for index in job.steps.indices if index >= 0]
     if len(set(listed)) != len(listed) or any(index >= last for index in listed):
         yield f"{key}.indices: found {list(job.steps.indices)}; allowed: different ones from 0 to {last - 1}, or -1"

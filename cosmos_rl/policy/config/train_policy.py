@@ -26,6 +26,7 @@ from cosmos_rl.policy.config.base import (
 from cosmos_rl.policy.config.dpo import AutoBetaConfig
 from cosmos_rl.policy.config.prompt_sets import PromptSetConfig
 from cosmos_rl.policy.config.reward import FunctionName, LocalRewardConfig, RemoteRewardConfig
+from cosmos_rl.policy.config.steps import StepsConfig
 
 Preset = Literal[
     "flow_grpo",
@@ -239,34 +240,6 @@ class DataTermConfig(Table):
     noise: Literal["fresh", "rollout"] = "fresh"
     """What they are mixed with: noise of their own, or the start noise of the step's rollouts, that of sample k for the
     k-th of them. "rollout" needs samples of one size (no policy.diffusers.buckets)."""
-
-
-class StepsConfig(Table):
-    """`[train.train_policy.steps]`: which sampling steps FlowGRPO and DDRL train; never those without noise."""
-
-    choose: Literal["first", "random", "list", "window"] = "first"
-    """"first" or "random": the share policy.diffusers.timesteps_fraction of all. "list": `indices`. "window": `size`
-    neighbours."""
-    indices: tuple[Annotated[StrictInt, Field(ge=-1)], ...] = ()
-    """Steps of "list", from 0 (noise) on; -1 is another, random one."""
-    size: PositiveInt = 3
-    """Steps of a window."""
-    within: PositiveFraction = 1.0
-    """Windows and random steps lie in this share of all steps, counted from the noise."""
-    order: Literal["random", "progressive", "decay"] = "random"
-    """Where a window is: at a random place in each training step; or moving from the noise to the data, then from the
-    start again, with a move every `interval` training steps ("progressive") or ever sooner ("decay")."""
-    stride: PositiveInt = 1
-    """Sampling steps by which a window moves."""
-    interval: PositiveInt = 25
-    """Training steps between two moves; of "decay" at the first place."""
-    least_interval: PositiveInt = 1
-    """Training steps that a "decay" window stays at its last place."""
-    elsewhere: Literal["noise", "euler", "dpm2"] = "noise"
-    """How the steps that are not trained are sampled: with noise as well, or by one of the solvers without noise."""
-    max_gb: PositiveFloat = 64.0
-    """Host memory of a rank, in 10^9 bytes, for what it records of the trained steps, with the copies that learning
-    makes; a run that would need more is refused before it begins."""
 
 
 class KlGateConfig(Table):

@@ -116,6 +116,11 @@ def test_what_is_not_known_of_dropout_is_said_where_it_matters(
         assert unknown not in check(capsys, *options)[1]
         assert (unknown in check(capsys, *options, nowhere)[1]) == matters
         assert unknown not in check(capsys, *options, nowhere, "--policy.lora.lora_dropout=0.1")[1]
+    noisy = ["--policy.diffusers.sample.solver=flow", "--policy.diffusers.sample.deterministic_sampling=false"]
+    for trainer in ("flow_grpo", "online_dpo"):  # these run no old policy when they learn
+        options = ["--config", write_nft_toml(), f"--train.train_policy.trainer_type={trainer}", *noisy, nowhere]
+        code, report, _ = check(capsys, *options, "--policy.diffusers.weight_copy_decay_type=0")
+        assert (code, unknown in report) == (0, False)
 
 
 def test_prompts_are_counted_and_few_are_taken_several_times(

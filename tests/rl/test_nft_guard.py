@@ -72,6 +72,7 @@ def test_stop_saves_what_there_is_and_says_what_was_measured(tmp_path: Path, tin
     with pytest.raises(TrainingStoppedError, match=expected) as stopped:
         nft_train_task(config, *ON, FEW, "--train.max_num_steps=5", prepare=scripted(1.0, 1.0, 4.0))
     assert stopped.value.exit_code == 1
+    assert str(stopped.value).endswith('.action = "rewind" tries that by itself, "warn" continues')
     (run,) = (path for path in (tmp_path / "out").iterdir() if path.name.isdigit())
     assert layout.list_whole_steps(run / "checkpoints") == [1, 2, 3]
     assert [line["guard/alarms"] for line in read_metrics(run / "metrics.jsonl")] == [0, 0, 1]
@@ -220,8 +221,10 @@ def test_rewinds_come_to_an_end_and_leave_no_link_to_what_is_gone(tmp_path: Path
 
 def test_an_alarm_before_any_good_checkpoint_stops(tmp_path: Path, tiny_sd3: Path) -> None:
     config = nft_toml(tmp_path, tiny_sd3)
-    with pytest.raises(TrainingStoppedError, match="There is no checkpoint up to it. Step 1 is saved as it is"):
+    expected = r"There is no checkpoint up to it to go back to \(train.ckpt.save_freq\). Step 1 is saved as it is"
+    with pytest.raises(TrainingStoppedError, match=expected) as stopped:
         nft_train_task(config, *ON, FEW, acting("rewind"), prepare=scripted(9.0))
+    assert str(stopped.value).endswith('; train.train_policy.reward_hacking_guard.action = "warn" continues')
 
 
 @pytest.mark.slow

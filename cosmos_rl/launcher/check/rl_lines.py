@@ -114,7 +114,8 @@ def _policies(config: Config, plan: OnlinePlan) -> Iterator[str]:
     kind, copied = config.policy.diffusers.weight_copy_decay_type, 0
     while kind != 0 and old_policy_decay(kind, copied + 1) == 0.0:
         copied += 1
-    if plan.dropout is None and (kind == 0 or copied):
+    runs_old = online_table(config).trainer_type not in (*STEP_TRAINERS, *PAIR_TRAINERS)
+    if runs_old and plan.dropout is None and (kind == 0 or copied):
         yield "unknown: whether the network has dropout, with which the old policy is run even where it is a copy"
     if copied and plan.old_while_copied < plan.old_forwards:
         fewer = plan.forwards - plan.old_forwards + plan.old_while_copied

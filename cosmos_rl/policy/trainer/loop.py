@@ -165,13 +165,14 @@ class TrainLoop:
             if self._context.is_main:
                 self._report()
             kept = "There is no checkpoint up to it."
+            if alarm.action == "rewind":
+                kept = "There is no checkpoint up to it to go back to (train.ckpt.save_freq)."
             if good:
                 kept = f"The newest checkpoint up to it is step {good}."
             raise TrainingStoppedError(
                 f"stopped by the guard against reward hacking at {alarm.text}\n  No alarm up to step "
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. A larger train.train_policy.kl_beta or a "
-                "lower train.optm_lr make this rarer; train.train_policy.reward_hacking_guard.action = "
-                '"rewind" tries that by itself, "warn" continues'
+                f"lower train.optm_lr make this rarer; {alarm.other_actions}"
             )
         logger.warning(f"{alarm.text}\n  Rewinding to step {good}")
         self._manager.remove_steps_after(good)

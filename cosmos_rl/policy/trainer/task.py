@@ -23,6 +23,8 @@ class Alarm:
     """The last step at which nothing was wrong: a rewind goes back to a checkpoint no later than that."""
     rewinds: int
     """The number of the rewind, should there be one."""
+    other_actions: str
+    """What a user may choose in the place of the action that was chosen, where it ends the run."""
 
 
 @dataclass(frozen=True)

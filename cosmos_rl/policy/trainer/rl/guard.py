@@ -55,11 +55,14 @@ class RewardHackingGuard:
         return metrics, self._alarm(f"step {done}: " + "; ".join(wrong))
 
     def _alarm(self, text: str) -> Alarm:
-        action = self._config.action
+        action, key = self._config.action, "train.train_policy.reward_hacking_guard"
+        others = f'{key}.action = "warn" continues'
+        if action == "stop":
+            others = f'{key}.action = "rewind" tries that by itself, "warn" continues'
         if action == "rewind" and self.rewinds >= self._config.max_rewinds:
             action = "stop"
             text += f". The run went back {self.rewinds} times already (reward_hacking_guard.max_rewinds)"
-        return Alarm(text, action, self._good_step, self.rewinds + 1)
+        return Alarm(text, action, self._good_step, self.rewinds + 1, others)
 
     def on_rewind(self, step: int, rewinds: int) -> None:
         """The run continues after ``step``, at which nothing was wrong, with so many rewinds in all."""

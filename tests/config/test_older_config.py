@@ -464,6 +464,16 @@ def test_fine_tuning_draws_the_levels_of_the_older_trainer() -> None:
     assert diffusers.conditional_frames == (1, 2)
 
 
+def test_a_flag_with_a_key_of_the_older_form_is_named_with_its_present_one(tmp_path: Path) -> None:
+    path = write(tmp_path, {"model": {}, "job": JOB})
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["--model.rl.num_rollout=4", "--trainer.no_such=1"])
+    known, unknown = raised.value.problems
+    says = "a key of the older form; flags have the present keys"
+    assert known == f"model.rl.num_rollout: {says}, here rollout.n_generation (from --model.rl.num_rollout=4)"
+    assert unknown == f"trainer.no_such: {says} (from --trainer.no_such=1)"
+
+
 def test_the_output_folder_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COSMOS_OUTPUT_DIR", "/data/runs")
     path = write(tmp_path, {"model": {}, "job": {"project": "p", "group": "g", "name": "n"}})

@@ -18,7 +18,7 @@ from cosmos_rl.policy.config.checks import cross_check
 from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
 from cosmos_rl.policy.config.problems import ConfigError, Problem, drop_unknown, format_value, validate
 from cosmos_rl.policy.config.schema import Config
-from cosmos_rl.policy.config.wfm.notes import Translation
+from cosmos_rl.policy.config.wfm.notes import Note, Translation
 from cosmos_rl.policy.config.wfm.schema import older_config
 from cosmos_rl.policy.config.wfm.translate import translate
 from cosmos_rl.utils.logging import logger
@@ -48,16 +48,17 @@ def load_config(
         UserError: no such file.
         ConfigError: names every problem.
     """
-    tree = read_toml(path)
+    tree, notes = read_toml(path), tuple[Note, ...]()
     if is_older(tree):
         translation = translate_file(path, lenient=lenient)
-        tree = dict(translation.tables)
+        tree, notes = dict(translation.tables), translation.notes
         if str(path) not in _already_described:
             _already_described.add(str(path))
             logger.info(
                 "\n  ".join([f"{path}: a configuration of the older form, translated:", *translation.describe()])
             )
-    problems = [problem for override in overrides if (problem := _apply(tree, override))]
+    set_them = [_refuse_older(override, notes) or _apply(tree, override) for override in overrides]
+    problems = [problem for problem in set_them if problem]
     config, invalid = _check(tree, problems, fit, rules)
     problems = [*problems, *_join_older(tree, invalid)]
     if problems or config is None:
@@ -95,6 +96,16 @@ def _join_older(tree: Mapping[str, object], problems: Sequence[Problem]) -> Sequ
     many = f", like {', '.join(others)}" if others else ""
     text = f"unknown key, of the older form{many}; a file of that form has [model] and no [policy] (docs/legacy.md)"
     return [Problem(first, text), *(problem for problem in problems if problem.key not in older)]
+
+
+def _refuse_older(override: str, notes: Sequence[Note]) -> Problem | None:
+    """An override with a key of the older form is named with its present key, by the ``notes`` of the translation."""
+    key = override.lstrip("-").partition("=")[0]
+    root = key.partition(".")[0]
+    if root in Config.model_fields or root not in older_config().model_fields:
+        return None
+    present = " and ".join(dict.fromkeys(note.new for note in notes if note.old == key and note.new))
+    return Problem(key, f"a key of the older form; flags have the present keys{present and ', here '}{present}")
 
 
 def _config_error(problems: Sequence[Problem], path: str | Path, overrides: Sequence[str]) -> ConfigError:

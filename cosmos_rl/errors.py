@@ -1,5 +1,7 @@
 """Errors that a user can fix. They are shown as one message without a traceback."""
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+
 
 class UserError(Exception):
     """Something outside our code is wrong: a config value, a file, a folder, a command line.
@@ -23,3 +25,11 @@ class OutOfMemory(Exception):
     def __init__(self, phase: str) -> None:
         super().__init__(f"out of memory while {phase}")
         self.phase = phase
+
+
+def explain_decoding(error: UnicodeDecodeError) -> str:
+    """What a file is that was read as UTF-8 and is something else, and what to do: ``<file>: …``."""
+    found = f" (byte 0x{error.object[error.start]:02x} at position {error.start})"
+    if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        found = " but UTF-16"
+    return f"is not UTF-8 text{found}; save it as UTF-8"

@@ -16,6 +16,7 @@ from torch import Tensor
 from cosmos_rl.checkpoint.layout import LORA_FILE
 from cosmos_rl.errors import UserError
 from cosmos_rl.storage import atomic
+from cosmos_rl.storage.weight_files import read_table
 from cosmos_rl.utils.logging import logger
 
 SAMPLING_FILE = "cosmos_rl.json"
@@ -110,7 +111,7 @@ class PipelineExport:
         """
         earlier = _find_earlier_export(step_dir)
         with atomic.staging(step_dir) as stage:
-            index = json.loads((self.base_folder / "model_index.json").read_text(encoding="utf-8"))
+            index = read_table(self.base_folder / "model_index.json")
             shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
             for name, value in index.items():
                 part = self.base_folder / name

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cosmos_rl.data.tar_files import open_member, split_member
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
+from cosmos_rl.errors import explain_decoding
 
 CAPTION_SUFFIXES = (".json", ".txt", ".caption")
 """Endings of the files with one caption each."""
@@ -76,7 +77,7 @@ def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
     try:
         text = content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        return None, f"is not UTF-8 text ({error})"
+        return None, explain_decoding(error)
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     if not text:
         return None, "is empty"
@@ -104,7 +105,9 @@ def read_table(path: Path) -> tuple[list[Row], list[str]]:
     rows, problems = [], []
     try:
         text = path.read_bytes().removeprefix(BOM_UTF8).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        return [], [f"{path.name}: {explain_decoding(error)}"]
+    except OSError as error:
         return [], [f"{path.name}: cannot be read ({error})"]
     lines = _csv_lines(text) if path.suffix == ".csv" else _json_lines(text)
     for number, raw in lines:

@@ -21,7 +21,7 @@ from cosmos_rl.data.pair_files import (
     scan_pairs,
 )
 from cosmos_rl.data.texts import find_prompt_problem, parse_json, printable
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import UserError, explain_decoding
 
 TABLE_SUFFIX = ".jsonl"
 """Ending of a file of preferences."""
@@ -139,8 +139,10 @@ def _read_table(table: Path, rejected_dir: str, video: bool) -> Preferences:
         raise UserError(f"{table.absolute()}: names its rejected files itself; leave rejected_dir out")
     try:
         text = table.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{table.absolute()}: {explain_decoding(error)}; expected {_TABLE}") from error
+    except OSError as error:
+        why = error.strerror or str(error)
         raise UserError(f"{table.absolute()}: cannot be read ({why}); expected {_TABLE}") from error
     rows, problems, ties = list[tuple[Pair, Pair]](), list[str](), 0
     for source, raw in _lines(text):

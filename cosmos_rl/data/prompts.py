@@ -11,7 +11,7 @@ from typing import Any
 from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.shards import find_root, is_shard_file
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import UserError, explain_decoding
 
 _FORMS = {
     ".txt": "one prompt a line",
@@ -166,8 +166,10 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path.absolute()}: {explain_decoding(error)}; expected {_FORMS[path.suffix]}") from error
+    except OSError as error:
+        why = error.strerror or str(error)
         expected = f"expected {_FORMS[path.suffix]}"
         raise UserError(f"{path.absolute()}: cannot be read ({why}); {expected}") from error
     records = parse_prompts(text, str(path.absolute()), path.suffix)

@@ -4,6 +4,8 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 
+from cosmos_rl.errors import explain_decoding
+
 _SHOWN_KEYS = 5
 
 
@@ -12,7 +14,7 @@ def parse_json(content: bytes | str) -> tuple[object, str | None]:
     try:
         text = content if isinstance(content, str) else content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        return None, f"is not UTF-8 text ({error})"
+        return None, explain_decoding(error)
     try:
         return json.loads(text), None
     except ValueError as error:

@@ -1,6 +1,5 @@
 """Sharded modules: FSDP2 over the data-parallel ranks, weights read shard by shard, whole tensors gathered."""
 
-import json
 import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from cosmos_rl.distributed.pairwise import reduce_pairwise
 from cosmos_rl.distributed.precision import list_float32_units
 from cosmos_rl.errors import UserError
+from cosmos_rl.storage.weight_files import open_weights, read_table
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,19 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file of a diffusers model folder (one file, or shards with an index).
 
     Raises:
-        UserError: the folder holds no safetensors weights.
+        UserError: the folder holds no safetensors weights, or a file of them is cut off.
     """
-    from safetensors import safe_open
-
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        return {
-            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
+        files = {name: folder / file for name, file in read_table(index)["weight_map"].items()}
+        for file in sorted(set(files.values())):
+            with open_weights(file):  # the readers of several shards do not say which one is cut off
+                pass
+        return files
     single = folder / "diffusion_pytorch_model.safetensors"
     if not single.is_file():
         raise UserError(f"{folder}: no diffusion_pytorch_model.safetensors (or its index) there")
-    with safe_open(single, framework="pt") as opened:
+    with open_weights(single) as opened:
         return dict.fromkeys(opened.keys(), single)
 
 

@@ -227,12 +227,12 @@ def _override_at(argv: Sequence[str], at: int) -> tuple[int, str]:
 
 def _refuse_own_flags(token: str) -> None:
     """After the script: a misspelt override or a flag of the launcher would silently have no effect."""
-    if not token.startswith("--"):
+    if not token.startswith("-"):
         return
     key, equals, value = token.partition("=")
     if key in _NEVER_A_SCRIPTS:
         raise UserError(f"{token}: a flag of cosmos-rl; put it before the script")
-    table, dot, rest = key.removeprefix("--").partition(".")
+    table, dot, rest = key.lstrip("-").partition(".")
     near = difflib.get_close_matches(table, Config.model_fields, n=1, cutoff=0.8)
     if dot and near:
         raise UserError(

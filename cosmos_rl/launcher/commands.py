@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import json
 import shlex
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.disk import report_full_disk
 from cosmos_rl.storage.run_folder import find_run
+from cosmos_rl.storage.weight_files import read_table
 from cosmos_rl.tracking.report import write_report
 
 
@@ -332,7 +332,7 @@ def _find_source(source: str, revision: str | None) -> _Source:
     for folder in (place, place / "lora"):
         configs = [*folder.glob("adapter_config.json"), *folder.glob("transformer*/adapter_config.json")]
         for config in configs[:1]:
-            about = json.loads(config.read_text(encoding="utf-8"))
+            about = read_table(config)
             if not (config.parent / LORA_FILE).is_file():
                 raise UserError(
                     f"{config.parent}: an adapter in the form of PEFT, without {LORA_FILE}; cosmos-rl sample takes "

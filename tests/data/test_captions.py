@@ -108,7 +108,8 @@ def test_captions_that_differ_are_named_and_equal_ones_count_once(tmp_path: Path
     [
         ({"2.txt": b""}, "2.txt: is empty"),
         ({"2.txt": b" \n\n"}, "2.txt: is empty"),
-        ({"2.txt": b"caf\xe9"}, "2.txt: is not UTF-8 text"),
+        ({"2.txt": b"caf\xe9"}, "2.txt: is not UTF-8 text (byte 0xe9 at position 3); save it as UTF-8"),
+        ({"2.txt": "a cat".encode("utf-16")}, "2.txt: is not UTF-8 text but UTF-16; save it as UTF-8"),
         ({}, "2.png: has no caption 2.json, .txt or .caption"),
         (
             {"metadata.csv": b"file_name,text\n2.png,\n"},
@@ -120,7 +121,7 @@ def test_captions_that_differ_are_named_and_equal_ones_count_once(tmp_path: Path
         ({"metadata.csv": b"file_name,text\n/etc/2.png,a\n"}, "line 2: /etc/2.png is not a path within the folder"),
         ({"metadata.csv": b"file_name,text\n2.gif,a\n"}, "line 2: 2.gif is of a kind that is not read"),
         ({"metadata.csv": b'file_name,text\n2.png,"a\n'}, "is not CSV"),
-        ({"metadata.csv": b"file_name,text\n2.png,caf\xe9\n"}, "metadata.csv: cannot be read"),
+        ({"metadata.csv": b"file_name,text\n2.png,caf\xe9\n"}, "metadata.csv: is not UTF-8 text (byte 0xe9 at"),
         ({"metadata.jsonl": b'{"file_name": "2.png"\n'}, "metadata.jsonl, line 1: is not valid JSON"),
         ({"metadata.jsonl": b"[]\n"}, "metadata.jsonl, line 1: is not an object"),
         (

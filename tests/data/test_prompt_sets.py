@@ -119,7 +119,9 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, name: str, text: st
 
 def test_a_file_of_bytes_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00a")
-    with pytest.raises(UserError, match="x.txt: cannot be read .*utf-8"):
+    with pytest.raises(
+        UserError, match="x.txt: is not UTF-8 text but UTF-16; save it as UTF-8; expected one prompt a line"
+    ):
         read_prompts(tmp_path / "x.txt")
 
 

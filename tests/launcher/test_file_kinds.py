@@ -115,6 +115,9 @@ def test_weights_of_a_policy_of_the_wrong_kind_are_refused_before_a_model_is_loa
         [line] = problems(value, lora=True)
         assert line.startswith(f'{key} = "{value}": ')
         assert "give an exported adapter with [policy.lora]" in line
+    for value in ("broken.safetensors", "a.png"):
+        [line] = problems(value, lora=True)
+        assert line.startswith(f'{key} = "{value}": is no complete .safetensors file; give an exported adapter')
     if key == "policy.lora.lora_path":
         return
     assert problems("pipeline", lora=False) == []

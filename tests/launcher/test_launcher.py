@@ -50,6 +50,7 @@ def test_help_and_version_need_no_torch(argument: str) -> None:
             "not supported yet: policy",
         ),
         (["--config", "run.toml", "worker.py", "--trian.epoch=3"], "--trian.epoch=3: did you mean --train.epoch=3?"),
+        (["--config", "run.toml", "worker.py", "-train.epoch=3"], "-train.epoch=3: did you mean --train.epoch=3?"),
         (["--config", "run.toml", "worker.py", "--train.epch=3"], "train.epch: unknown key; did you mean train.epoch?"),
         (["--config", "run.toml", "worker.py", "--train.epch", "3"], "not an override; write --train.epoch=VALUE"),
         (["--config", "run.toml", "worker.py", "--nproc-per-node", "2"], "put it before the script"),

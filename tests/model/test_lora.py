@@ -15,6 +15,7 @@ from cosmos_rl.launcher.pipeline_files import PipelineFiles
 from cosmos_rl.policy.config import Config, DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.model import lora
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from cosmos_rl.policy.model.quiet import load_adapter
 
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 
@@ -152,6 +153,15 @@ def test_a_warm_start_that_does_not_fit_is_refused(tiny_sd3: Path, tmp_path: Pat
     save_file(load_file(file), file, metadata=metadata)
     with pytest.raises(UserError, match="trained with lora_alpha = 64"):
         build(tiny_sd3, lora_path=str(file))
+    save_file(load_file(file), file)
+    (tmp_path / "adapter_config.json").write_text('{"r": ')
+    with pytest.raises(UserError, match=r"adapter_config\.json: cannot be read as JSON"):
+        build(tiny_sd3, lora_path=str(file))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors: is not a complete \.safetensors file"):
+        build(tiny_sd3, lora_path=str(file))
+    with pytest.raises(UserError, match=r"model\.safetensors: is not a complete \.safetensors file"):
+        load_adapter(build(tiny_sd3).pipeline, tmp_path)  # as cosmos-rl sample does
 
 
 def test_an_image_pipeline_is_refused_for_videos(tiny_sd3: Path) -> None:

@@ -66,10 +66,14 @@ def _policy_place(key: str, value: str, *, adapter: bool) -> list[str]:
     fits, right = (path / "transformer").is_dir(), {FileKind.PIPELINE}
     if adapter:
         wanted = "give an exported adapter with [policy.lora], such as safetensors/step_<N>/lora of a run"
-        fits, right = path.is_file() or any(path.rglob("*.safetensors")), {FileKind.ADAPTER, FileKind.ADAPTER_FILE}
+        fits, right = any(path.rglob("*.safetensors")), {FileKind.ADAPTER, FileKind.ADAPTER_FILE}
     if kind in right or (kind is None and fits):
         return []
-    found = f"is {kind.value[0]}" if kind is not None else "has no weights of a policy"
+    found = "has no weights of a policy"
+    if kind is not None:
+        found = f"is {kind.value[0]}"
+    elif path.is_file():
+        found = "is no complete .safetensors file"
     if kind is FileKind.CHECKPOINT:
         wanted += f" (cosmos-rl export {value} --out DIR makes it)"
     return [f'{key} = "{value}": {found}; {wanted}']

@@ -13,7 +13,7 @@ from typing import TypeGuard
 import tomli_w
 
 from cosmos_rl import __version__
-from cosmos_rl.errors import UserError
+from cosmos_rl.errors import UserError, explain_decoding
 from cosmos_rl.policy.config.checks import cross_check
 from cosmos_rl.policy.config.keys import find_field, is_text_only, suggestion
 from cosmos_rl.policy.config.problems import ConfigError, Problem, drop_unknown, format_value, validate
@@ -180,7 +180,9 @@ def read_toml(path: str | Path) -> dict[str, object]:
                 f"{path}: this folder has no config.toml; give a TOML file or the folder of a run"
             ) from None
         raise UserError(f"{path}: no such file; give the TOML file of the run with --config") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: {explain_decoding(error)}") from None
+    except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None

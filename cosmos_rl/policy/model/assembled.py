@@ -1,7 +1,6 @@
 """A pipeline folder of a transformer in one file and of the other parts of a base."""
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
 from torch import Tensor
 
 from cosmos_rl.errors import UserError
@@ -18,6 +16,7 @@ from cosmos_rl.policy.model.original_names import from_original, original_names,
 from cosmos_rl.policy.model.single_file import SECOND_EXPERT, SingleFile, find_prefix
 from cosmos_rl.storage import atomic
 from cosmos_rl.storage.locks import hold_lock
+from cosmos_rl.storage.weight_files import open_weights, read_table
 from cosmos_rl.utils.logging import logger
 
 _WAIT_S = 1800.0
@@ -44,7 +43,7 @@ def assemble(single: SingleFile, place: Path) -> Path:
 
 def _write(single: SingleFile, folder: Path) -> None:
     files = {"transformer": single.file}
-    index = json.loads((single.base / "model_index.json").read_text(encoding="utf-8"))
+    index = read_table(single.base / "model_index.json")
     if single.low_noise is not None:
         files[SECOND_EXPERT] = single.low_noise
     elif index.get(SECOND_EXPERT, [None])[0]:
@@ -92,7 +91,7 @@ def read_transformer(file: Path, base: Path) -> dict[str, Tensor]:
 
     from cosmos_rl.policy.model.driver.loading import build_empty
 
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_table(base / "config.json")
     wanted = build_empty(base, torch.float32).state_dict()
     found, other = _read(file), f"{file}: is not the {base.name} of {base.parent}"
     own = found.keys() <= wanted.keys() or wanted.keys() <= found.keys()  # names of diffusers, some may be missing
@@ -133,7 +132,7 @@ def _convert(file: Path, other: str, found: dict[str, Tensor], config: dict[str,
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The transformer's tensors without a prefix; what else the file holds is named and left out."""
-    with safe_open(file, framework="pt") as opened:
+    with open_weights(file) as opened:
         keys = list(opened.keys())
         prefix = find_prefix(keys)
         own = [key for key in keys if key.startswith(prefix)]

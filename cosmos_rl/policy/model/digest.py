@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from cosmos_rl.storage.weight_files import read_table
+
 _SAMPLED_BYTES = 2**20
 _TEXTS = (".json", ".txt", ".model")
 _VARIANTS = (".fp16.", ".bf16.", ".ema.", ".non_ema.")
@@ -57,7 +59,7 @@ def find_folder(name: str, revision: str | None) -> Path | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_table(folder / "model_index.json")
     for part in sorted(name for name, value in index.items() if isinstance(value, list)):
         for file in sorted((folder / part).glob("*")):
             weights = file.suffix == ".safetensors" and not any(word in file.name for word in _VARIANTS)

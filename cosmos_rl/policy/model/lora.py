@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
-from safetensors import safe_open
 
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.sharding import copy_full
@@ -19,6 +18,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
 from cosmos_rl.policy.model.adapter_files import Convert, FileAdapter, read_tensors, with_rank
+from cosmos_rl.storage.weight_files import open_weights, read_table
 from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
@@ -227,7 +227,7 @@ def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, 
         UserError: other modules, ranks or scales than the current adapter.
     """
     file = adapter_file(path, key)
-    with safe_open(file, framework="pt") as opened:
+    with open_weights(file) as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         metadata = opened.metadata() or {}
     found = read_tensors(tensors, type(transformer).__name__, layer_rows(transformer), convert)
@@ -295,7 +295,7 @@ def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     sidecar = file.parent / "adapter_config.json"
     if not sidecar.is_file():
         return {}
-    return json.loads(sidecar.read_text(encoding="utf-8"))
+    return read_table(sidecar)
 
 
 def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], where: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cosmos_rl.distributed.sharding import find_weight_files
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config.model_rules import NF4_BLOCK, is_quantised, scales_at_once
+from cosmos_rl.storage.weight_files import open_weights
 
 
 def quantise_base(denoiser: nn.Module, form: str, device: torch.device) -> None:
@@ -33,14 +34,12 @@ def quantise_base(denoiser: nn.Module, form: str, device: torch.device) -> None:
 def read_packed(layers: Mapping[str, nn.Linear], folder: Path, form: str, device: torch.device) -> None:
     """Fill layers (see ``find_packed``) whose weights have no memory yet from a diffusers model folder, packed on the
     device: one unpacked weight at a time is in memory."""
-    from safetensors import safe_open
-
     names: dict[Path, list[str]] = {}
     for name, file in find_weight_files(folder).items():
         if name in layers:
             names.setdefault(file, []).append(name)
     for file, held in names.items():
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             for name in held:
                 weight = pack(opened.get_tensor(name).to(device, layers[name].weight.dtype), form)
                 layers[name].weight = nn.Parameter(weight, requires_grad=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl.data.text_lengths import TextEncoder, build_encoder, find_refusal
+from cosmos_rl.storage.weight_files import open_weights
 
 
 @contextlib.contextmanager
@@ -90,9 +91,16 @@ def load_adapter_weights(pipe: Any, folder: Path) -> None:
     """Load an exported adapter. Its text encoders have no part of it, of which diffusers warns each time.
 
     A pipeline with two denoisers has an adapter of the second one in a folder of its name.
+
+    Raises:
+        UserError: a file of it is cut off.
     """
     names: dict[str, Any] = {"weight_name": "model.safetensors", "adapter_name": "default"}
     second = folder / "transformer_2"
+    for place in (folder, second):
+        if (place / names["weight_name"]).is_file():
+            with open_weights(place / names["weight_name"]):  # diffusers' own error has a traceback and no remedy
+                pass
     with quiet_warnings():
         if not hasattr(pipe, "load_lora_weights"):  # some pipelines leave it to the denoiser
             pipe.transformer.load_lora_adapter(str(folder), prefix="transformer", **names)

@@ -1,6 +1,5 @@
 """A model in one file, as model-sharing sites offer it: recognised, and what it lacks found. No torch."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import PolicyConfig
 from cosmos_rl.policy.model.digest import find_folder
+from cosmos_rl.storage.weight_files import read_table
 
 SECOND_EXPERT = "transformer_2"
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.")
@@ -156,7 +156,7 @@ def _choose_base(keys: Sequence[str], what: str) -> str:
 
 
 def _find_low_noise(name: str | None, base: Path) -> Path | None:
-    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    index = read_table(base / "model_index.json")
     if name is None:
         return None
     what = f'policy.single_file_low_noise = "{name}"'

@@ -1,6 +1,5 @@
 """What can be done with weights without training: exports of a checkpoint, and imports of another format."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
 from cosmos_rl.policy.model.driver.loading import build_empty, fetch_pipeline
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
+from cosmos_rl.storage.weight_files import read_table
 from cosmos_rl.utils.logging import logger
 
 
@@ -94,7 +94,7 @@ def import_consolidated(file: Path, base: str, revision: str | None, out: Path) 
 
 
 def _require_cosmos(folder: Path) -> None:
-    kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    kind = read_table(folder / "model_index.json").get("_class_name")
     if kind != consolidated.PIPELINE:
         raise UserError(f"{folder}: a {kind}; .pt checkpoints are only for {consolidated.PIPELINE}")
 

@@ -14,6 +14,7 @@ from cosmos_rl.distributed.precision import list_float32_units
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.driver.rows import find_row
 from cosmos_rl.policy.model.quiet import quiet_libraries
+from cosmos_rl.storage.weight_files import read_table
 
 
 class NothingChecked(ModelMixin, ConfigMixin):
@@ -92,7 +93,7 @@ def read_pipeline(folder: Path, dtype: Any, **parts: Any) -> Any:
 
 def list_denoisers(folder: Path) -> list[str]:
     """Names of a pipeline's denoisers, sorted: ``transformer``, and a second expert where there is one."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_table(folder / "model_index.json")
     return sorted(name for name, value in index.items() if name.startswith("transformer") and value[0])
 
 
@@ -104,7 +105,7 @@ def build_empty(folder: Path, dtype: torch.dtype) -> Any:
     import diffusers
     from accelerate import init_empty_weights
 
-    model_class = getattr(diffusers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"])
+    model_class = getattr(diffusers, read_table(folder / "config.json")["_class_name"])
     with init_empty_weights(include_buffers=False):
         shell = model_class.from_config(model_class.load_config(folder))
     if dtype != torch.float32:

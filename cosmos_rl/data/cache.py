@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.storage.atomic import move
+from cosmos_rl.storage.disk import explain_full_disk
 from cosmos_rl.storage.eviction import count_bytes, evict
 
 _IN_MEMORY_BYTES = 512 * 2**20
@@ -48,7 +50,15 @@ class TensorCache:
         """
         self._root = folder
         self._space = folder / kind / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
-        self._space.mkdir(parents=True, exist_ok=True)
+        try:
+            self._space.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if explain_full_disk(error) is not None:
+                raise
+            raise UserError(
+                f"{folder}: the cache cannot be made there ({error.strerror}); name another folder in "
+                "train.train_policy.cache.dir"
+            ) from error
         self._max_bytes = max_bytes
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._memory_bytes = 0

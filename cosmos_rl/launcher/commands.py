@@ -19,10 +19,12 @@ from cosmos_rl.launcher.flags import FlagParser, add_lenient
 from cosmos_rl.launcher.sample_media import check_class, check_file, load_media
 from cosmos_rl.policy.config.model_rules import BINNING, INSTRUCTION
 from cosmos_rl.storage import atomic
-from cosmos_rl.storage.disk import report_full_disk
+from cosmos_rl.storage.disk import report_full_disk, require_writable
 from cosmos_rl.storage.run_folder import find_run
 from cosmos_rl.storage.weight_files import read_table
 from cosmos_rl.tracking.report import write_report
+
+_OTHER_PLACE = "choose another place with --out"
 
 
 def tiny_model(argv: Sequence[str]) -> int:
@@ -41,6 +43,7 @@ def tiny_model(argv: Sequence[str]) -> int:
     parser.add_argument("--preset", help="default: the first of the family")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (0)")
     given = parser.parse_args(argv)
+    require_writable(given.out, _OTHER_PLACE)
     with report_full_disk(given.out, remedy=""):
         print(build(given.family, given.out, given.preset or next(iter(FAMILIES[given.family])), given.seed))
     return 0
@@ -58,6 +61,7 @@ def create_prompts(argv: Sequence[str]) -> int:
         raise UserError("--prompt: is empty; a caption says what the videos show")
     folder = given.dataset_path.expanduser()
     files = list_media(folder, video=not given.is_image)
+    require_writable(folder / METAS / "caption.txt", "captions lie in the folder of the data set: copy it")
     (folder / METAS).mkdir(exist_ok=True)
     captions = [folder / METAS / f"{file.stem}.txt" for file in files]
     missing = [caption for caption in captions if not caption.exists()]
@@ -106,6 +110,7 @@ def export(argv: Sequence[str]) -> int:
             "<output_dir>/<timestamp>/checkpoints/step_<N>/policy"
         )
     policy = find_checkpoint(given.checkpoint)
+    require_writable(given.out, _OTHER_PLACE)
     from cosmos_rl.policy.trainer.offline import export_checkpoint  # imports torch: seconds
 
     with report_full_disk(given.out, remedy=""):
@@ -127,6 +132,7 @@ def import_weights(argv: Sequence[str]) -> int:
         raise UserError(f"{kind.describe(given.file)}. cosmos-rl import takes a .pt file")
     if not given.file.expanduser().is_file():
         raise UserError(f"{given.file}: no such file")
+    require_writable(given.out, _OTHER_PLACE)
     from cosmos_rl.policy.trainer.offline import import_consolidated  # imports torch: seconds
 
     with report_full_disk(given.out, remedy=""):
@@ -139,8 +145,10 @@ def report(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="cosmos-rl report", description=report.__doc__)
     parser.add_argument("path", type=Path, help="a run folder, or an output folder (its newest run)")
     given = parser.parse_args(argv)
+    run = find_run(given.path)
+    require_writable(run.root / "report.html", "the report lies in the run folder: copy that, and name the copy")
     with report_full_disk(given.path, remedy=""):
-        print(write_report(find_run(given.path).root))
+        print(write_report(run.root))
     return 0
 
 
@@ -171,6 +179,7 @@ def sample(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.out.exists():
         raise UserError(f"{given.out} exists already: name a new folder with --out")
+    require_writable(given.out, _OTHER_PLACE)
     source = _find_source(given.source, given.revision)
     file = check_file(given.image, given.video)
     import torch  # seconds, so only once the command line is known to be right
@@ -305,6 +314,7 @@ def translate(argv: Sequence[str]) -> int:
     if given.out is None:
         print(text, end="")
     else:
+        require_writable(given.out, _OTHER_PLACE)
         atomic.write_text(given.out, text)
         print(given.out)
     return 0

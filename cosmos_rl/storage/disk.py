@@ -139,6 +139,23 @@ _CONVENIENCES: tuple[tuple[Callable[[Path], None], str], ...] = (
 """(attempt, what follows where it fails). What else a disk may refuse is done in another way without a word."""
 
 
+def require_writable(path: Path, advice: str) -> None:
+    """Look, before any work, whether the file or folder ``path`` can be made; what is there may be replaced.
+
+    Args:
+        advice: what to do if not, for the message.
+
+    Raises:
+        UserError: nothing can be written to the folder around it.
+    """
+    place = find_existing_folder(path.expanduser().absolute().parent)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".cosmos-rl-", dir=place, ignore_cleanup_errors=True):
+            pass
+    except OSError as error:
+        raise UserError(f"{place}: nothing can be written there ({error.strerror}); {advice}") from None
+
+
 def find_existing_folder(path: Path) -> Path:
     """``path``, or the folder that exists and will hold it."""
     folder = path.expanduser().absolute()

@@ -85,6 +85,12 @@ def test_other_sizes_lengths_and_weights_are_other_entries(
     assert digest_files(tiny_sd3 / "vae") != digest_files(tiny_sd3 / "transformer")
 
 
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"/file: the cache cannot be made there \(Not a directory\); name another"):
+        TensorCache(tmp_path / "file", "latents", "about", 1000)
+
+
 def test_what_was_not_used_for_longest_is_evicted(tmp_path: Path) -> None:
     bound = 18_500  # four entries of 4,000 bytes and a header fit below nine tenths of it, five do not
     cache = TensorCache(tmp_path, "latents", "about", bound)

@@ -44,6 +44,25 @@ def test_every_missing_thing_is_named_and_no_run_folder_is_created(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cache_in_which_nothing_can_be_written_is_refused_if_it_would_be_used(
+    tmp_path: Path, write_toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    key, at = "train.train_policy.cache.dir", tmp_path / "file"
+    unused = load_config(write_toml(), [f"--{key}={at}"])
+    assert not [line for line in problems(unused) if "cache" in line]
+    options = ["--train.train_policy.cache.latents=true"]
+    [named] = [line for line in problems(load_config(write_toml(), [f"--{key}={at}", *options])) if "cache" in line]
+    assert named.startswith(f'{key} = "{at}": {at}: nothing can be written there (Not a directory); name another')
+    monkeypatch.setenv("COSMOS_CACHE", str(at / "below"))
+    [named] = [line for line in problems(load_config(write_toml(), options)) if "CACHE" in line]
+    assert named.startswith(f'COSMOS_CACHE = "{at}/below": {at}: nothing can be written there')
+    assert not [
+        line for line in problems(load_config(write_toml(), [f"--{key}={tmp_path}/new", *options])) if key in line
+    ]
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_hub_name_that_cannot_be_downloaded_is_refused_at_once(
     write_toml: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

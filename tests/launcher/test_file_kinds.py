@@ -100,6 +100,18 @@ def test_export_and_import_say_what_they_were_given(place: Path, capsys: pytest.
             assert kind.describe(name) in run(capsys, "import", name, "--base", "pipeline")
 
 
+def test_a_place_in_which_nothing_can_be_written_is_named_before_any_work(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export, sample = ("export", "run/checkpoints/step_3"), ("sample", "exported", "a cat")
+    for command in (export, sample, ("import", "model.pt", "--base", "pipeline"), ("tiny-model", "sd3")):
+        assert main([*command, "--out", "a.png/new"]) == 2
+        error = capsys.readouterr().err
+        assert (
+            f"{place}/a.png: nothing can be written there (Not a directory); choose another place with --out" in error
+        )
+
+
 @pytest.mark.parametrize("key", ["train.train_policy.teacher", "policy.lora.lora_path"])
 def test_weights_of_a_policy_of_the_wrong_kind_are_refused_before_a_model_is_loaded(
     place: Path, tiny_sd3: Path, key: str

@@ -23,6 +23,7 @@ from cosmos_rl.policy.config.plan import list_teachers
 from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
+from cosmos_rl.storage.disk import require_writable
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
@@ -52,9 +53,24 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
             problems += _policy_place(key, place, adapter=config.policy.lora is not None)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _policy_place("policy.lora.lora_path", config.policy.lora.lora_path, adapter=True)
-    problems += _trackers(config) + missing_optimizer(config) + _missing_quantiser(config)
+    problems += _cache(config) + _trackers(config) + missing_optimizer(config) + _missing_quantiser(config)
     problems += find_missing_access(config)
     return problems, notes
+
+
+def _cache(config: Config) -> list[str]:
+    """A named folder of cached latents and texts in which nothing can be written."""
+    job = config.train.train_policy
+    key, place = "train.train_policy.cache.dir", job.cache.dir
+    if not place:
+        key, place = "COSMOS_CACHE", os.environ.get("COSMOS_CACHE", "")
+    if not place or not (job.cached_text or job.cached_latents):
+        return []
+    try:
+        require_writable(Path(place) / "entry", "name another folder, or leave it out: then it is in train.output_dir")
+    except UserError as error:
+        return [f'{key} = "{place}": {error}']
+    return []
 
 
 def _policy_place(key: str, value: str, *, adapter: bool) -> list[str]:

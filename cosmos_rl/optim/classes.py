@@ -13,7 +13,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.optim.eight_bit import eight_bit_optimizer
 from cosmos_rl.optim.muon import MuonWithAdamW
 from cosmos_rl.policy.config import TrainConfig
-from cosmos_rl.policy.config.optimizers import find_kind, short_name
+from cosmos_rl.policy.config.optimizers import explain_missing, find_kind, short_name
 
 _OWN_KEYS = {"betas": "train.optm_betas", "eps": "train.epsilon", "weight_decay": "train.optm_weight_decay"}
 _NOT_HERE = {
@@ -73,7 +73,7 @@ def find_class(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f'train.optm_name = "{name}" needs {error.name}: pip install {kind.package}') from error
+        raise UserError(explain_missing(name, error.name)) from error
     cls = getattr(module, leaf, None)
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
         return cls

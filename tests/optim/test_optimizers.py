@@ -196,7 +196,12 @@ def test_the_estimate_knows_what_each_keeps(name: str, kwargs: dict[str, Any]) -
         ("Prodigy", {"d0": -1.0}, r'train\.optm_kwargs: train\.optm_name = "Prodigy" refuses them: Invalid d0'),
         ("torch.optim.AdamX", {}, r'torch\.optim has no AdamX; did you mean "torch\.optim\.Adam'),
         ("torch.nn.Linear", {}, r"it is no torch\.optim\.Optimizer"),
-        ("nosuch.Lion", {}, r'train\.optm_name = "nosuch\.Lion" needs nosuch: pip install nosuch'),
+        ("torchh.optim.NAdam", {}, r'optm_name: found "torchh\.optim\.NAdam"; there is no module torchh here; correct'),
+        (
+            "torch.optm.NAdam",
+            {},
+            r'optm_name: found "torch\.optm\.NAdam"; there is no module torch\.optm here;',
+        ),
         ("torch.optim.LBFGS", {}, r'train\.optm_name: found "torch\.optim\.LBFGS"; its step computes the loss again'),
         ("torch.optim.LBFGS", {"history": 5}, r"LBFGS has no such argument; did you mean history_size\?"),
     ],

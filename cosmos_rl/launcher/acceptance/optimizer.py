@@ -4,7 +4,7 @@ import importlib.util
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.optimizers import find_kind, short_name
+from cosmos_rl.policy.config.optimizers import explain_missing, find_kind, short_name
 
 _PLAIN = ("AdamW", "Adam", "AdamW8bit", "Adam8bit")
 
@@ -12,11 +12,10 @@ _PLAIN = ("AdamW", "Adam", "AdamW8bit", "Adam8bit")
 def missing_optimizer(config: Config) -> list[str]:
     """The package of the optimiser, where it is not installed; it is only looked for."""
     name = config.train.optm_name
-    kind = find_kind(name)
-    package = kind.place.partition(".")[0]
+    package = find_kind(name).place.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         return []
-    return [f'train.optm_name = "{name}" needs {package}: pip install {kind.package}']
+    return [explain_missing(name, package)]
 
 
 def optimizer_problems(config: Config) -> list[str]:

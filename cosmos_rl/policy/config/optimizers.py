@@ -47,6 +47,19 @@ def find_kind(name: str) -> OptimizerKind:
     return known or OptimizerKind(name, name.partition(".")[0], like_adam=False, sharded=False)
 
 
+def explain_missing(name: str, module: str) -> str:
+    """What to say of `train.optm_name` where a ``module`` of its dotted name is not there.
+
+    Only a package that is known is said to be installed: one that a misspelt name guesses may be anybody's.
+    """
+    if short_name(name) in OPTIMIZERS:
+        return f'train.optm_name = "{name}" needs {module}: pip install {find_kind(name).package}'
+    return (
+        f'train.optm_name: found "{name}"; there is no module {module} here; correct the name, or install the package '
+        "that has the class"
+    )
+
+
 def check_optimizer_name(name: str) -> str:
     """Raise `ValueError` unless `name` is in `OPTIMIZERS` or is a dotted name."""
     if name not in OPTIMIZERS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):

@@ -65,19 +65,29 @@ def load_preferences(source: str | Path, rejected_dir: str, *, video: bool = Fal
     place = Path(source).expanduser()
     if place.suffix == TABLE_SUFFIX and not place.is_dir():
         return _read_table(place, rejected_dir, video)
+    return _match_folders(place, _find_rejected(place, rejected_dir), video)
+
+
+def _find_rejected(place: Path, rejected_dir: str) -> Path:
+    """The folder of the rejected ones that belongs to the folder ``place``."""
     if not rejected_dir:
         raise UserError(f"{place.absolute()}: has no rejected_dir; {_FOLDERS}, or a {TABLE_SUFFIX} file with {_TABLE}")
-    return _match_folders(place, Path(rejected_dir).expanduser(), video)
+    rejected = Path(rejected_dir).expanduser()
+    if not rejected.is_dir():
+        raise UserError(f"rejected_dir {rejected.absolute()}: no such folder; {_FOLDERS}")
+    return rejected
 
 
 def count_preferences(source: str | Path, rejected_dir: str, *, video: bool) -> int:
-    """How many there may be; opens no image and no caption, so that some may turn out not to be usable."""
+    """How many there may be; opens no image and no caption, so that some may turn out not to be usable.
+
+    Raises:
+        UserError: the table or the folder of the rejected ones is none.
+    """
     place = Path(source).expanduser()
     if place.is_file():
         return len(_read_table(place, rejected_dir, video).chosen)
-    rejected = Path(rejected_dir).expanduser()
-    if not rejected_dir or not rejected.is_dir():
-        return 0
+    rejected = _find_rejected(place, rejected_dir)
     return min(count_pairs(place, video=video), sum(map(len, _media_by_stem(rejected, video).values())))
 
 
@@ -96,8 +106,6 @@ def is_preference_table(source: str | Path) -> bool:
 
 
 def _match_folders(folder: Path, rejected_folder: Path, video: bool) -> Preferences:
-    if not rejected_folder.is_dir():
-        raise UserError(f"rejected_dir {rejected_folder.absolute()}: no such folder; {_FOLDERS}")
     if folder.exists() and folder.samefile(rejected_folder):
         raise UserError(f"rejected_dir {rejected_folder.absolute()}: is the folder of the chosen ones; {_FOLDERS}")
     pairs, problems = scan_pairs(folder, video=video)

@@ -86,6 +86,9 @@ def test_a_rejected_folder_that_cannot_be_one_is_refused(folders: tuple[Path, Pa
     place = str(folders[0].parent / rejected) if rejected else ""
     with pytest.raises(UserError, match=why):
         load_preferences(folders[0], place)
+    if rejected != "chosen":
+        with pytest.raises(UserError, match=why):
+            count_preferences(folders[0], place, video=False)
 
 
 def table(folder: Path, *rows: object) -> Path:

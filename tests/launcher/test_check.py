@@ -170,6 +170,23 @@ def test_a_batch_larger_than_the_data_is_refused(write_toml: Toml, capsys: pytes
     assert "12 captions, 0 of them held out, make no whole step of 14 samples" in errors
 
 
+def test_preferences_that_cannot_be_counted_are_not_too_few(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dpo = ["--config", write_toml(), "--train.train_policy.type=dpo", "--train.train_policy.trainer_type=dpo"]
+    code, report, errors = check(capsys, *dpo)
+    assert (code, errors) == (0, "")
+    assert "unknown" in report
+    assert "has no rejected_dir" in report
+    table = write_toml(name="preferences.jsonl")
+    table.write_text('{"prompt": "a cat", "chosen": "a.png", "rejected": "b.png"}\n', encoding="utf-8")
+    for name in ("a.png", "b.png"):
+        (table.parent / name).touch()
+    code, _, errors = check(capsys, *dpo, f"--train.train_policy.dataset.local_dir={table}")
+    assert code == 2
+    assert "1 preferences, 0 of them held out, make no whole step of 4 samples" in errors
+
+
 def test_the_whole_configuration_can_be_printed_and_read_again(
     write_toml: Toml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

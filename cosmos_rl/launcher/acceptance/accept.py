@@ -119,8 +119,8 @@ def find_problems(
     if length.steps_per_epoch == 0:
         fewer = "train.train_policy.dataset.test_size or " if length.held_out else ""
         yield (
-            f"train.train_policy.dataset.local_dir: {length.samples} captions, {length.held_out} of them held"
-            f" out, make no whole step of {length.batch} samples; lower {fewer}the batch or set "
+            f"train.train_policy.dataset.local_dir: {length.samples} {job_kind(config).items}, {length.held_out} of "
+            f"them held out, make no whole step of {length.batch} samples; lower {fewer}the batch or set "
             "train.train_policy.dataloader_drop_last = false"
         )
 

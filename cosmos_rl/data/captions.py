@@ -79,8 +79,9 @@ def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
     except UnicodeDecodeError as error:
         return None, explain_decoding(error)
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
-    if not text:
-        return None, "is empty"
+    problem = find_text_problem(text) if text else "is empty"
+    if problem is not None:
+        return None, problem
     return Caption(text), None
 
 

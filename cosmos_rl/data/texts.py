@@ -39,12 +39,14 @@ def find_prompt_problem(row: object) -> str | None:
 
 
 def find_text_problem(text: str) -> str | None:
-    """Why no tokenizer takes ``text``; None: it is one."""
+    """Why ``text`` is none that a tokenizer takes as it was meant; None: it is one."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = printable(text[error.start : error.end])
         return f"has half of a character ({half}) at position {error.start} of its text"
+    if "\0" in text:  # valid UTF-8, which tokenizers take
+        return "has null characters, as UTF-16 without a byte order mark; save it as UTF-8"
     return None
 
 

@@ -347,6 +347,13 @@ def test_a_broken_rule_is_one_line_that_starts_with_its_key(path: Path, override
     assert line.startswith(start)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_solver_without_noise_is_one_problem_of_a_trainer_on_steps(path: Path, deterministic: bool) -> None:
+    sampled = f"policy.diffusers.sample.deterministic_sampling={str(deterministic).lower()}"
+    [found] = problems_of(path, "train.train_policy.trainer_type=flow_grpo", sampled)
+    assert 'policy.diffusers.sample.solver: found "dpm2"; allowed: one with noise ("flow", "cps", ...)' in found
+
+
 def test_all_broken_rules_come_in_one_report(path: Path) -> None:
     lines = problems_of(
         path, "mode=disaggregated", "rollout.n_generation=5", "train.train_policy.advantage_low=1.0", "train.bogus=1"

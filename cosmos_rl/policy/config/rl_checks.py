@@ -36,7 +36,7 @@ def rl_rules(config: Config) -> list[str]:
     job = online_table(config)
     return [
         *_placement(config, job),
-        *_sampling(config.policy.diffusers.sample),
+        *_sampling(config.policy.diffusers.sample, learns_steps=job.trainer_type in STEP_TRAINERS),
         *_trained_steps(config, job),
         *_levels(config, job),
         *_advantages(config, job),
@@ -90,8 +90,9 @@ def _adapters(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         )
 
 
-def _sampling(sample: SampleConfig) -> Iterator[str]:
-    if sample.solver in _NOISELESS and not sample.deterministic_sampling:
+def _sampling(sample: SampleConfig, *, learns_steps: bool) -> Iterator[str]:
+    """``learns_steps``: the trainer needs noise between them, which `_trained_steps` asks for."""
+    if sample.solver in _NOISELESS and not sample.deterministic_sampling and not learns_steps:
         yield (
             "policy.diffusers.sample.deterministic_sampling: found false; allowed: true with "
             f'policy.diffusers.sample.solver = "{sample.solver}"'
@@ -102,10 +103,8 @@ def _sampling(sample: SampleConfig) -> Iterator[str]:
             'policy.diffusers.sample.solver = "dance"'
         )
     if sample.solver not in _NOISELESS and not sample.deterministic_sampling and sample.noise_level == 0:
-        yield (
-            "policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0, or "
-            "policy.diffusers.sample.deterministic_sampling = true"
-        )
+        otherwise = "" if learns_steps else ", or policy.diffusers.sample.deterministic_sampling = true"
+        yield f"policy.diffusers.sample.noise_level: found 0.0; allowed: more than 0{otherwise}"
     if sample.solver in ("ddim", "cps") and not sample.deterministic_sampling and sample.noise_level > 1:
         yield (
             f"policy.diffusers.sample.noise_level: found {sample.noise_level}; allowed: 0 to 1 with "

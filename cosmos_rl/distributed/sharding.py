@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,18 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: no diffusion_pytorch_model.safetensors (or its index) there")
     with open_weights(single) as opened:
         return dict.fromkeys(opened.keys(), single)
+
+
+def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the tensors of a diffusers model folder that have one of ``names``, whole and one after another."""
+    held: dict[Path, list[str]] = {}
+    for name, file in find_weight_files(folder).items():
+        if name in names:
+            held.setdefault(file, []).append(name)
+    for file, own in held.items():
+        with open_weights(file) as opened:
+            for name in own:
+                yield name, opened.get_tensor(name)
 
 
 def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:

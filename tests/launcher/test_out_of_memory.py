@@ -76,7 +76,7 @@ def test_memory_that_runs_out_during_a_rollout_is_reported_as_such(
 
 def test_what_is_set_already_is_not_advised(write_toml: Callable[..., Path]) -> None:
     options = ["--train.train_policy.mini_batch=1", "--train.param_dtype=bfloat16", "--train.optm_name=AdamW8bit"]
-    options += ["--train.activation_offload=true"]
+    options += ["--train.activation_offload=true", "--train.base_offload=true"]
     text = out_of_memory.explain(load_config(write_toml(), options), "training", on_cpu=False)
     for word in (
         "mini_batch",

@@ -42,8 +42,8 @@ def _remedy(config: Config, part: str, phase: str) -> str:
     if part == estimate.FROZEN and train.param_dtype == "float32":
         return 'train.param_dtype = "bfloat16"'
     form = smaller_base(config)
-    if part == estimate.FROZEN and form is not None:
-        return f'policy.lora.quantize_base = "{form}", or more GPUs'
+    if part == estimate.FROZEN and (form is not None or can_offload(config)):
+        return _for_base(config, form)
     if part not in (estimate.FROZEN, estimate.VAE) and policy.lora is None:
         return "[policy.lora] in place of all weights"
     if part == estimate.MOMENTS and train.optm_name in ("Adam", "AdamW"):
@@ -69,6 +69,22 @@ def smaller_base(config: Config) -> str | None:
     if lora.quantize_base == "int8" or shards <= _SHARDS_ABOVE_4_BITS:
         return "nf4"
     return None
+
+
+def _for_base(config: Config, form: str | None) -> str:
+    """``form``: see `smaller_base`."""
+    keys, lora = ["train.base_offload = true"] * can_offload(config), config.policy.lora
+    if form is not None:
+        keys.insert(0, f'policy.lora.quantize_base = "{form}"')
+    elif lora is not None and lora.quantize_base != "none":
+        return keys[0]  # on more GPUs each would hold as much
+    return f"{', '.join(keys)}, or more GPUs"
+
+
+def can_offload(config: Config) -> bool:
+    """Whether the base is frozen, and could rest in host memory where it does not."""
+    policy = config.policy
+    return policy.lora is not None and policy.model_gradient_checkpointing and not config.train.base_offload
 
 
 def _for_encoders(config: Config) -> str:

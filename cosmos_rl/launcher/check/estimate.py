@@ -13,7 +13,7 @@ from functools import cached_property
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
 from cosmos_rl.launcher.check.optimizer_state import optimizer_state
-from cosmos_rl.launcher.check.packed import find_packed, frozen_bytes, unpacking
+from cosmos_rl.launcher.check.packed import find_packed, find_resting, frozen_bytes, offloaded_bytes, unpacking
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
@@ -80,6 +80,7 @@ def memory(config: Config, files: ModelFiles, *, on_cpu: bool, saves: int | None
     held = rank.held()
     if not on_cpu:
         host += rank.parts[ENCODERS] + rank.parts[VAE] - rank.resident + rank.rl.host + rank.work.offloaded
+        host += rank.base[1]
     else:
         again = config.train.ckpt.enable_checkpoint and (saves is None or saves > 1)
         if again:  # the next steps begin while the copies are being written
@@ -167,7 +168,7 @@ class _Rank:
         encoders, vae = _frozen_parts(config, self.pipeline)
         return {
             TRAINED: self.trained,
-            FROZEN: _frozen_base(config, self.pipeline, chosen, self.shards),
+            FROZEN: self.base[0] + self.base[1] * self.on_cpu,
             self._spare: 4 * chosen.spare_adapters // self.shards,
             GRADIENTS: self.trained,
             MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
@@ -176,6 +177,17 @@ class _Rank:
             VAE: vae,
             **self.rl.copies,
         }
+
+    @cached_property
+    def base(self) -> tuple[int, int]:
+        """Of the denoisers' weights that are not trained: on the device, and at rest in host memory."""
+        lora, train = self.config.policy.lora, self.config.train
+        if lora is None:
+            return 4 * self.chosen.frozen // self.shards, 0
+        given = lora.quantize_base, self.pipeline.denoisers(), self.chosen, BYTES[train.param_dtype], self.shards
+        if train.base_offload:
+            return offloaded_bytes(*given, pinned=not self.on_cpu)
+        return frozen_bytes(*given), 0
 
     @property
     def _spare(self) -> str:
@@ -237,8 +249,8 @@ class _Rank:
         shapes, form = self.pipeline.transformer, "none" if lora is None else lora.quantize_base
         unpacked = unpacking(form, shapes, compute)
         if self.shards > 1 or self.invariant:
-            packed = find_packed(form, shapes)
-            spread = {name: shape for name, shape in shapes.items() if name not in packed}
+            whole = {*find_packed(form, shapes), *(find_resting(shapes) if train.base_offload else ())}
+            spread = {name: shape for name, shape in shapes.items() if name not in whole}
             return unpacked + _gathered(spread, compute, train.fsdp_reshard_after_forward)
         if lora is not None or compute == 4:
             return unpacked
@@ -317,14 +329,6 @@ class _Rank:
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
-
-
-def _frozen_base(config: Config, pipeline: PipelineFiles, chosen: Selection, shards: int) -> int:
-    """Bytes on a rank of the denoisers' weights that are not trained."""
-    lora = config.policy.lora
-    if lora is None:
-        return 4 * chosen.frozen // shards
-    return frozen_bytes(lora.quantize_base, pipeline.denoisers(), chosen, BYTES[config.train.param_dtype], shards)
 
 
 def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:

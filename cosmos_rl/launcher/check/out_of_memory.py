@@ -6,7 +6,7 @@ from contextlib import suppress
 from cosmos_rl.launcher.acceptance.accept import read_model
 from cosmos_rl.launcher.acceptance.length import run_length
 from cosmos_rl.launcher.check import estimate
-from cosmos_rl.launcher.check.advice import smaller_base
+from cosmos_rl.launcher.check.advice import can_offload, smaller_base
 from cosmos_rl.launcher.check.sizes import memory_lines
 from cosmos_rl.launcher.pipeline_files import Unknown
 from cosmos_rl.policy.config import Config, rollout_chunk
@@ -22,7 +22,7 @@ def explain(config: Config, phase: str, *, on_cpu: bool) -> str:
     remedies = [*_suggest_for_phase(config, phase), *_suggest_for_samples(config)]
     if not on_cpu:
         remedies += _suggest_for_encoders(config)
-        remedies += _suggest_for_activations(config)
+        remedies += _suggest_for_host(config)
     remedies += _suggest_for_model(config)
     if not on_cpu:
         shards, lora = config.policy.parallelism.dp_shard_size, config.policy.lora
@@ -68,9 +68,11 @@ def _suggest_for_encoders(config: Config) -> Iterator[str]:
         yield "policy.diffusers.offload = true: the encoders leave the GPU while they are not used"
 
 
-def _suggest_for_activations(config: Config) -> Iterator[str]:
+def _suggest_for_host(config: Config) -> Iterator[str]:
     if config.policy.model_gradient_checkpointing and not config.train.activation_offload:
         yield "train.activation_offload = true: what gradient checkpointing keeps waits in host memory"
+    if can_offload(config):
+        yield "train.base_offload = true: the frozen base waits in host memory, block by block"
 
 
 def _suggest_for_model(config: Config) -> Iterator[str]:

@@ -193,12 +193,23 @@ def _bucket_rules(diffusers: DiffusersConfig) -> list[str]:
 
 
 def _memory_rules(config: Config) -> list[str]:
-    if config.train.activation_offload and not config.policy.model_gradient_checkpointing:
-        return [
+    train, policy, lines = config.train, config.policy, []
+    if train.activation_offload and not policy.model_gradient_checkpointing:
+        lines.append(
             "train.activation_offload: found true with policy.model_gradient_checkpointing = false; allowed: false, as "
             "it moves what checkpointing keeps"
-        ]
-    return []
+        )
+    if train.base_offload and policy.lora is None:
+        lines.append(
+            "train.base_offload: found true without [policy.lora]; allowed: false, or adapters over a frozen base, as "
+            "weights that are trained are on the device with their gradients and moments"
+        )
+    elif train.base_offload and not policy.model_gradient_checkpointing:
+        lines.append(
+            "train.base_offload: found true with policy.model_gradient_checkpointing = false; allowed: false, or that "
+            "key = true, as all blocks would else stay on the device for the backward pass"
+        )
+    return lines
 
 
 def _lora_rules(config: Config) -> list[str]:

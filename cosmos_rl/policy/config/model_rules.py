@@ -16,6 +16,9 @@ _SERVICE_VAES = {"AutoencoderKLWan": (16, 48)}
 NF4_BLOCK = 64
 """Weights that share a scale of 8 bits."""
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\..*\.weight$")
+_BLOCK = re.compile(r"((?:transformer(?:_2)?\.)?[^.]*(?:blocks|layers)\.\d+)\.")
+"""Of the lists of a denoiser itself. Not those of its embedders, nor refiners, which not all families compute again in
+the backward pass."""
 _BYTES_OF_A_ROW = 5
 """Of a weight in 8 bits: a scale in float32, and the code of zero."""
 
@@ -25,6 +28,12 @@ def is_quantised(form: str, name: str, shape: Sequence[int]) -> bool:
     if form == "nf4" and math.prod(shape) % NF4_BLOCK:
         return False
     return len(shape) == 2 and _IN_A_BLOCK.search(name) is not None
+
+
+def find_block(name: str) -> str | None:
+    """The block that `train.base_offload` fetches as a whole with a tensor of a denoiser; None: the tensor stays."""
+    match = _BLOCK.match(name)
+    return match and match[1]
 
 
 def packed_bytes(form: str, shape: Sequence[int], size: int) -> int:

@@ -111,6 +111,9 @@ class TrainConfig(Table):
     activation_offload: StrictBool = False
     """Keep the inputs of the transformer's blocks in host memory until the backward pass; needs
     policy.model_gradient_checkpointing."""
+    base_offload: StrictBool = False
+    """LoRA: keep the frozen weights of the transformer's blocks in host memory, those of a block on the device while it
+    is called; needs policy.model_gradient_checkpointing. What is learnt is the same. Whole on every rank."""
     compile: Planned[StrictBool] = False
     """Compile the transformer."""
 

@@ -10,6 +10,8 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from cosmos_rl.policy.model.base_offload import OffloadedBlock, offload_base
+
 
 def _say_device(module: nn.Module, device: torch.device) -> None:
     """Have it say that it is on the device: pipelines ask, and its weights are on none between its calls."""
@@ -37,6 +39,7 @@ class Placement:
         self.resting = torch.device("cpu") if at_rest else device
         self._present: set[nn.Module] = set()
         self._in_blocks: set[nn.Module] = set()
+        self._offloaded: dict[nn.Module, list[OffloadedBlock]] = {}
         self._in_turns = False
 
     @property
@@ -60,17 +63,28 @@ class Placement:
                 _say_device(module, self.device)
         self._in_blocks.add(part)
 
+    def bring_base_by_block(self, denoiser: nn.Module) -> None:
+        """From now on the frozen weights of its blocks stay in host memory, wherever the rest of it is, and those of a
+        block are on the device while that is called. With gradients."""
+        self._offloaded[denoiser] = offload_base(denoiser, self.device)
+
+    def _move(self, part: nn.Module, device: torch.device) -> None:
+        with contextlib.ExitStack() as stack:
+            for block in self._offloaded.get(part, ()):
+                stack.enter_context(block.holding(lambda _: None))
+            part.to(device)
+
     def bring(self, part: nn.Module) -> None:
         """Have it on the device."""
         if part not in self._present and part not in self._in_blocks:
-            part.to(self.device)
+            self._move(part, self.device)
             self._present.add(part)
 
     def send(self, part: nn.Module) -> None:
         """Have it at rest."""
         if part in self._in_blocks:
             return
-        part.to(self.resting)
+        self._move(part, self.resting)
         self._present.discard(part)
 
     @contextlib.contextmanager

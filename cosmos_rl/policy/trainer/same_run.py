@@ -34,6 +34,7 @@ _ELSEWHERE = frozenset(
         "train.resume",
         "train.device",
         "train.activation_offload",
+        "train.base_offload",
         "train.epoch",
         "train.max_num_steps",
         "train.max_nonfinite_steps",

@@ -24,6 +24,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.model import lora
+from cosmos_rl.policy.model.base_offload import Place, find_resting, read_resting
 from cosmos_rl.policy.model.checkpointing import checkpoint_blocks
 from cosmos_rl.policy.model.context_parallel import split_over_peers
 from cosmos_rl.policy.model.diffusers.flow_model import FlowModel
@@ -75,6 +76,7 @@ class PipelineModel(FlowModel):
         device: torch.device | str = "cpu",
         gradient_checkpointing: bool = False,
         activation_offload: bool = False,
+        base_offload: bool = False,
         seed: int = 0,
         sharding: Sharding | None = None,
         policy: PolicyConfig | None = None,
@@ -92,6 +94,7 @@ class PipelineModel(FlowModel):
             device: where the transformer lives.
             gradient_checkpointing: recompute activations in the backward pass.
             activation_offload: what checkpointing keeps for that waits in host memory.
+            base_offload: with ``lora_config``, the frozen weights of the denoisers' blocks rest in host memory.
             seed: seed of fresh adapters.
             sharding: how the transformer is spread over ranks; None keeps it whole on this one.
             policy: the ``[policy]`` table, for its patterns of frozen and trained parameters.
@@ -102,11 +105,9 @@ class PipelineModel(FlowModel):
             UserError: the pipeline does not fit the configuration.
         """
         self.config, self.media_size = config, config.inference_size
-        self.lora_config = lora_config
-        self.model_str = model_str
-        self.revision = revision
-        self.device = torch.device(device)
-        self.param_dtype = DTYPES[param_dtype]
+        self.lora_config, self._base_offload = lora_config, base_offload
+        self.model_str, self.revision = model_str, revision
+        self.device, self.param_dtype = torch.device(device), DTYPES[param_dtype]
         self.pipeline = self._load_pipeline(whole=sharding is None)
         for name, part in self.pipeline.components.items():
             setattr(self, name, part)
@@ -309,7 +310,9 @@ class PipelineModel(FlowModel):
             if sharding is not None:
                 self._load_sharded(name, module, sharding)
             elif self._packed_form is not None:
-                quantise_base(module, self._packed_form, self.device)
+                quantise_base(module, self._packed_form, self.device, resting=self._find_resting(module))
+            if self._base_offload:
+                self._placement.bring_base_by_block(module)
             self._placement.bring(module)
             if sharding is not None and sharding.cp_group is not None:
                 split_over_peers(module, sharding.cp_group)
@@ -321,15 +324,24 @@ class PipelineModel(FlowModel):
                     lora.warm_start(module, self.primary_adapter, folder, convert=self._convert_adapter)
 
     def _load_sharded(self, name: str, module: Any, sharding: Sharding) -> None:
-        """A denoiser without memory, spread over the ranks and filled; packed weights are whole on each."""
-        layers = {} if self._packed_form is None else find_packed(module, self._packed_form)
+        """A denoiser without memory, spread over the ranks and filled; weights that are packed, or rest in host memory,
+        are whole on each."""
+        layers, resting = {}, self._find_resting(module)
+        if self._packed_form is not None:
+            layers = find_packed(module, self._packed_form)
         whole = [layer.weight for layer in layers.values()]
+        whole += [place.weight for tensor, place in resting.items() if tensor not in layers]
         keep_root = name in self._trained  # its backward pass needs it again
         sharding.apply(module, self.param_dtype, keep_root=keep_root, whole=whole)
         materialise(module, self.device, but=whole)
-        load_shards(self.base_folder / name, lora.base_state(module), but=layers)
+        folder = self.base_folder / name
+        load_shards(folder, lora.base_state(module), but={*layers, *resting})
         if self._packed_form is not None:
-            read_packed(layers, self.base_folder / name, self._packed_form, self.device)
+            read_packed(layers, folder, self._packed_form, self.device, resting=resting)
+        read_resting({tensor: place for tensor, place in resting.items() if tensor not in layers}, folder)
+
+    def _find_resting(self, module: Any) -> dict[str, Place]:
+        return find_resting(module) if self._base_offload else {}
 
     def _convert_adapter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The names of PEFT for the tensors of an adapter's file, by the pipeline's own loader."""
@@ -390,7 +402,7 @@ class PipelineModel(FlowModel):
                     self._placement.bring_by_block(part)
                 elif not name.startswith("transformer"):
                     self._placement.send(part)
-                elif next(part.parameters()).device.type != "meta" and self._packed_form is None:
+                elif self._packed_form is None and not self._base_offload and not next(part.parameters()).is_meta:
                     self._placement.bring(part)
 
     def _encoders(self) -> list[torch.nn.Module]:

@@ -47,6 +47,7 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Pipel
         device=context.device,
         gradient_checkpointing=config.policy.model_gradient_checkpointing,
         activation_offload=config.train.activation_offload,
+        base_offload=config.train.base_offload,
         seed=config.train.seed,
         sharding=build_sharding(config, context),
         rest_on_cpu=rest_on_cpu,

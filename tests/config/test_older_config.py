@@ -393,6 +393,17 @@ def test_local_tars_are_read_and_an_object_store_is_not() -> None:
         assert "S3 is not supported yet; set train.train_policy.dataset.local_dir to tars or a wdinfo" in note.text
 
 
+def test_the_first_data_with_a_share_are_read() -> None:
+    image = {"ratio": 0.5, "dataset_dir": "images", "batch_size": 3}
+    for share, place, batch in ((1, "videos", 1), (0, "images", 3)):
+        data = {"type": "local", "video_dataloader": {**VIDEO, "ratio": share}, "image_dataloader": image}
+        translation = translated(dataloader_train=data)
+        job = value(translation, "train.train_policy")
+        assert (job["dataset"]["local_dir"], job["mini_batch"]) == (place, batch)
+        lost = {note.old for note in translation.notes if note.lost}
+        assert ("dataloader_train.image_dataloader.ratio" in lost) == (share == 0)
+
+
 def test_the_group_of_gpus_is_the_product_of_all_sizes() -> None:
     sizes = {"fsdp_shard_size": 4, "dp_replicate_size": 2}
     translation = translated(model=sizes, model_parallel={"context_parallel_size": 2, "data_parallel_size": 3})
@@ -472,6 +483,13 @@ def test_a_flag_with_a_key_of_the_older_form_is_named_with_its_present_one(tmp_p
     says = "a key of the older form; flags have the present keys"
     assert known == f"model.rl.num_rollout: {says}, here rollout.n_generation (from --model.rl.num_rollout=4)"
     assert unknown == f"trainer.no_such: {says} (from --trainer.no_such=1)"
+
+
+def test_a_rank_of_fine_tuning_has_the_samples_of_all_its_gradients() -> None:
+    data = {"type": "local", "video_dataloader": {**VIDEO, "batch_size": 2}}
+    model, sizes = {"rl": {"enabled": False}, "fsdp_shard_size": 4}, {"grad_accum_iter": 3}
+    train = value(translated(model=model, dataloader_train=data, trainer=sizes), "train")
+    assert (train["train_batch_per_replica"], train["train_policy"]["mini_batch"]) == (2 * 3, 2)
 
 
 def test_the_output_folder_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

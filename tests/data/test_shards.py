@@ -252,14 +252,18 @@ def test_images_that_are_edited_are_members_too(tmp_path: Path) -> None:
 
 
 def test_members_of_parallel_tars_are_matched_by_key(tmp_path: Path) -> None:
-    """The n-th members differ: one caption is missing, and the others stand in another order."""
+    """The n-th members differ: a caption and an image are missing, and the others stand in another order."""
     write_tar(tmp_path / "images" / "0.tar", {f"{key}.png": image_bytes(ord(key)) for key in "abcd"})
-    write_tar(tmp_path / "metas" / "0.tar", {f"{key}.txt": key.encode() for key in "dca"})
+    write_tar(tmp_path / "metas" / "0.tar", {f"{key}.txt": key.encode() for key in "dcae"})
+    write_tar(tmp_path / "depth" / "0.tar", {"a.npy": b"never opened"})
     pairs = LocalPairs(tmp_path, 8, 8)
     assert [(item.prompt, round(float((item.visual.mean() + 1) * 127.5))) for item in pairs] == [
         (key, ord(key)) for key in "acd"
     ]
-    assert pairs.problems == ["images/0.tar/b.png: has no caption 0.tar/b.json, .txt or .caption"]
+    assert pairs.problems == [
+        "images/0.tar/b.png: has no caption 0.tar/b.json, .txt or .caption",
+        "metas/0.tar/e.txt: has no image",
+    ]
 
 
 def test_parallel_tars_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
@@ -294,10 +298,11 @@ def test_a_wdinfo_file_that_leads_nowhere_is_refused(tmp_path: Path, changed: di
     write_tar(tmp_path / "tars" / "000.tar", sample("a"))
     info = {"root": "tars", "data_list": ["000.tar"], "total_key_count": 2, "chunk_size": 1}
     place = tmp_path / "wdinfo.json"
-    place.write_text(json.dumps(info))
-    pairs, problems = scan_pairs(place)
-    assert [pair.name for pair in pairs] == ["000.tar/a"]
-    assert problems == ["total_key_count: is 2, and the tars have 1 samples"]
+    for count, wrong in ((2, True), (1, False), (0, True)):
+        place.write_text(json.dumps(info | {"total_key_count": count}))
+        pairs, problems = scan_pairs(place)
+        assert [pair.name for pair in pairs] == ["000.tar/a"]
+        assert problems == [f"total_key_count: is {count}, and the tars have 1 samples"] * wrong
     assert not is_prompt_file(place)
     place.write_text(json.dumps(info | changed))
     with pytest.raises(UserError, match=message):
@@ -315,6 +320,10 @@ def cut_between(content: bytes) -> bytes:
     return content[: content.index(b"a.json")]  # where the next header would begin
 
 
+def cut_in_the_mark(content: bytes) -> bytes:
+    return content[: content.index(b"a.json") + 2 * 512 + 100]  # behind the last header and its data
+
+
 def damage_header(content: bytes) -> bytes:
     place = content.index(b"a.json")
     return content[:place] + b"\xff" * 300 + content[place + 300 :]
@@ -326,6 +335,7 @@ def damage_header(content: bytes) -> bytes:
         (lambda content: content[:0], r"000.tar: cannot be read as a tar \(empty file\)"),
         (cut, r"000.tar: cannot be read as a tar \(unexpected end of data\)"),
         (cut_between, r"000.tar: ends at byte \d+ without the end mark of a tar: it was cut off, or is still"),
+        (cut_in_the_mark, r"000.tar: ends at byte \d+ without the end mark of a tar: it was cut off, or is still"),
         (damage_header, r"000.tar: has no member at byte \d+, and more data behind it: it is damaged, or several"),
         (lambda content: content + content, r"000.tar: has no member at byte \d+, and more data behind it"),
         (gzip.compress, r"000.tar: is compressed, .* unpack it: mv .*000.tar (.*000.tar.gz) && gunzip \1"),
@@ -338,6 +348,19 @@ def test_a_tar_that_is_not_whole_is_refused(tmp_path: Path, change: Callable[[by
     write_tar(tmp_path / "001.tar", sample("a"))
     with pytest.raises(UserError, match=f"1 of 2 tars cannot be read:\n  .*{message}"):
         scan_pairs(tmp_path)
+
+
+def test_five_tars_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for count, more in ((5, ""), (6, "\n  and 1 more")):
+        for number in range(count):
+            (tmp_path / f"{number}.tar").write_bytes(b"")
+        with pytest.raises(UserError) as error:
+            scan_pairs(tmp_path)
+        lines = "".join(
+            f"\n  {tmp_path}/{number}.tar: cannot be read as a tar (empty file); make or copy it again"
+            for number in range(5)
+        )
+        assert str(error.value) == f"{count} of {count} tars cannot be read:{lines}{more}"
 
 
 def test_a_tar_with_links_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Where the members of tars are: kept between runs, within bounds, and read like files."""
 
+import io
 import json
 import os
 import tarfile
@@ -37,15 +38,33 @@ def test_the_headers_of_a_large_tar_are_read_once(tmp_path: Path, monkeypatch: p
     assert list(tar_files.index_tar(place).members) == ["other.txt"]
 
 
+def test_the_headers_of_a_tar_are_kept_from_five_hundred_members_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSMOS_CACHE_DIR", str(tmp_path / "cache"))
+    for count in (499, 500):
+        place = write_tar(tmp_path / f"{count}.tar", {f"{number}.cls": b"1" for number in range(count)})
+        assert len(tar_files.index_tar(place).members) == count
+    (kept,) = tars_folder().iterdir()
+    assert json.loads(kept.read_text())["path"] == str(tmp_path / "500.tar")
+
+
 def test_a_member_is_read_like_a_file(tmp_path: Path) -> None:
     content = bytes(range(256)) * 40
+    whole = io.BytesIO(content)
     place = write_tar(tmp_path / "x.tar", {"a.bin": content, "b.bin": b"behind it"})
     with tar_files.opened(place / "a.bin") as file:
         assert not isinstance(file, str)
-        assert file.read() == content
-        for offset, whence in ((7, os.SEEK_SET), (300, os.SEEK_CUR), (-9, os.SEEK_END), (50_000, os.SEEK_SET)):
-            where = file.seek(offset, whence)
-            assert file.read(20) == content[where : where + 20]
+        assert file.read() == whole.read()
+        for offset, whence in (
+            (7, os.SEEK_SET),
+            (300, os.SEEK_CUR),
+            (9_000, os.SEEK_CUR),
+            (-9, os.SEEK_END),
+            (50_000, os.SEEK_SET),
+        ):
+            assert file.seek(offset, whence) == whole.seek(offset, whence)
+            assert file.read(20) == whole.read(20)
         with pytest.raises(OSError, match="Invalid argument"):
             file.seek(-1)
     with pytest.raises(FileNotFoundError, match="x.tar/c.bin"), tar_files.opened(place / "c.bin"):

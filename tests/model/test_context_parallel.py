@@ -8,6 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from cosmos_rl.distributed.context import process_group
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model import tiny
 from cosmos_rl.policy.model.context_parallel import find_modules, split_over_peers
 from cosmos_rl.policy.model.context_plans import PLANS, REASONS, find_problem
@@ -77,6 +78,12 @@ def test_a_group_of_one_changes_nothing_and_a_block_alone_is_refused() -> None:
         assert torch.equal(denoiser(*inputs).sample, expected)
         with pytest.raises(RuntimeError, match="outside of a call of the whole"):
             denoiser.proj_out(torch.randn(1, 3, 24))
+        times = torch.full((1, 5), 500.0)  # one for each token, of which there are 12
+        with pytest.raises(RuntimeError, match="12 tokens of the stream image, which has 5"):
+            denoiser(inputs[0], times, inputs[2])
+        denoiser.set_attention_backend("flex")  # as DIFFUSERS_ATTN_BACKEND does
+        with pytest.raises(UserError, match="called it 0 times instead of once; unset DIFFUSERS_ATTN_BACKEND"):
+            denoiser(*inputs)
 
 
 def test_heads_must_divide_and_the_message_says_what_does() -> None:

@@ -171,7 +171,7 @@ def test_a_step_without_any_gradient_moves_nothing_and_measures_zero() -> None:
     assert weight.item() == 2.0
 
 
-@pytest.mark.parametrize("bound", [0.5, 100.0])
+@pytest.mark.parametrize("bound", [0.5, 12.0, 100.0])
 def test_the_norm_of_whole_gradients_clips_like_torch(bound: float) -> None:
     grads = [torch.randn(7, 5, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]

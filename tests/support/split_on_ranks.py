@@ -131,6 +131,16 @@ def _rows_of_two_times(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, key: time}
 
 
+def _prompts_of_two_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Qwen-Image's inputs with a mask of texts, and half of the image an image that is edited, as of 2511."""
+    rows, length, _ = inputs["encoder_hidden_states"].shape
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    mask[0, length // 3 :] = False
+    (frames, height, width), *_ = inputs["img_shapes"][0]
+    shapes = [[(frames, height // 2, width)] * 2] * rows
+    return {**inputs, "encoder_hidden_states_mask": mask, "img_shapes": shapes}
+
+
 def compare_family(folder: Path, family: str, heads: int) -> None:
     """All weights and an adapter of the tiny model of a family."""
     pipeline = load_pipeline(str(folder))
@@ -140,10 +150,16 @@ def compare_family(folder: Path, family: str, heads: int) -> None:
         denoiser = changed(denoiser, num_attention_heads=heads)
     if family == "sd3":
         denoiser = changed(denoiser, dual_attention_layers=[0])  # as 3.5 medium
+    if family == "cosmos-predict2.5":
+        denoiser = changed(denoiser, extra_pos_embed_type="learnable")  # as 1.0
+    if family == "qwen-image":
+        denoiser, inputs = changed(denoiser, zero_cond_t=True), _prompts_of_two_lengths(inputs)
     adapted = copy.deepcopy(denoiser)
     other = None
     if family == "wan":  # lengths that no number of ranks divides, and another one before the backward pass
         other = dict(inputs, hidden_states=inputs["hidden_states"][..., :2])
+        one = dict(inputs, hidden_states=torch.randn(2, 16, 1, 2, 2, generator=torch.Generator().manual_seed(2)))
+        compare(f"{family} one token, on one rank", copy.deepcopy(denoiser), one)
         inputs = dict(inputs, hidden_states=torch.randn(2, 16, 21, 2, 2, generator=torch.Generator().manual_seed(1)))
     compare(f"{family} all", denoiser, inputs, other)
     adapted.requires_grad_(False)

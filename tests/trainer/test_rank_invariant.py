@@ -50,6 +50,7 @@ def test_the_gradient_of_a_step_is_the_one_without_it() -> None:
         ("--train.optm_name=Muon", 'train.optm_name: found "Muon"; allowed with train.rank_invariant: "AdamW" or'),
         ("--train.fsdp_reduce_dtype=bfloat16", 'train.fsdp_reduce_dtype: found "bfloat16"; allowed with train.rank_'),
         ("--policy.parallelism.dp_shard_size=6", "found true on 6 data parallel ranks; allowed on 1, 2, 4, 8, …"),
+        ("--policy.parallelism.cp_size=2", "found true with policy.parallelism.cp_size = 2; allowed: 1"),
         ("--validation.batch_size=2", "validation.batch_size: found 2; allowed with train.rank_invariant: 1"),
     ],
 )

@@ -256,7 +256,7 @@ class _Ulysses(TorchFunctionMode):
             raise RuntimeError(f"attention of {query.shape[2]} to {key.shape[2]} tokens, of which {own} were split")
         heads = query.shape[1]
         query, key, value = (self._to_heads(_as_computed(x)) for x in (query, key, value))
-        mask = self._join_mask(attn_mask, heads)
+        mask = self._join_mask(attn_mask)
         output = F.scaled_dot_product_attention(query, key, value, mask, *args, **kw)
         each = [heads // self._peers.size] * self._peers.size
         return _Exchange.apply(output, self._peers, 2, self._lengths, 1, each)
@@ -266,8 +266,8 @@ class _Ulysses(TorchFunctionMode):
         each = [x.shape[1] // self._peers.size] * self._peers.size
         return _Exchange.apply(x, self._peers, 1, each, 2, self._lengths)
 
-    def _join_mask(self, mask: Tensor | None, heads: int) -> Tensor | None:
-        """The mask of own heads, with the tokens in the order of the exchange: peer by peer."""
+    def _join_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask, the same for all heads, with the tokens in the order of the exchange: peer by peer."""
         if mask is None:
             return None
         if self._own_mask:
@@ -275,9 +275,6 @@ class _Ulysses(TorchFunctionMode):
         for dim in (-1, -2):
             if mask.shape[dim] > 1:
                 mask = torch.cat([mask.narrow(dim, *place) for place in self._places], dim)
-        if mask.ndim == 4 and mask.shape[1] > 1:
-            each = heads // self._peers.size
-            mask = mask.narrow(1, self._peers.rank * each, each)
         return mask
 
     def _gather_mask(self, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -290,6 +291,29 @@ def test_of_no_family_more_than_two_blocks_are_on_the_device(family: TrainedFami
     assert len(set(memory.fetched)) >= 5
     assert memory.most <= 2
     assert {name.split(".")[0] for name in memory.fetched} == set(family.experts)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("name", ["wan", "wan2.2"])
+def test_a_packed_base_of_videos_has_the_same_bits_too(name: str, form: str, tmp_path: Path) -> None:
+    [family] = [found for param in PARAMS for found in param.values if param.id == name]
+    assert isinstance(family, TrainedFamily)
+    assert compare(family_toml(tmp_path, family, job="nft"), form).most == 1
+
+
+@pytest.mark.zoo
+def test_preferences_and_two_experts_are_learnt_with_the_same_bits(
+    write_toml: Toml, image_folder: Path, tmp_path: Path
+) -> None:
+    rejected = tmp_path / "rejected"
+    rejected.mkdir()
+    for number, path in enumerate(sorted(image_folder.glob("*.png"))):
+        Image.new("RGB", (48, 40), (20 * number, 60, 120)).save(rejected / path.name)
+    kind = ("--train.train_policy.type=dpo", f"--train.train_policy.dataset.rejected_dir={rejected}")
+    train_with_and_without(write_toml(), BF16, *kind)
+    experts = TrainedFamily("wan2.2", frames=("num_frames", 5), experts=("transformer", "transformer_2"))
+    train_with_and_without(family_toml(tmp_path, experts, job="nft"), BF16)
 
 
 @pytest.mark.zoo

@@ -21,7 +21,6 @@ from cosmos_rl.policy.config import (
 )
 from cosmos_rl.policy.config.keys import describe_allowed, dotted_keys, find_field
 from cosmos_rl.policy.config.plan import plan_online
-from cosmos_rl.policy.config.policy import ParallelismConfig
 from cosmos_rl.policy.config.problems import validate
 from cosmos_rl.policy.config.wfm import RewardConfig, RLConfig
 from cosmos_rl.policy.config.wfm.notes import Translation
@@ -391,45 +390,6 @@ def test_local_tars_are_read_and_an_object_store_is_not() -> None:
         (note,) = [note for note in translation.notes if note.old == "dataloader_train.type"]
         assert note.lost
         assert "S3 is not supported yet; set train.train_policy.dataset.local_dir to tars or a wdinfo" in note.text
-
-
-def test_the_first_data_with_a_share_are_read() -> None:
-    image = {"ratio": 0.5, "dataset_dir": "images", "batch_size": 3}
-    for share, place, batch in ((1, "videos", 1), (0, "images", 3)):
-        data = {"type": "local", "video_dataloader": {**VIDEO, "ratio": share}, "image_dataloader": image}
-        translation = translated(dataloader_train=data)
-        job = value(translation, "train.train_policy")
-        assert (job["dataset"]["local_dir"], job["mini_batch"]) == (place, batch)
-        lost = {note.old for note in translation.notes if note.lost}
-        assert ("dataloader_train.image_dataloader.ratio" in lost) == (share == 0)
-
-
-def test_the_group_of_gpus_is_the_product_of_all_sizes() -> None:
-    sizes = {"fsdp_shard_size": 4, "dp_replicate_size": 2}
-    translation = translated(model=sizes, model_parallel={"context_parallel_size": 2, "data_parallel_size": 3})
-    parallelism = ParallelismConfig.model_validate(value(translation, "policy.parallelism"))
-    assert world_size(parallelism) == 3 * 2 * 4 * 2
-    assert value(translation, "train.train_batch_per_replica") == 3 * 2 * 4  # context parallel ranks share a sample
-
-
-def test_steps_without_noise_are_left_out_with_a_note() -> None:
-    translation = translated(model={"rl": {"sample_steps": 5, "train_on": [4, -1, 2, 0, -1]}})
-    assert value(translation, "train.train_policy.steps.indices") == [0, 2, -1, -1]
-    assert any("without [4], which have no noise" in line for line in translation.describe())
-
-
-def test_a_data_term_in_the_first_step_alone_has_its_share_of_the_mean() -> None:
-    rl = {"data_beta": 0.1, "kl_beta": 0.0, "data_on_first_only": True, "train_on": [0, 2, 4, 6]}
-    term = value(translated(model={"rl": rl}), "train.train_policy.data_term")
-    assert (term["beta"], term["per_step"]) == (pytest.approx(0.025), False)
-
-
-@pytest.mark.parametrize(("dropout", "named"), [(0.0, True), (0.2, False)])
-def test_guidance_that_had_no_effect_is_named(dropout: float, named: bool) -> None:
-    conditioner = [{"name": "text", "dropout_rate": dropout}]
-    translation = translated(model={"rl": {"guidance": 3.0}, "conditioner": conditioner})
-    assert value(translation, "policy.diffusers.sample.guidance_scale") == 4.0
-    assert any(note.old == "model.rl.guidance" and note.lost for note in translation.notes) == named
 
 
 def test_effects_that_are_lost_are_named() -> None:

@@ -1,4 +1,4 @@
-"""What each key of the older `[model.rl]` becomes, with another value than its default."""
+"""What keys of the older configuration become: each of `[model.rl]` with another value than its default, and others."""
 
 import tomllib
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cosmos_rl.policy.config import Config
-from tests.config.test_older_config import translated, value
+from cosmos_rl.policy.config import Config, world_size
+from cosmos_rl.policy.config.policy import ParallelismConfig
+from tests.config.test_older_config import VIDEO, translated, value
 
 JOB_TABLE, SAMPLE = "train.train_policy.", "policy.diffusers.sample."
 
@@ -66,3 +67,42 @@ def test_every_key_of_the_rl_table_acts_with_another_value_than_its_default(
     assert Config.from_dict(tomllib.loads(tomli_w.dumps(translation.tables))) != Config.from_dict(
         tomllib.loads(tomli_w.dumps(translated().tables))
     )
+
+
+def test_the_first_data_with_a_share_are_read() -> None:
+    image = {"ratio": 0.5, "dataset_dir": "images", "batch_size": 3}
+    for share, place, batch in ((1, "videos", 1), (0, "images", 3)):
+        data = {"type": "local", "video_dataloader": {**VIDEO, "ratio": share}, "image_dataloader": image}
+        translation = translated(dataloader_train=data)
+        job = value(translation, "train.train_policy")
+        assert (job["dataset"]["local_dir"], job["mini_batch"]) == (place, batch)
+        lost = {note.old for note in translation.notes if note.lost}
+        assert ("dataloader_train.image_dataloader.ratio" in lost) == (share == 0)
+
+
+def test_the_group_of_gpus_is_the_product_of_all_sizes() -> None:
+    sizes = {"fsdp_shard_size": 4, "dp_replicate_size": 2}
+    translation = translated(model=sizes, model_parallel={"context_parallel_size": 2, "data_parallel_size": 3})
+    parallelism = ParallelismConfig.model_validate(value(translation, "policy.parallelism"))
+    assert world_size(parallelism) == 3 * 2 * 4 * 2
+    assert value(translation, "train.train_batch_per_replica") == 3 * 2 * 4  # context parallel ranks share a sample
+
+
+def test_steps_without_noise_are_left_out_with_a_note() -> None:
+    translation = translated(model={"rl": {"sample_steps": 5, "train_on": [4, -1, 2, 0, -1]}})
+    assert value(translation, "train.train_policy.steps.indices") == [0, 2, -1, -1]
+    assert any("without [4], which have no noise" in line for line in translation.describe())
+
+
+def test_a_data_term_in_the_first_step_alone_has_its_share_of_the_mean() -> None:
+    rl = {"data_beta": 0.1, "kl_beta": 0.0, "data_on_first_only": True, "train_on": [0, 2, 4, 6]}
+    term = value(translated(model={"rl": rl}), "train.train_policy.data_term")
+    assert (term["beta"], term["per_step"]) == (pytest.approx(0.025), False)
+
+
+@pytest.mark.parametrize(("dropout", "named"), [(0.0, True), (0.2, False)])
+def test_guidance_that_had_no_effect_is_named(dropout: float, named: bool) -> None:
+    conditioner = [{"name": "text", "dropout_rate": dropout}]
+    translation = translated(model={"rl": {"guidance": 3.0}, "conditioner": conditioner})
+    assert value(translation, "policy.diffusers.sample.guidance_scale") == 4.0
+    assert any(note.old == "model.rl.guidance" and note.lost for note in translation.notes) == named

@@ -116,7 +116,7 @@ def list_members(shards: Shards, media: Sequence[str]) -> tuple[list[Member], li
     keys = {member.stem for member in members if member.ending in media}
     if shards.expected is not None and shards.expected != len(keys):
         problems.append(f"total_key_count: is {shards.expected}, and the tars have {len(keys)} samples")
-    return members, problems, _name_lone(parts)
+    return members, problems, _name_lone(parts, len(keys))
 
 
 def _index_all(root: Path, places: Sequence[str]) -> dict[str, TarIndex]:
@@ -155,12 +155,15 @@ def _read_names(place: str, tar: str, index: TarIndex, problems: list[str]) -> I
         yield Member(f"{tar}/{parts[1]}", parts[2].lower(), f"{place}/{name}")
 
 
-def _name_lone(parts: Sequence[Member]) -> dict[str, str]:
+def _name_lone(parts: Sequence[Member], samples: int) -> dict[str, str]:
     """A line for each part of a sample whose ending no other sample has, by its path: ``3.5mm.png`` next to ``3.png``.
 
-    It may be a sample with a dot in its name. A part that several samples have, ``0001.seg.png``, is none.
+    It may be a sample with a dot in its name. A part that several samples have, ``0001.seg.png``, is none. Nor are they
+    where there is more than one for two samples: then parts have endings of their own, as ``0001.crop_000123.png``.
     """
     having = Counter(ending for _, ending in {(member.stem, member.ending) for member in parts})
+    if 2 * sum(count == 1 for count in having.values()) > samples:
+        return {}
     return {
         member.path: f"{printable(member.path)}: {_DOTTED} it is a part {printable(member.ending)} of "
         f"{printable(member.stem)}, which no other sample has, and is not read; rename it if it is of another sample"

@@ -123,6 +123,8 @@ def test_keys_that_another_key_switches_off_are_named(
         [*FLOW, f"{JOB}.steps.choose=list", f"{JOB}.steps.indices=[0,-1]", f"{JOB}.epsilon_low=0.1"],
         [*FLOW, f"{JOB}.steps.choose=window", f"{JOB}.steps.order=decay", f"{JOB}.steps.least_interval=2"],
         [f"{JOB}.trainer_type=online_dpo", f"{JOB}.dpo_beta=3.0"],
+        [f"{JOB}.trainer_type=online_dpo", f"{JOB}.drop_equal_groups=true", f"{JOB}.advantage_mode=binary"],
+        [f"{JOB}.trainer_type=online_dpo", f"{JOB}.normalise_rewards=each", f"{JOB}.advantage_temperature=10.0"],
         [f"{GUARD}.action=rewind", f"{GUARD}.rewind_lr_factor=0.1"],
     ],
 )
@@ -176,6 +178,20 @@ def test_too_many_trained_steps_are_refused_with_those_that_have_noise(
         f"found 3 trained steps; allowed: {allowed} policy.diffusers.sample.num_steps = {steps}, as {ends} no noise"
     )
     assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "problem"),
+    [
+        ("size=2, decay_threshold=60", f"{JOB}.steps.decay_threshold: found 60; allowed: less than "),
+        ("size=2, stride=50", f'{JOB}.steps.order: found "exp_decay" with a window that has one place; allowed: "pro'),
+    ],
+)
+def test_a_window_that_never_stays_shorter_is_refused(tmp_path: Path, window: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        idle(tmp_path, [*FLOW, f"{JOB}.steps={{choose='window', order='exp_decay', {window}}}"])
+    [found] = raised.value.problems
+    assert found.startswith(problem)
 
 
 def test_given_frames_are_from_the_least_to_the_most(toml: Callable[..., Path]) -> None:

@@ -16,7 +16,7 @@ import torch
 from cosmos_rl.data import tar_files
 from cosmos_rl.data.images import load_image
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.pair_files import describe_pairs, scan_pairs
+from cosmos_rl.data.pair_files import describe_pairs, load_pairs, scan_pairs
 from cosmos_rl.data.prompts import BEGINNING, is_prompt_file, read_prompts
 from cosmos_rl.data.streams import MapStream, load_batches
 from cosmos_rl.errors import UserError
@@ -180,6 +180,18 @@ def test_a_part_that_no_other_sample_has_is_named_once(tmp_path: Path) -> None:
         f"000.tar/{name}: {text.format(ending, key)} sample has, and is not read; rename it if it is of another sample"
         for name, ending, key in (("3.5mm.png", ".5mm.png", "3"), ("4.old.txt", ".old.txt", "4"))
     ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [["0.seg.png", "0.depth.png"], [f"{k}.crop_{number:06d}.png" for k in range(4) for number in (2 * k, 2 * k + 1)]],
+)
+def test_parts_with_endings_of_their_own_are_no_problem(tmp_path: Path, parts: list[str]) -> None:
+    keys = {part[0] for part in parts}
+    samples = {name: content for key in sorted(keys) for name, content in sample(key).items()}
+    write_tar(tmp_path / "000.tar", samples | {part: image_bytes(0) for part in parts})
+    pairs, problems, left_out = load_pairs(tmp_path)
+    assert ([pair.name for pair in pairs], problems, left_out) == ([f"000.tar/{key}" for key in sorted(keys)], [], "")
 
 
 def test_samples_of_parallel_tars_with_a_dot_in_their_name_are_named(tmp_path: Path) -> None:

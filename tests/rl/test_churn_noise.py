@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
+from tests.rl.test_sizes import sized_prompts
 from tests.support.flow_grpo_plane import FLOW, JOB, Run, tables_of
-from tests.support.nft_runs import nft_toml, nft_trainer
+from tests.support.nft_runs import PROMPTS, nft_toml, nft_trainer
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import (
     POINT,
@@ -105,6 +106,8 @@ def test_the_steps_must_have_noise_at_every_size(
     nft_trainer(path, *options, size.format([48, 48]))  # 3 and 1 of EDM after the first two steps
     with pytest.raises(UserError, match=r"the sampling steps \[0\] may be trained and have no noise"):  # 9 and 3
         nft_trainer(path, *options, size.format([64, 64]))
+    named = sized_prompts(tmp_path, [{"size": [32, 32]}] * len(PROMPTS))  # no prompt has the larger size
+    nft_trainer(path, *options, size.format([64, 64]), f"--train.train_policy.dataset.local_dir={named}")
 
 
 def test_a_sampler_of_a_users_own_without_the_factor_is_not_sampled_with_one() -> None:

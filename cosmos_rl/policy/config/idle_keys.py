@@ -23,7 +23,6 @@ _OF_STEPS = (
     f"{_JOB}.logprob_weight",
     f"{_JOB}.advantage_transform",
 )
-_OF_ADVANTAGES = tuple(f"{_JOB}.advantage_{name}" for name in ("low", "high", "mode", "temperature"))
 _MOVES = tuple(f"{_JOB}.steps.{name}" for name in ("stride", "interval", "roll_back"))
 _DECAYS = {
     f"{_JOB}.steps.least_interval": "decay",
@@ -66,10 +65,18 @@ def _by_trainer(job: GrpoPolicyConfig) -> Iterator[_Idle]:
     if job.trainer_type not in PAIR_TRAINERS:
         names.append(f"{_JOB}.dpo_beta")
     else:
-        names += _OF_ADVANTAGES
+        names += _unread_advantages(job)
     if job.trainer_type != "diffusion_nft":
         names.append("policy.diffusers.nft_beta")
     yield f"{_JOB}.trainer_type = {format_value(job.trainer_type)}", names
+
+
+def _unread_advantages(job: GrpoPolicyConfig) -> Iterator[str]:
+    """Keys of advantages that leave the best and the worst sample of each prompt the same."""
+    if not job.drop_equal_groups:  # which looks at the advantages as they are used
+        yield from (f"{_JOB}.advantage_{name}" for name in ("low", "high", "mode"))
+    if job.normalise_rewards == "sum":
+        yield f"{_JOB}.advantage_temperature"
 
 
 def _by_key(config: Config, job: GrpoPolicyConfig) -> Iterator[_Idle]:

@@ -19,7 +19,12 @@ def window_rules(config: Config) -> Iterator[str]:
             f'{window.interval} with order = "decay", whose window stays ever shorter'
         )
     begins = window.starts[-1]
-    if window.order == "exp_decay" and begins <= window.decay_threshold:
+    if window.order == "exp_decay" and begins == 0:
+        yield (
+            f'{_STEPS}.order: found "exp_decay" with a window that has one place; allowed: "progressive", or a smaller '
+            f"{_STEPS}.size or {_STEPS}.stride"
+        )
+    elif window.order == "exp_decay" and begins <= window.decay_threshold:
         yield (
             f"{_STEPS}.decay_threshold: found {window.decay_threshold}; allowed: less than {begins}, where the last "
             'window begins, as otherwise none of them stays shorter; or order = "progressive"'

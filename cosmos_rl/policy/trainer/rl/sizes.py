@@ -52,6 +52,7 @@ class SizedPrompts:
             self._identity = [list(size) for size in self._drawn]
             return
         sizes = [size or diffusers.inference_size for size in named]
+        self.sizes = tuple(dict.fromkeys(sizes))
         options = {"shuffle": job.dataloader_shuffle, "drop_last": drop_last}
         self.stream = BucketStream.of_sizes(sizes, per_step, job.dataloader_seed, **options)
         self.stream.require_steps(config.train.epoch)

@@ -32,4 +32,6 @@ def explain_decoding(error: UnicodeDecodeError) -> str:
     found = f" (byte 0x{error.object[error.start]:02x} at position {error.start})"
     if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         found = " but UTF-16"
+    elif error.object[error.start] == 0 or error.object.count(0) > len(error.object) // 4:  # Latin text: one half
+        return "has null characters, as UTF-16 without a byte order mark; save it as UTF-8"
     return f"is not UTF-8 text{found}; save it as UTF-8"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +26,17 @@ from tests.support.patience import HANG_S
 def _tasks_are_closed() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture
+def closed_folder() -> Iterator[Path]:
+    """A folder that nobody but root may enter, in one where all may write; `tmp_path` is closed itself."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        folder = Path(name) / "closed"
+        folder.mkdir(mode=0)
+        yield folder
+        folder.chmod(0o700)
 
 
 @pytest.fixture(scope="session")

@@ -43,10 +43,11 @@ def digest_files(folder: Path) -> str:
 class TensorCache:
     """Named tensors by key."""
 
-    def __init__(self, folder: Path, kind: str, about: str, max_bytes: int) -> None:
+    def __init__(self, folder: Path, kind: str, about: str, max_bytes: int, advice: str = "") -> None:
         """``about`` is everything other than the key that decides what the tensors are (weights, dtype, sizes, mode).
 
-        ``max_bytes`` bounds the whole ``folder``, which other kinds and runs share.
+        ``max_bytes`` bounds the whole ``folder``, which other kinds and runs share. ``advice``: what to do where the
+        folder cannot be made; empty: to name another.
         """
         self._root = folder
         self._space = folder / kind / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
@@ -56,8 +57,8 @@ class TensorCache:
             if explain_full_disk(error) is not None:
                 raise
             raise UserError(
-                f"{folder}: the cache cannot be made there ({error.strerror}); name another folder in "
-                "train.train_policy.cache.dir"
+                f"{folder}: the cache cannot be made there ({error.strerror}); "
+                f"{advice or 'name another folder in train.train_policy.cache.dir'}"
             ) from error
         self._max_bytes = max_bytes
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 from cosmos_rl.data.tar_files import open_member, split_member
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 from cosmos_rl.errors import explain_decoding
+from cosmos_rl.text_files import decode_text
 
 CAPTION_SUFFIXES = (".json", ".txt", ".caption")
 """Endings of the files with one caption each."""
@@ -75,7 +75,7 @@ def _find_image(row: Mapping[str, object]) -> str:
 
 def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
     try:
-        text = content.removeprefix(BOM_UTF8).decode()
+        text = decode_text(content)
     except UnicodeDecodeError as error:
         return None, explain_decoding(error)
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
@@ -105,7 +105,7 @@ def read_table(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of ``metadata.jsonl`` or ``metadata.csv``, and one line for each that cannot be used."""
     rows, problems = [], []
     try:
-        text = path.read_bytes().removeprefix(BOM_UTF8).decode()
+        text = decode_text(path.read_bytes())
     except UnicodeDecodeError as error:
         return [], [f"{path.name}: {explain_decoding(error)}"]
     except OSError as error:

@@ -22,6 +22,7 @@ from cosmos_rl.data.pair_files import (
 )
 from cosmos_rl.data.texts import find_prompt_problem, parse_json, printable
 from cosmos_rl.errors import UserError, explain_decoding
+from cosmos_rl.text_files import read_text
 
 TABLE_SUFFIX = ".jsonl"
 """Ending of a file of preferences."""
@@ -146,7 +147,7 @@ def _read_table(table: Path, rejected_dir: str, video: bool) -> Preferences:
     if rejected_dir:
         raise UserError(f"{table.absolute()}: names its rejected files itself; leave rejected_dir out")
     try:
-        text = table.read_text(encoding="utf-8-sig")
+        text = read_text(table)
     except UnicodeDecodeError as error:
         raise UserError(f"{table.absolute()}: {explain_decoding(error)}; expected {_TABLE}") from error
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.shards import find_root, is_shard_file
 from cosmos_rl.data.texts import find_prompt_problem, find_text_problem, parse_json, printable
 from cosmos_rl.errors import UserError, explain_decoding
+from cosmos_rl.text_files import read_text
 
 _FORMS = {
     ".txt": "one prompt a line",
@@ -144,7 +146,8 @@ def is_prompt_file(where: str | Path) -> bool:
     path = Path(where).expanduser()
     if is_shard_file(path):
         return False
-    return path.is_file() or (path.suffix in _FORMS and not path.is_dir())
+    # those of Path raise below a folder that may not be entered
+    return os.path.isfile(path) or (path.suffix in _FORMS and not os.path.isdir(path))
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:
@@ -165,7 +168,7 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
             f"{printable(str(path.absolute()))}: is not a prompt file; known endings: {', '.join(SUFFIXES)}"
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path.absolute()}: {explain_decoding(error)}; expected {_FORMS[path.suffix]}") from error
     except OSError as error:

@@ -1,10 +1,10 @@
 """What counts as a text: one rule for caption files, files of prompts and the data sets of a script. No torch."""
 
 import json
-from codecs import BOM_UTF8
 from collections.abc import Mapping
 
 from cosmos_rl.errors import explain_decoding
+from cosmos_rl.text_files import decode_text
 
 _SHOWN_KEYS = 5
 
@@ -12,7 +12,7 @@ _SHOWN_KEYS = 5
 def parse_json(content: bytes | str) -> tuple[object, str | None]:
     """(what the JSON holds, None) or (None, what is wrong). A byte order mark, as Windows editors write it, is fine."""
     try:
-        text = content if isinstance(content, str) else content.removeprefix(BOM_UTF8).decode()
+        text = content if isinstance(content, str) else decode_text(content)
     except UnicodeDecodeError as error:
         return None, explain_decoding(error)
     try:
@@ -45,8 +45,8 @@ def find_text_problem(text: str) -> str | None:
     except UnicodeEncodeError as error:
         half = printable(text[error.start : error.end])
         return f"has half of a character ({half}) at position {error.start} of its text"
-    if "\0" in text:  # valid UTF-8, which tokenizers take
-        return "has null characters, as UTF-16 without a byte order mark; save it as UTF-8"
+    if "\0" in text:  # escaped in JSON, or from a script: `decode_text` lets none through
+        return "has null characters (\\u0000); remove them"
     return None
 
 

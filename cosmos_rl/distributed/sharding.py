@@ -124,11 +124,14 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file of a diffusers model folder (one file, or shards with an index).
 
     Raises:
-        UserError: the folder holds no safetensors weights, or a file of them is cut off.
+        UserError: the folder holds no safetensors weights, or a file of them or their index is not whole.
     """
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        files = {name: folder / file for name, file in read_table(index)["weight_map"].items()}
+        named = read_table(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise UserError(f"{index}: has no weight_map of names of files; copy, download or write it again")
+        files = {name: folder / file for name, file in named.items()}
         for file in sorted(set(files.values())):
             with open_weights(file):  # the readers of several shards do not say which one is cut off
                 pass

@@ -233,7 +233,9 @@ def _refuse_own_flags(token: str) -> None:
     if key in _NEVER_A_SCRIPTS:
         raise UserError(f"{token}: a flag of cosmos-rl; put it before the script")
     table, dot, rest = key.lstrip("-").partition(".")
-    near = difflib.get_close_matches(table, Config.model_fields, n=1, cutoff=0.8)
+    # with one dash, as in -model.ckpt=3, many scripts have options of their own
+    cutoff = 0.8 if token.startswith("--") else 1.0
+    near = difflib.get_close_matches(table, Config.model_fields, n=1, cutoff=cutoff)
     if dot and near:
         raise UserError(
             f"{token}: did you mean --{near[0]}.{rest}{equals}{value}? An option of the script that looks like one of "

@@ -60,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except PermissionError as error:  # any path that a user names may lie where this user may not look
+        hint = "look at its permissions and at those of the folders above it"
+        print(f"error: {error.filename or 'a file'}: {error.strerror}; {hint}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
     except UnicodeEncodeError as error:
         hint = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
         print(f"error: {error.object!a} cannot be written in this locale ({error.encoding}); {hint}", file=sys.stderr)

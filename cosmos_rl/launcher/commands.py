@@ -61,10 +61,11 @@ def create_prompts(argv: Sequence[str]) -> int:
         raise UserError("--prompt: is empty; a caption says what the videos show")
     folder = given.dataset_path.expanduser()
     files = list_media(folder, video=not given.is_image)
-    require_writable(folder / METAS / "caption.txt", "captions lie in the folder of the data set: copy it")
-    (folder / METAS).mkdir(exist_ok=True)
     captions = [folder / METAS / f"{file.stem}.txt" for file in files]
     missing = [caption for caption in captions if not caption.exists()]
+    if missing:
+        require_writable(missing[0], "captions lie in the folder of the data set: copy it")
+        (folder / METAS).mkdir(exist_ok=True)
     for caption in missing:
         atomic.write_text(caption, prompt + "\n")
     print(f"{folder / METAS}: {len(missing)} captions written, {len(captions) - len(missing)} kept")
@@ -177,9 +178,9 @@ def sample(argv: Sequence[str]) -> int:
     media.add_argument("--video", type=Path, help="a video whose last frames all videos continue, likewise")
     parser.add_argument("--seed", type=int, default=0, help="image k of a prompt has the seed SEED + k (0)")
     given = parser.parse_args(argv)
+    require_writable(given.out, _OTHER_PLACE)
     if given.out.exists():
         raise UserError(f"{given.out} exists already: name a new folder with --out")
-    require_writable(given.out, _OTHER_PLACE)
     source = _find_source(given.source, given.revision)
     file = check_file(given.image, given.video)
     import torch  # seconds, so only once the command line is known to be right
@@ -305,8 +306,10 @@ def translate(argv: Sequence[str]) -> int:
 
     if not is_older(read_toml(given.file)):
         raise UserError(f"{given.file}: is not of the older form, which has [model] and no [policy]")
-    if given.out is not None and given.out.exists():
-        raise UserError(f"{given.out} exists already: name a new file with --out")
+    if given.out is not None:
+        require_writable(given.out, _OTHER_PLACE)
+        if given.out.exists():
+            raise UserError(f"{given.out} exists already: name a new file with --out")
     translation = translate_file(given.file, lenient=given.lenient)
     config_from_tables(translation.tables, f"the translation of {given.file}")
     print("\n".join(translation.describe()), file=sys.stderr)
@@ -314,7 +317,6 @@ def translate(argv: Sequence[str]) -> int:
     if given.out is None:
         print(text, end="")
     else:
-        require_writable(given.out, _OTHER_PLACE)
         atomic.write_text(given.out, text)
         print(given.out)
     return 0

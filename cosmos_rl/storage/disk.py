@@ -157,11 +157,22 @@ def require_writable(path: Path, advice: str) -> None:
 
 
 def find_existing_folder(path: Path) -> Path:
-    """``path``, or the folder that exists and will hold it."""
+    """``path``, or the folder that exists and will hold it; where one may not be entered, that one."""
     folder = path.expanduser().absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises below a folder that may not be entered
         folder = folder.parent
     return folder
+
+
+def find_closed_folder(path: Path) -> Path | None:
+    """The folder on the way to ``path`` that this user may not enter; None: there is none."""
+    try:
+        path.expanduser().stat()
+    except PermissionError:
+        return find_existing_folder(path)
+    except OSError:
+        return None
+    return None
 
 
 def _free(path: Path) -> str:

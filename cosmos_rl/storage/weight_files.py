@@ -17,13 +17,17 @@ def open_weights(file: Path, framework: str = "pt") -> Iterator[Any]:
         framework: ``pt`` or ``np``.
 
     Raises:
-        UserError: it is not there, cut off, or of another kind. Its length is compared with its header.
+        UserError: it cannot be read, is cut off, or of another kind. Its length is compared with its header.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
+        with file.open("rb"):  # of a file that may not be read safetensors says that it is not there
+            pass
         opened = safe_open(file, framework=framework)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise _explain_unreadable(file, error) from error
+    except SafetensorError as error:
         raise UserError(
             f"{file}: is not a complete .safetensors file ({error}); copy, download or write it again"
         ) from error
@@ -35,12 +39,18 @@ def read_table(file: Path) -> dict[str, Any]:
     """The JSON object in a file such as ``model_index.json`` or ``adapter_config.json``.
 
     Raises:
-        UserError: it is not there, or holds something else.
+        UserError: it cannot be read, or holds something else.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _explain_unreadable(file, error) from error
+    except ValueError as error:
         raise UserError(f"{file}: cannot be read as JSON ({error}); copy, download or write it again") from error
     if not isinstance(found, dict):
         raise UserError(f"{file}: holds no table (a JSON object); copy, download or write it again")
     return found
+
+
+def _explain_unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file}: cannot be read ({error.strerror or error}); look at its path and its permissions")

@@ -224,6 +224,9 @@ def test_wrong_toml_names_file_and_line(toml: Callable[..., Path]) -> None:
     path = toml(more="epoch = \n")
     with pytest.raises(UserError, match=r"run\.toml: not valid TOML.*line 7"):
         load_config(path)
+    path.write_bytes("[train]\n".encode("utf-16-le"))
+    with pytest.raises(UserError, match=r"run\.toml: has null characters, as UTF-16 without a byte order mark; save"):
+        load_config(path)
     path.write_bytes("[train]\n".encode("utf-16"))
     with pytest.raises(UserError, match=r"run\.toml: is not UTF-8 text but UTF-16; save it as UTF-8$"):
         load_config(path)

@@ -17,6 +17,7 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import load_config
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding
+from cosmos_rl.storage.cache_folder import place_tensors
 from cosmos_rl.tracking.metrics import read_metrics
 from tests.support.trainer_runs import train
 
@@ -89,6 +90,21 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"/file: the cache cannot be made there \(Not a directory\); name another"):
         TensorCache(tmp_path / "file", "latents", "about", 1000)
+
+
+def test_the_place_of_the_cache_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COSMOS_CACHE", raising=False)
+    key, _, folder, advice = place_tensors(None, "out")
+    assert (key, folder) == ("train.output_dir", Path("out/cache"))
+    assert advice.startswith("choose another train.output_dir")
+    assert place_tensors("mine", "out").advice.endswith("leave it out: then it is in train.output_dir")
+    monkeypatch.setenv("COSMOS_CACHE", "shared")
+    key, _, folder, advice = place_tensors(None, "out")
+    assert (key, folder) == ("COSMOS_CACHE", Path("shared"))
+    assert advice.endswith("unset it: then it is in train.output_dir")
+    key, _, folder, advice = place_tensors("mine", "out")
+    assert (key, folder) == ("train.train_policy.cache.dir", Path("mine"))
+    assert advice.endswith("leave it out: then it is $COSMOS_CACHE, shared")
 
 
 def test_what_was_not_used_for_longest_is_evicted(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Where captions may stand, and what is wrong with those that cannot be used."""
 
+import errno
 import json
+import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,12 @@ def test_captions_that_differ_are_named_and_equal_ones_count_once(tmp_path: Path
         ({"2.txt": b"caf\xe9"}, "2.txt: is not UTF-8 text (byte 0xe9 at position 3); save it as UTF-8"),
         ({"2.txt": "a cat".encode("utf-16")}, "2.txt: is not UTF-8 text but UTF-16; save it as UTF-8"),
         ({"2.txt": "a cat".encode("utf-16-le")}, "2.txt: has null characters, as UTF-16 without a byte order mark"),
+        ({"2.txt": "Müller".encode("utf-16-be")}, "2.txt: has null characters, as UTF-16 without a byte order mark"),
+        ({"2.txt": b"\x89PNG\0 and more"}, "2.txt: is not UTF-8 text (byte 0x89 at position 0)"),
+        ({"2.json": '{"prompt": "a"}'.encode("utf-16-le")}, "2.json: has null characters, as UTF-16 without a byte"),
+        ({"2.json": b'{"prompt": "a\\u0000b"}'}, "2.json: has null characters (\\u0000); remove them"),
+        ({"metadata.csv": "file_name,text\n".encode("utf-16-le")}, "metadata.csv: has null characters, as UTF-16 with"),
+        ({"metadata.jsonl": "{}".encode("utf-16-be")}, "metadata.jsonl: has null characters, as UTF-16 without"),
         ({}, "2.png: has no caption 2.json, .txt or .caption"),
         (
             {"metadata.csv": b"file_name,text\n2.png,\n"},
@@ -182,7 +191,13 @@ def test_text_features_of_cosmos_predict_are_accepted_and_never_opened(
     assert not run.exists()
 
 
-def test_a_caption_is_written_for_every_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def refuse_to_write(**_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_caption_is_written_for_every_video_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(3):
         write_video(tmp_path / "videos" / f"{number}.mp4", 5)
     (tmp_path / "metas").mkdir()
@@ -197,8 +212,12 @@ def test_a_caption_is_written_for_every_video(tmp_path: Path, capsys: pytest.Cap
         "my own words",
         "A video of sks teal robot.",
     ]
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse_to_write)  # the disk has become read-only
     assert main(command) == 0
     assert "0 captions written, 3 kept" in capsys.readouterr().out
+    (tmp_path / "metas" / "2.txt").unlink()
+    assert main(command) == 2
+    assert "nothing can be written there (Read-only file system); captions lie in" in capsys.readouterr().err
 
 
 def test_the_command_has_its_documented_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

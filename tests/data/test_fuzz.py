@@ -111,7 +111,7 @@ def read_captions(folder: Path, count: int, seed: int, tokenizers: list[Tokenize
         assert isinstance(pair.prompt.encode(), bytes)
         for tokenizer in tokenizers:
             tokenizer.encode(pair.prompt)
-    why = re.compile(r"\d+\.json: (is not UTF-8 text|is not valid JSON|has no text under 'prompt'|has half)")
+    why = re.compile(r"\d+\.json: (is not UTF-8 text|is not valid JSON|has no text under 'prompt'|has half|has null)")
     for problem in problems:
         match = why.match(problem)
         assert match, problem

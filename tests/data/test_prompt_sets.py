@@ -102,7 +102,9 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
         ("x.json", "[" * 100_000 + "]" * 100_000, r"x.json: is not valid JSON \(nested too deeply\)"),
         ("x.json", '{"prompt": "a"}', "holds no list of prompts"),
         ("x.json", json.dumps([{}] * 13), "in row 0, .* row 9 and 3 more; expected"),
-        ("x.txt", "a\0 \0c\0", r"line 1; .* \(line 1 has null characters, as UTF-16 without a byte order mark; save"),
+        ("x.txt", "a\0 \0c\0", "x.txt: has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
+        ("x.jsonl", '{\0"\0', "x.jsonl: has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
+        ("x.jsonl", r'{"prompt": "a\u0000b"}', r"line 1; .* \(line 1 has null characters \(.u0000\); remove them"),
         ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
         (
             "x.tsv",

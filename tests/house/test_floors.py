@@ -8,6 +8,7 @@ import cosmos_rl
 ROOT = Path(cosmos_rl.__file__).parent
 FLOORS = {
     "errors": 0,
+    "text_files": 0,
     "utils": 0,
     "policy.config": 1,
     "storage": 1,

@@ -17,6 +17,7 @@ from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from tests.support import patience
+from tests.support.rights import without_rights
 
 
 def problems(config: Config) -> list[str]:
@@ -54,13 +55,46 @@ def test_a_cache_in_which_nothing_can_be_written_is_refused_if_it_would_be_used(
     options = ["--train.train_policy.cache.latents=true"]
     [named] = [line for line in problems(load_config(write_toml(), [f"--{key}={at}", *options])) if "cache" in line]
     assert named.startswith(f'{key} = "{at}": {at}: nothing can be written there (Not a directory); name another')
+    assert named.endswith("name another folder, or leave it out: then it is in train.output_dir")
     monkeypatch.setenv("COSMOS_CACHE", str(at / "below"))
     [named] = [line for line in problems(load_config(write_toml(), options)) if "CACHE" in line]
-    assert named.startswith(f'COSMOS_CACHE = "{at}/below": {at}: nothing can be written there')
+    assert named == (
+        f'COSMOS_CACHE = "{at}/below": {at}: nothing can be written there (Not a directory); name another folder, or '
+        "unset it: then it is in train.output_dir"
+    )
+    [named] = [line for line in problems(load_config(write_toml(), [f"--{key}={at}", *options])) if "cache.dir" in line]
+    assert named.endswith(f"name another folder, or leave it out: then it is $COSMOS_CACHE, {at}/below")
     assert not [
         line for line in problems(load_config(write_toml(), [f"--{key}={tmp_path}/new", *options])) if key in line
     ]
     assert not (tmp_path / "new").exists()
+
+
+def test_what_lies_below_a_folder_that_may_not_be_entered_is_named_by_its_key(
+    closed_folder: Path, write_toml: Callable[..., Path]
+) -> None:
+    keys = (
+        "policy.model_name_or_path",
+        "train.train_policy.dataset.local_dir",
+        "policy.lora.lora_path",
+        "validation.dataset.local_dir",
+        "train.train_policy.cache.dir",
+    )
+    at = closed_folder / "x" / "y"
+    options = [
+        *(f"--{key}={at}" for key in keys),
+        "--train.train_policy.cache.latents=true",
+        "--validation.enable=true",
+    ]
+    config = load_config(write_toml(), options)
+    with without_rights():
+        lines = inspect_environment(config, "pairs")[0]
+    for key in keys[:-1]:
+        assert (
+            f'{key} = "{at}": {closed_folder} cannot be entered (Permission denied); look at its permissions' in lines
+        )
+    [cache] = [line for line in lines if line.startswith(keys[-1])]
+    assert cache.startswith(f'{keys[-1]} = "{at}": {closed_folder}: nothing can be written there (Permission denied)')
 
 
 def test_a_hub_name_that_cannot_be_downloaded_is_refused_at_once(

@@ -10,8 +10,11 @@ from safetensors.numpy import save_file
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.file_kinds import FileKind, find_kind
+from cosmos_rl.launcher.machine import free_disk
 from cosmos_rl.policy.config import load_config
+from cosmos_rl.storage.disk import find_existing_folder
 from tests.support.nft_runs import nft_toml
+from tests.support.rights import without_rights
 
 ONE = np.zeros((1, 1), np.float32)
 EXPORTED, PLAIN = {"transformer.a.lora_A.weight": ONE, "transformer.a.lora_B.weight": ONE}, {"a.weight": ONE}
@@ -110,6 +113,36 @@ def test_a_place_in_which_nothing_can_be_written_is_named_before_any_work(
         assert (
             f"{place}/a.png: nothing can be written there (Not a directory); choose another place with --out" in error
         )
+
+
+def test_a_place_below_a_folder_that_may_not_be_entered_is_named(
+    closed_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(closed_folder / "x" / "y")
+    for command in (("tiny-model", "sd3"), ("sample", "exported", "a cat")):
+        with without_rights():
+            assert main([*command, "--out", out]) == 2
+        error = capsys.readouterr().err
+        assert f"{closed_folder}: nothing can be written there (Permission denied); choose another place" in error
+
+
+def test_what_lies_below_a_folder_that_may_not_be_entered_is_named_by_every_command(
+    closed_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, out = str(closed_folder / "x"), ("--out", str(closed_folder.parent / "new"))
+    taken = (("sample", given, "a cat", *out), ("export", given, *out), ("import", given, "--base", given, *out))
+    for command in (*taken, ("report", given), ("create-prompts", "--dataset_path", given, "--prompt", "a")):
+        with without_rights():
+            assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {given}")
+        assert error.endswith(": Permission denied; look at its permissions and at those of the folders above it\n")
+
+
+def test_the_folder_that_may_not_be_entered_is_the_one_that_exists(closed_folder: Path) -> None:
+    with without_rights():
+        assert find_existing_folder(closed_folder / "x") == closed_folder
+        assert free_disk(closed_folder / "x") > 0
 
 
 @pytest.mark.parametrize("key", ["train.train_policy.teacher", "policy.lora.lora_path"])

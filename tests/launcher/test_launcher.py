@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cosmos_rl.launcher.arguments import parse_launch
+from cosmos_rl.launcher.arguments import parse_launch, split_overrides
 from cosmos_rl.launcher.cli import main
 from tests.support.launched import Place, newest_run
 
@@ -68,6 +68,11 @@ def test_what_cannot_work_ends_with_2_and_a_hint_and_leaves_nothing(
     assert message in printed.err
     assert "Traceback" not in printed.err
     assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize("option", ["-model.ckpt=3", "-trained.pt", "-customs.x", "-v"])
+def test_an_option_with_one_dash_that_only_resembles_a_table_is_the_scripts(option: str) -> None:
+    assert split_overrides([option]) == ([], [option])
 
 
 def test_all_config_problems_are_reported_before_torch_is_imported(place: Place) -> None:

@@ -23,7 +23,8 @@ from cosmos_rl.policy.config.plan import list_teachers
 from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
-from cosmos_rl.storage.disk import require_writable
+from cosmos_rl.storage.cache_folder import place_tensors
+from cosmos_rl.storage.disk import find_closed_folder, require_writable
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
@@ -61,23 +62,21 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
 def _cache(config: Config) -> list[str]:
     """A named folder of cached latents and texts in which nothing can be written."""
     job = config.train.train_policy
-    key, place = "train.train_policy.cache.dir", job.cache.dir
-    if not place:
-        key, place = "COSMOS_CACHE", os.environ.get("COSMOS_CACHE", "")
-    if not place or not (job.cached_text or job.cached_latents):
-        return []
+    place = place_tensors(job.cache.dir, config.train.output_dir)
+    if place.key == "train.output_dir" or not (job.cached_text or job.cached_latents):
+        return []  # train.output_dir is looked at by itself
     try:
-        require_writable(Path(place) / "entry", "name another folder, or leave it out: then it is in train.output_dir")
+        require_writable(place.folder / "entry", place.advice)
     except UserError as error:
-        return [f'{key} = "{place}": {error}']
+        return [f'{place.key} = "{place.value}": {error}']
     return []
 
 
 def _policy_place(key: str, value: str, *, adapter: bool) -> list[str]:
     """Whether weights of a policy are of the wrong kind: no adapter where one is trained, else no pipeline."""
     path = Path(value).expanduser()
-    if not path.exists():
-        return _missing(key, value)
+    if missing := _missing(key, value):
+        return missing
     kind, wanted = find_kind(path), "give a pipeline folder without [policy.lora]"
     fits, right = (path / "transformer").is_dir(), {FileKind.PIPELINE}
     if adapter:
@@ -242,8 +241,8 @@ def _preference_data(config: Config, notes: list[str]) -> list[str]:
 def _preferences(config: Config, key: str, dataset: DatasetConfig, notes: list[str]) -> list[str]:
     if not dataset.local_dir:
         return []  # a script may bring its own data
-    if not Path(dataset.local_dir).expanduser().exists():
-        return _missing(f"{key}.local_dir", dataset.local_dir)
+    if missing := _missing(f"{key}.local_dir", dataset.local_dir):
+        return missing
     try:
         video = config.policy.diffusers.is_video
         left_out = load_preferences(dataset.local_dir, dataset.rejected_dir, video=video).left_out
@@ -255,13 +254,19 @@ def _preferences(config: Config, key: str, dataset: DatasetConfig, notes: list[s
 
 
 def _missing(key: str, value: str) -> list[str]:
+    """The problem of a path that is not there, or lies where this user may not look; none: it is there."""
     path = Path(value).expanduser()
+    closed = find_closed_folder(path)
+    if closed is not None:
+        return [f'{key} = "{value}": {closed} cannot be entered (Permission denied); look at its permissions']
     return [] if path.exists() else [f'{key} = "{value}": {path.absolute()} does not exist']
 
 
 def _model(config: Config) -> list[str]:
     name = config.policy.model_name_or_path
     path = Path(name).expanduser()
+    if find_closed_folder(path) is not None:
+        return _missing("policy.model_name_or_path", name)
     if path.is_file():
         problem = find_single_file_problem(config.policy)
         return [] if problem is None else [problem]
@@ -311,8 +316,8 @@ def _held_out(one: ValidationSet, notes: list[str]) -> list[str]:
     key, source = f"{one.key}.dataset.local_dir", config.validation.dataset.local_dir
     if not source or not is_prompt_file(source):
         return _pairs(config, f"{one.key}.dataset", source, notes)
-    if not Path(source).expanduser().exists():
-        return _missing(key, source)
+    if missing := _missing(key, source):
+        return missing
     try:
         records = read_prompts(source)
         check_sampling(records, config.policy.diffusers.sample.guidance_scale)
@@ -329,8 +334,8 @@ def _pairs(config: Config, table: str, folder: str, notes: list[str]) -> list[st
         return []  # a script may bring its own data
     key = f"{table}.local_dir"
     path = Path(folder).expanduser()
-    if not path.exists():
-        return _missing(key, folder)
+    if missing := _missing(key, folder):
+        return missing
     if not path.is_dir() and not is_shard_file(path):
         return [f'{key} = "{folder}": is a file; give the folder of the images, a .tar, or {INFO}']
     try:

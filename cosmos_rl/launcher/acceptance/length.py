@@ -1,6 +1,7 @@
 """How long a run is: samples, steps, saves. Counts files, decodes nothing. No torch."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _count_pairs(dataset: DatasetConfig, *, video: bool) -> tuple[int | None, st
     total = 0
     for folder in dataset.listed:
         place = Path(folder.local_dir).expanduser()
-        if not place.exists():
+        if not os.path.exists(place):  # Path.exists raises below a folder that may not be entered
             return None, f"{place} is not there"
         try:
             total += folder.repeats * count_pairs(place, video=video)

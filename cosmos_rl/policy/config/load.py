@@ -21,6 +21,7 @@ from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.wfm.notes import Note, Translation
 from cosmos_rl.policy.config.wfm.schema import older_config
 from cosmos_rl.policy.config.wfm.translate import translate
+from cosmos_rl.text_files import read_text
 from cosmos_rl.utils.logging import logger
 
 _already_described: set[str] = set()
@@ -204,7 +205,7 @@ def _read_text(path: str | Path) -> str:
     path = Path(path)
     if path.is_dir():
         path = path / "config.toml"
-    return path.read_text(encoding="utf-8-sig")
+    return read_text(path)
 
 
 def _name_override(problem: str, overrides: Sequence[str], *, around: bool = False) -> str | None:

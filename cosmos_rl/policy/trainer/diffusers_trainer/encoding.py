@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +22,7 @@ from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.driver.conditions import DrivenCond, MediaCond, concat_all
 from cosmos_rl.policy.model.driver.contract import Medium
 from cosmos_rl.policy.model.driver.model import DrivenModel
+from cosmos_rl.storage.cache_folder import place_tensors
 from cosmos_rl.utils.logging import logger
 
 TextPair = tuple[str, str | None]
@@ -60,8 +59,9 @@ class Encoding:
 
     def _open_cache(self, kind: str, about: str) -> TensorCache:
         job = self._job
-        place = job.cache.dir or os.environ.get("COSMOS_CACHE") or Path(self._config.train.output_dir) / "cache"
-        return TensorCache(Path(place).expanduser(), kind, about, int(job.cache.max_gb * 2**30))
+        place = place_tensors(job.cache.dir, self._config.train.output_dir)
+        advice = f"it is from {place.key}: {place.advice}"
+        return TensorCache(place.folder, kind, about, int(job.cache.max_gb * 2**30), advice)
 
     @property
     def text_cache(self) -> TensorCache | None:

@@ -61,8 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except PermissionError as error:  # any path that a user names may lie where this user may not look
+        if error.filename is None:  # of no path, as of a signal that may not be sent: a fault of ours
+            raise
         hint = "look at its permissions and at those of the folders above it"
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; {hint}", file=sys.stderr, flush=True)
+        print(f"error: {error.filename}: {error.strerror}; {hint}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except UnicodeEncodeError as error:
         hint = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"

@@ -1,5 +1,6 @@
 """Commands that are given a file or folder of another kind say what it is and what takes it."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from cosmos_rl.launcher import commands
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.file_kinds import FileKind, find_kind
@@ -137,6 +139,15 @@ def test_what_lies_below_a_folder_that_may_not_be_entered_is_named_by_every_comm
         error = capsys.readouterr().err
         assert error.startswith(f"error: {given}")
         assert error.endswith(": Permission denied; look at its permissions and at those of the folders above it\n")
+
+
+def test_what_is_not_permitted_and_is_no_path_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # what os.kill raises
+
+    monkeypatch.setattr(commands, "schema", refuse)
+    with pytest.raises(PermissionError, match="not permitted"):
+        main(["schema"])
 
 
 def test_the_folder_that_may_not_be_entered_is_the_one_that_exists(closed_folder: Path) -> None:

@@ -19,6 +19,8 @@ _EVERY_S = 0.5
 """Between two drawings; one takes 1 to 2 ms."""
 _ALARMS = 3
 """So many are shown, the newest."""
+_BAR = (8, 24)
+"""Columns of the bar, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class LiveDisplay:
         try:
             console = make_console(screen.stream)
             while not ended.wait(_EVERY_S):
-                text = draw_text(console, render(self.status, current_phase(), time.monotonic()))
+                text = draw_text(console, render(self.status, current_phase(), time.monotonic(), console.width))
                 if not screen.draw(text):
                     return
         except Exception:  # what is shown must not end what is done
@@ -99,17 +101,17 @@ def show_progress(*, wanted: bool, is_main: bool) -> Iterator[LiveDisplay]:
             yield display
 
 
-def render(status: Status | None, phase: Phase | None, now: float) -> "RenderableType":
-    """The lines of the display at the time ``now``."""
+def render(status: Status | None, phase: Phase | None, now: float, width: int) -> "RenderableType":
+    """The lines of the display at the time ``now`` in a terminal of ``width`` columns."""
     from rich.console import Group
     from rich.text import Text
 
     rows: list[Any] = [Text("")]  # a line that another program writes here does no harm
     if status is not None:
-        rows.append(_render_steps(status, now))
-    rows.append(Text(_describe_phase(phase, now), style="cyan"))
+        rows.append(_render_steps(status, now, width))
+    rows.append(Text(_describe_phase(phase, now, width), style="cyan"))
     if status is not None and status.numbers:
-        rows.append(_render_numbers(status.numbers))
+        rows.append(_render_numbers(status.numbers, width))
     if status is not None:
         rows += [Text(alarm, style="bold red") for alarm in status.alarms]
     for row in rows:
@@ -132,42 +134,55 @@ def make_console(stream: Any) -> "Console":
     return Console(file=stream, force_terminal=True, highlight=False, soft_wrap=False)
 
 
-def _render_steps(status: Status, now: float) -> "RenderableType":
+def choose_fitting(parts: Sequence[tuple[int, str]], width: int, gap: int = 2) -> list[str]:
+    """Of the (rank, text) of one line those that fit into ``width`` columns, in their order.
+
+    Texts stay whole: those of the highest rank are left out first, and that of the lowest never.
+    """
+    kept = list(parts)
+    while len(kept) > 1 and sum(len(text) for _, text in kept) + gap * (len(kept) - 1) > width:
+        kept.remove(max(kept, key=lambda part: part[0]))
+    return [text for _, text in kept]
+
+
+def _render_steps(status: Status, now: float, width: int) -> "RenderableType":
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    times = []
+    parts = [(0, f"Step {status.step}/{status.total}"), (2, f"{100 * status.step // max(status.total, 1)} %")]
     if status.step_s is not None:
-        times.append(f"{format_duration(status.step_s)}/step")
+        parts.append((3, f"{format_duration(status.step_s)}/step"))
     if status.ends_at is not None:
-        times.append(f"ETA {format_duration(max(status.ends_at - now, 0.0), whole=True)}")
+        parts.append((1, f"ETA {format_duration(max(status.ends_at - now, 0.0), whole=True)}"))
+    steps, *others = choose_fitting(parts, width)
+    rest = "  ".join(others)
+    least, most = _BAR
+    bar = min(width - len(steps) - len(rest) - 2, most)
+    if bar < least:
+        return Text.assemble((steps, "bold"), *(f"  {other}" for other in others))
     grid = Table.grid(padding=(0, 1, 0, 0))
     for _ in range(3):
         grid.add_column(no_wrap=True)
-    share = 100 * status.step // max(status.total, 1)
-    grid.add_row(
-        Text(f"Step {status.step}/{status.total}", style="bold"),
-        ProgressBar(status.total, status.step, width=24),
-        Text("  ".join([f"{share} %", *times])),
-    )
+    grid.add_row(Text(steps, style="bold"), ProgressBar(status.total, status.step, width=bar), Text(rest))
     return grid
 
 
-def _describe_phase(phase: Phase | None, now: float) -> str:
+def _describe_phase(phase: Phase | None, now: float, width: int) -> str:
     if phase is None:
         return "…"
-    parts = ""
-    if phase.total:
-        parts = f" {phase.done}/{phase.total}"
-    return f"{phase.name}{parts}, {format_duration(now - phase.began, whole=True)}"
+    counted = f" {phase.done}/{phase.total}" if phase.total else ""
+    since = f", {format_duration(now - phase.began, whole=True)}"
+    return "".join(choose_fitting([(0, phase.name), (1, counted), (2, since)], width, gap=0))
 
 
-def _render_numbers(numbers: Mapping[str, str]) -> "RenderableType":
+def _render_numbers(numbers: Mapping[str, str], width: int) -> "RenderableType":
     from rich.text import Text
 
+    names = {f"{name} {value}": name for name, value in numbers.items()}
     text = Text()
-    for name, value in numbers.items():
-        text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold")
+    for part in choose_fitting(list(enumerate(names)), width):
+        name = names[part]
+        text.append(name, style="dim").append(f"{part.removeprefix(name)}  ", style="bold")
     text.rstrip()
     return text

@@ -37,7 +37,7 @@ def shown(status: Status | None, phase: Phase | None, width: int = 80, height: i
     console = make_console(Terminal())
     console.size = (width, height)
     emulator = Emulator()
-    emulator.feed(draw_text(console, render(status, phase, NOW)))
+    emulator.feed(draw_text(console, render(status, phase, NOW, width)))
     return [line.rstrip() for line in emulator.lines]
 
 
@@ -65,12 +65,52 @@ def test_an_alarm_is_one_line_and_the_newest_three_stay() -> None:
     assert lines[-3:] == [f"Alarm at step {step}: held-out loss 2.1 times" for step in (2, 3, 4)]
 
 
-def test_a_line_is_cut_where_the_terminal_is_narrow_and_left_out_where_it_is_low() -> None:
-    status = Status(12, 300, NOW + 11000, 38.2, {"Loss": "0.12345", "Reward": "0.4121"}, ["Alarm at " + "x" * 90])
-    lines = shown(status, Phase("sampling", NOW), width=30)
-    assert len(lines) == 5
-    assert max(map(len, lines)) <= 30
-    assert lines[-1].endswith("…")
+NUMBERS = {"Loss": "0.12345", "Reward": "0.4121", "KL": "0.0003", "Accuracy": "0.51", "Val reward": "0.3866"}
+ALARM = "Alarm at step 10: held-out loss is 3.1 times that at the start"
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (30, ["Step 12/300  4 %  ETA 3h03m", "Loss 0.12345  Reward 0.4121", "Alarm at step 10: held-out lo…"]),
+        (34, ["Step 12/300  4 %  ETA 3h03m", "Loss 0.12345  Reward 0.4121", "Alarm at step 10: held-out loss i…"]),
+        (
+            60,
+            [
+                "Step 12/300 ╸━━━━━━━━━━━━━━━━━━━━ 4 %  38.2s/step  ETA 3h03m",
+                "Loss 0.12345  Reward 0.4121  KL 0.0003  Accuracy 0.51",
+                "Alarm at step 10: held-out loss is 3.1 times that at the st…",
+            ],
+        ),
+        (
+            100,
+            [
+                "Step 12/300 ╸━━━━━━━━━━━━━━━━━━━━━━━ 4 %  38.2s/step  ETA 3h03m",
+                "Loss 0.12345  Reward 0.4121  KL 0.0003  Accuracy 0.51  Val reward 0.3866",
+                ALARM,
+            ],
+        ),
+    ],
+)
+def test_what_does_not_fit_into_a_narrow_terminal_is_left_out_whole(width: int, expected: list[str]) -> None:
+    status = Status(12, 300, NOW + 11000, 38.2, NUMBERS, [ALARM])
+    steps, *rest = expected
+    assert shown(status, Phase("sampling", NOW - 7, 24, 64), width) == ["", steps, "sampling 24/64, 7s", *rest]
+
+
+@pytest.mark.parametrize("width", range(18, 110))
+def test_step_loss_and_phase_are_whole_at_every_width_and_no_line_is_wider(width: int) -> None:
+    status = Status(12345, 300000, NOW + 11000, 38.2, NUMBERS)
+    lines = shown(status, Phase("reading data", NOW - 7, 1024, 4096), width)
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= width
+    for line, first in zip(lines[1:], ("Step 12345/300000", "reading data", "Loss 0.12345"), strict=True):
+        assert line.startswith(first)
+        assert "…" not in line
+
+
+def test_lines_are_left_out_from_the_last_where_the_terminal_is_low() -> None:
+    status = Status(12, 300, NOW + 11000, 38.2, NUMBERS, [ALARM])
     assert len(shown(status, Phase("sampling", NOW), height=3)) == 2
 
 
@@ -175,7 +215,7 @@ def test_a_pipe_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw() -> str:
         status = Status(1, 4, None, None, {"Loss": "1"}, ["Alarm at step 1: x"])
-        return draw_text(make_console(Terminal()), render(status, Phase("saving", NOW), NOW))
+        return draw_text(make_console(Terminal()), render(status, Phase("saving", NOW), NOW, 80))
 
     red = re.compile(r"\x1b\[[\d;]*31m")
     monkeypatch.setenv("TERM", "xterm")

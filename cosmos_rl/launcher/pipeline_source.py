@@ -1,11 +1,13 @@
-"""What the source of diffusers says about a pipeline class, without importing it. No torch."""
+"""What the source of diffusers says about a class of its own, without importing it. No torch."""
 
 import ast
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+_RECOMPUTES = "_supports_gradient_checkpointing"
 
 
 @functools.cache
@@ -14,11 +16,24 @@ def call_defaults(pipeline_class: str) -> Mapping[str, Any]:
 
     Empty for a class that the installed diffusers does not have.
     """
-    for file in _pipelines_folder().glob("*/pipeline_*.py"):
-        text = file.read_text(encoding="utf-8")
-        if f"class {pipeline_class}(" in text:
-            return _read_call(ast.parse(text), pipeline_class)
-    return {}
+    found = _find_class(_diffusers_folder().glob("pipelines/*/pipeline_*.py"), pipeline_class)
+    if found is None:
+        return {}
+    calls = [part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__call__"]
+    return {name: value for call in calls for name, value in _read_arguments(call.args).items()}
+
+
+@functools.cache
+def supports_recomputing(transformer_class: str) -> bool | None:
+    """Whether a transformer supports gradient checkpointing; None for a class that is not among diffusers' own, or that
+    leaves it to another class than `ModelMixin`, which does not."""
+    found = _find_class(_diffusers_folder().glob("models/transformers/*.py"), transformer_class)
+    if found is None:
+        return None
+    for part in found.body:
+        if isinstance(part, ast.Assign) and _RECOMPUTES in map(ast.unparse, part.targets):
+            return ast.unparse(part.value) == "True"
+    return False if "ModelMixin" in map(ast.unparse, found.bases) else None
 
 
 def makes_videos(pipeline_class: str) -> bool | None:
@@ -31,24 +46,25 @@ def makes_videos(pipeline_class: str) -> bool | None:
 
 def in_diffusers(pipeline_class: str) -> bool:
     """Whether the installed diffusers has the class."""
-    names = _pipelines_folder() / "__init__.py"
+    names = _diffusers_folder() / "pipelines" / "__init__.py"
     return names.is_file() and f'"{pipeline_class}"' in names.read_text(encoding="utf-8")
 
 
 @functools.cache
-def _pipelines_folder() -> Path:
+def _diffusers_folder() -> Path:
     found = importlib.util.find_spec("diffusers")
     if found is None or found.origin is None:
         return Path("no diffusers here")
-    return Path(found.origin).parent / "pipelines"
+    return Path(found.origin).parent
 
 
-def _read_call(module: ast.Module, pipeline_class: str) -> dict[str, Any]:
-    for node in ast.walk(module):
-        if isinstance(node, ast.ClassDef) and node.name == pipeline_class:
-            calls = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__call__"]
-            return {name: value for call in calls for name, value in _read_arguments(call.args).items()}
-    return {}
+def _find_class(files: Iterable[Path], name: str) -> ast.ClassDef | None:
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if f"class {name}(" in text:
+            classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+            return next((node for node in classes if node.name == name), None)
+    return None
 
 
 def _read_arguments(arguments: ast.arguments) -> dict[str, Any]:

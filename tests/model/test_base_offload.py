@@ -262,8 +262,8 @@ def test_a_model_without_blocks_or_checkpointing_is_refused() -> None:
             super().__init__()
             setattr(self, name, torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
 
-    for name, said in (("parts", "no list of blocks"), ("blocks", "does not support gradient checkpointing")):
-        with pytest.raises(UserError, match=f"train.base_offload: Plain .*{said}.*set it to false"):
+    for name, said in (("parts", "none of whose weights"), ("blocks", "does not support gradient checkpointing")):
+        with pytest.raises(UserError, match=f"train.base_offload: found true; allowed: false with Plain, .*{said}"):
             find_resting(Plain(name))
 
 

@@ -16,10 +16,10 @@ from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
 from cosmos_rl.launcher.geometry import find_geometry, frames_of
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
-from cosmos_rl.launcher.pipeline_source import call_defaults
+from cosmos_rl.launcher.pipeline_source import call_defaults, supports_recomputing
 from cosmos_rl.policy.config import Config, unsupported_settings
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, latents_keys, online_table
-from cosmos_rl.policy.config.model_rules import latents_problem, switch_problems
+from cosmos_rl.policy.config.model_rules import latents_problem, offload_problem, switch_problems
 from cosmos_rl.policy.config.recorded import recorded_problem
 from cosmos_rl.policy.config.reward_names import reward_rules
 from cosmos_rl.policy.model.context_plans import find_problem
@@ -104,6 +104,7 @@ def find_problems(
         yield from media_problems(config, model.pipeline)
         yield from _switch_problems(config, model.pipeline.class_name)
         yield from _peer_problems(config, model.pipeline)
+        yield from _offload_problems(config, model.pipeline)
         yield from _payload_problems(config, model.pipeline)
         yield from _recorded_problems(config, model.pipeline)
     yield from optimizer_problems(config)
@@ -146,6 +147,19 @@ def _peer_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
     size, configs = config.policy.parallelism.cp_size, pipeline.configs
     found = (find_problem(pipeline.class_of(name), configs[name], size) for name in pipeline.experts if name in configs)
     yield from dict.fromkeys(problem for problem in found if problem is not None)
+
+
+def _offload_problems(config: Config, pipeline: PipelineFiles) -> Iterator[str]:
+    """Whether the frozen base can rest in host memory; of classes that are not in diffusers the names of the weights
+    alone are known."""
+    if not config.train.base_offload:
+        return
+    for name in pipeline.experts:
+        kind = pipeline.class_of(name)
+        recomputes = supports_recomputing(kind) is not False
+        if problem := offload_problem(kind, pipeline.parts[name], recomputes=recomputes):
+            yield problem
+            return  # experts are alike
 
 
 def _data_problems(config: Config, data: DataForm) -> Iterator[str]:

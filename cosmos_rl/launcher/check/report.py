@@ -21,11 +21,12 @@ from cosmos_rl.launcher.check.sizes import UNKNOWN, DiskUse, memory_lines
 from cosmos_rl.launcher.geometry import find_geometry, frames_of, text_tokens
 from cosmos_rl.launcher.machine import format_bytes, format_count
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
-from cosmos_rl.launcher.pipeline_source import in_diffusers
+from cosmos_rl.launcher.pipeline_source import in_diffusers, supports_recomputing
 from cosmos_rl.launcher.prompt_lists import prompt_lines
 from cosmos_rl.policy.config import Config, notes, world_size
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
 from cosmos_rl.policy.config.keys import list_keys
+from cosmos_rl.policy.config.model_rules import recompute_remark
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.config.ranks import describe_parallelism
 from cosmos_rl.storage.run_folder import list_runs
@@ -87,7 +88,7 @@ class Report:
                 "Values that differ from the defaults", [f"{k.path} = {format_value(_plain(k.value))}" for k in changed]
             ),
             Section("Not supported yet", unsupported_parts(config, own_script=self.own_script)),
-            Section("Notes", notes(config)),
+            Section("Notes", [*notes(config), *self._recomputing()]),
         ]
 
     def problems(self) -> list[str]:
@@ -181,6 +182,13 @@ class Report:
         yield from memory_lines(self.memory, on_cpu=self.on_cpu)
         if self.memory is not None and not self.on_cpu:
             yield from peak_lines(self.config, self.memory, machine.gpu_memory())
+
+    def _recomputing(self) -> Iterator[str]:
+        """Gradient checkpointing that does nothing, as far as the classes are diffusers' own."""
+        if self.model is None or not self.config.policy.model_gradient_checkpointing:
+            return
+        kinds = dict.fromkeys(self.model.pipeline.class_of(name) for name in self.model.pipeline.experts)
+        yield from (f"warning: {recompute_remark(kind)}" for kind in kinds if supports_recomputing(kind) is False)
 
     def _disk(self) -> list[str]:
         if self.disk is None:

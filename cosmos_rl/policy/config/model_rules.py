@@ -36,6 +36,30 @@ def find_block(name: str) -> str | None:
     return match and match[1]
 
 
+def offload_problem(denoiser: str, tensors: Iterable[str], *, recomputes: bool) -> str | None:
+    """Why `train.base_offload` cannot fetch a denoiser block by block; None: it can.
+
+    Args:
+        denoiser: its class, for the message.
+        tensors: their names, without those of adapters.
+        recomputes: whether it supports gradient checkpointing.
+    """
+    found = f"train.base_offload: found true; allowed: false with {denoiser}, "
+    if all(find_block(name) is None for name in tensors):
+        return f"{found}none of whose weights are in a list of blocks by a known name (...blocks.<n> or ...layers.<n>)"
+    if not recomputes:
+        return (
+            f"{found}which does not support gradient checkpointing, so that all its blocks would stay on the device "
+            "for the backward pass"
+        )
+    return None
+
+
+def recompute_remark(denoiser: str) -> str:
+    """What is said of gradient checkpointing of a denoiser whose class does not support it."""
+    return f"policy.model_gradient_checkpointing has no effect: {denoiser} does not support it"
+
+
 def packed_bytes(form: str, shape: Sequence[int], size: int) -> int:
     """Bytes of a packed weight whose numbers took ``size`` bytes each."""
     if form == "nf4":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cosmos_rl.distributed.sharding import read_tensors
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config.model_rules import find_block
+from cosmos_rl.policy.config.model_rules import find_block, offload_problem
 from cosmos_rl.policy.model.quantised import map_leaves
 
 HOST = torch.device("cpu")
@@ -85,14 +85,9 @@ def find_resting(denoiser: nn.Module) -> dict[str, Place]:
             name = f"{prefix}.{leaf}".replace(".base_layer.", ".")
             if weight is not None and ".lora_" not in name and find_block(name) is not None:
                 found[name] = Place(module, leaf)
-    kind = type(denoiser).__name__
-    if not found:
-        raise UserError(f"train.base_offload: {kind} has no list of blocks that is known; set it to false")
-    if not getattr(denoiser, "_supports_gradient_checkpointing", False):
-        raise UserError(
-            f"train.base_offload: {kind} does not support gradient checkpointing, so that all its blocks would stay on "
-            "the device for the backward pass; set it to false"
-        )
+    recomputes = getattr(denoiser, "_supports_gradient_checkpointing", False)
+    if problem := offload_problem(type(denoiser).__name__, found, recomputes=recomputes):
+        raise UserError(problem)
     return found
 
 

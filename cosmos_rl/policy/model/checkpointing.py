@@ -6,6 +6,7 @@ from typing import Any
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from cosmos_rl.policy.config.model_rules import recompute_remark
 from cosmos_rl.policy.model.context_parallel import keep_lengths
 from cosmos_rl.utils.logging import logger
 
@@ -14,8 +15,7 @@ def checkpoint_blocks(denoisers: Iterable[Any], *, offload: bool) -> None:
     """Keep nothing of a block until the backward pass but its inputs, with ``offload`` in host memory."""
     for denoiser in denoisers:
         if not getattr(denoiser, "_supports_gradient_checkpointing", False):
-            name = type(denoiser).__name__
-            logger.warning(f"policy.model_gradient_checkpointing has no effect: {name} does not support it")
+            logger.warning(recompute_remark(type(denoiser).__name__))
         elif offload:
             denoiser.enable_gradient_checkpointing(_checkpoint_in_host_memory)
         else:

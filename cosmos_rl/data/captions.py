@@ -79,7 +79,7 @@ def _read_plain_text(content: bytes) -> tuple[Caption | None, str | None]:
     except UnicodeDecodeError as error:
         return None, explain_decoding(error)
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
-    problem = find_text_problem(text) if text else "is empty"
+    problem = find_prompt_problem({_TEXT_KEYS[0]: text})
     if problem is not None:
         return None, problem
     return Caption(text), None

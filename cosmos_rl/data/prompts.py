@@ -236,8 +236,6 @@ def _find_problem(row: object) -> str | None:
     problem = find_prompt_problem(row)
     if problem is not None or not isinstance(row, dict):
         return problem
-    if not row["prompt"].strip():
-        return "has an empty text under 'prompt'"
     return find_text_problem(json.dumps(row, ensure_ascii=False))
 
 

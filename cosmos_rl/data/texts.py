@@ -24,11 +24,11 @@ def parse_json(content: bytes | str) -> tuple[object, str | None]:
 
 
 def find_prompt_problem(row: object) -> str | None:
-    """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one."""
+    """Why ``row`` is no mapping with a usable text under ``prompt``; None: it is one. White space alone is none."""
     if not isinstance(row, Mapping):
         return f"has no text under 'prompt'; it is not an object but {_describe_kind(row)}"
-    if isinstance(row.get("prompt"), str):
-        return find_text_problem(row["prompt"])
+    if isinstance(prompt := row.get("prompt"), str):
+        return find_text_problem(prompt) if prompt.strip() else "has an empty prompt"
     if "prompt" in row:
         return f"has no text under 'prompt'; that is {_describe_kind(row['prompt'])}"
     keys = [repr(printable(str(key))[:40]) for key in row]

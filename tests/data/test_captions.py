@@ -109,8 +109,12 @@ def test_captions_that_differ_are_named_and_equal_ones_count_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"2.txt": b""}, "2.txt: is empty"),
-        ({"2.txt": b" \n\n"}, "2.txt: is empty"),
+        ({"2.txt": b""}, "2.txt: has an empty prompt"),
+        ({"2.txt": b" \n\n"}, "2.txt: has an empty prompt"),
+        ({"2.caption": b""}, "2.caption: has an empty prompt"),
+        ({"2.json": b'{"prompt": ""}'}, "2.json: has an empty prompt"),
+        ({"2.json": b'{"prompt": " \\n"}'}, "2.json: has an empty prompt"),
+        ({"2.json": b'{"caption": ""}'}, "2.json: has an empty prompt"),
         ({"2.txt": b"caf\xe9"}, "2.txt: is not UTF-8 text (byte 0xe9 at position 3); save it as UTF-8"),
         ({"2.txt": "a cat".encode("utf-16")}, "2.txt: is not UTF-8 text but UTF-16; save it as UTF-8"),
         ({"2.txt": "a cat".encode("utf-16-le")}, "2.txt: has null characters, as UTF-16 without a byte order mark"),

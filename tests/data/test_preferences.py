@@ -130,6 +130,7 @@ def test_a_table_names_both_files_and_drops_ties(folders: tuple[Path, Path]) -> 
         (row(1, score_chosen=1), "two numbers, or neither"),
         (row(1, score_chosen="1", score_rejected=0), "two numbers, or neither"),
         ({"chosen": "chosen/0.png", "rejected": "rejected/0.png"}, "has no text under 'prompt'"),
+        (row(1, prompt=" "), "has an empty prompt"),
         ("{", "is not valid JSON"),
     ],
 )

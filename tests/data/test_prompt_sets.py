@@ -105,6 +105,7 @@ def test_the_three_forms_of_a_file(tmp_path: Path) -> None:
         ("x.txt", "a\0 \0c\0", "x.txt: has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
         ("x.jsonl", '{\0"\0', "x.jsonl: has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
         ("x.jsonl", r'{"prompt": "a\u0000b"}', r"line 1; .* \(line 1 has null characters \(.u0000\); remove them"),
+        ("x.jsonl", '{"prompt": ""}', r"line 1; .* \(line 1 has an empty prompt\)"),
         ("x.txt", "\n \n", "it is empty; expected one prompt a line"),
         (
             "x.tsv",

@@ -229,8 +229,17 @@ def test_tars_of_img2dataset_are_read_as_they_are(tmp_path: Path) -> None:
     assert [pair.prompt for pair in pairs] == ["a cat \n on a mat ", "a dog"]
     assert problems == [
         "00000.tar/000000002.json: has no text under 'prompt'; it has 'url', 'caption', 'key', 'status', 'width'",
-        "00000.tar/000000002.txt: is empty",
+        "00000.tar/000000002.txt: has an empty prompt",
     ]
+
+
+def test_an_empty_caption_is_named_whatever_its_ending(tmp_path: Path) -> None:
+    members = sample("a") | sample("b")
+    members |= {"c.png": image_bytes(0), "c.json": b'{"prompt": ""}', "d.png": image_bytes(0), "d.txt": b" "}
+    write_tar(tmp_path / "000.tar", members)
+    pairs, problems = scan_pairs(tmp_path)
+    assert [pair.name for pair in pairs] == ["000.tar/a", "000.tar/b"]
+    assert problems == ["000.tar/c.json: has an empty prompt", "000.tar/d.txt: has an empty prompt"]
 
 
 def test_a_member_that_lacks_its_partner_is_left_out_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class MovingWindow:
     """The last sampling step at which a whole window can begin."""
     order: WindowOrder = "progressive"
     stride: int = 1
-    """Sampling steps between two places."""
+    """Sampling steps between two places; fewer before the last one, where it does not divide ``last``."""
     interval: int = 25
     least_interval: int = 1
     decay_rate: float = 0.1
@@ -35,9 +35,9 @@ class MovingWindow:
     """After its last place the window begins at the first one again; false: it stays at the last one."""
 
     @property
-    def starts(self) -> range:
-        """The first sampling step of the window at each of its places."""
-        return range(0, self.last + 1, self.stride)
+    def starts(self) -> tuple[int, ...]:
+        """The first sampling step of the window at each of its places, up to ``last`` whatever the stride."""
+        return (*range(0, self.last, self.stride), self.last)
 
     @property
     def intervals(self) -> list[int]:

@@ -83,7 +83,7 @@ class StepSelection:
         return int(torch.randint(len(self._starts), (), generator=generator))
 
     @property
-    def _starts(self) -> range:
+    def _starts(self) -> Sequence[int]:
         """Places of a window."""
         if self.moving is not None:
             return self.moving.starts

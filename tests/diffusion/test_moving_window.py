@@ -53,17 +53,18 @@ def count_steps(window: MovingWindow, roll_back: bool) -> Iterator[int]:
         if window.order == "exp_decay" and start > window.decay_threshold:
             due = max(math.ceil(window.interval * math.e ** (window.decay_rate * (window.decay_threshold - start))), 1)
         if window.order == "decay":
-            whole = (window.last // window.stride) * window.stride
-            due = ((whole - start) * window.interval + start * window.least_interval) // whole
+            due = ((window.last - start) * window.interval + start * window.least_interval) // window.last
         if stayed >= due:
-            start, stayed = start + window.stride, 0
-        if start > window.last:
-            start = 0 if roll_back else start - window.stride
+            stayed = 0
+            if start < window.last:
+                start = min(start + window.stride, window.last)
+            elif roll_back:
+                start = 0
 
 
 @pytest.mark.parametrize("roll_back", [True, False], ids=["rolls back", "stays"])
 @pytest.mark.parametrize("order", ["progressive", "decay", "exp_decay"])
-@pytest.mark.parametrize(("last", "stride", "interval"), [(20, 1, 25), (21, 4, 7), (5, 2, 3), (3, 3, 1)])
+@pytest.mark.parametrize(("last", "stride", "interval"), [(20, 1, 25), (21, 4, 7), (5, 2, 3), (3, 3, 1), (4, 9, 2)])
 def test_it_is_where_a_counter_would_have_moved_it(
     order: WindowOrder, last: int, stride: int, interval: int, roll_back: bool
 ) -> None:
@@ -78,3 +79,22 @@ def test_without_a_roll_back_it_stays_at_the_last_place() -> None:
     window = MovingWindow(4, interval=2, stride=2, roll_back=False)
     assert starts_of(window, 9) == [0, 0, 2, 2, 4, 4, 4, 4, 4]
     assert window.start_at(10**6) == 4
+
+
+@pytest.mark.parametrize(
+    ("stride", "starts"),
+    [
+        (1, [*range(21)]),
+        (3, [0, 3, 6, 9, 12, 15, 18, 20]),
+        (4, [0, 4, 8, 12, 16, 20]),
+        (8, [0, 8, 16, 20]),
+        (50, [0, 20]),
+    ],
+)
+def test_the_last_place_is_where_the_last_whole_window_begins_whatever_the_stride(
+    stride: int, starts: list[int]
+) -> None:
+    window = replace(MIX, stride=stride, interval=1)
+    assert starts_of(window, len(starts) + 1) == [*starts, 0]
+    if stride <= 4:  # MixGRPO's 4 steps: every one that has noise is in some window
+        assert {start + k for start in starts for k in range(4)} == set(range(24))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cosmos_rl.launcher.check.rl_lines import rl_lines
-from cosmos_rl.policy.config import cross_check
+from cosmos_rl.policy.config import cross_check, notes
 from cosmos_rl.policy.config.plan import moving_window
 from tests.config.test_presets import job_of
 from tests.support.flow_grpo_plane import JOB, Run, tables_of
@@ -43,7 +43,7 @@ def test_a_run_trains_the_steps_of_the_schedule_wherever_it_begins(roll_back: bo
 def test_the_preset_is_the_published_schedule() -> None:
     window = moving_window(job_of("mix_grpo"))
     assert window is not None
-    assert (window.order, window.starts, window.interval, window.roll_back) == ("progressive", range(21), 25, True)
+    assert (window.order, window.starts, window.interval, window.roll_back) == ("progressive", (*range(21),), 25, True)
     exponential = moving_window(job_of("mix_grpo", steps={"order": "exp_decay"}))
     assert exponential is not None
     assert (exponential.decay_rate, exponential.decay_threshold) == (0.1, 13)
@@ -61,6 +61,39 @@ def test_check_says_where_the_window_is() -> None:
     [line] = [line for line in rl_lines(job_of("mix_grpo", steps=steps), None) if "window" in line and "place" in line]
     assert line.endswith("21 places in 473 training steps, then it stays at the last one")
     assert not any("place" in line for line in rl_lines(job_of("flow_grpo_fast"), None))
+
+
+@pytest.mark.parametrize(
+    ("steps", "starts"),
+    [
+        ({"size": 4, "stride": 3}, [0, 3, 5]),  # of the 9 steps with noise of 10
+        ({"size": 2, "stride": 3, "within": 0.6}, [0, 3, 4]),
+    ],
+    ids=["stride in the window", "stride beyond it"],
+)
+def test_a_stride_that_does_not_come_out_even_leaves_no_last_steps_untrained(
+    steps: dict[str, Any], starts: list[int]
+) -> None:
+    tables = {"choose": "window", "order": "progressive", "interval": 1, **steps}
+    run = Run(tables_of(**{JOB + "steps": tables}))
+    for step, start in enumerate([*starts, 0]):
+        metrics = run.trainer.train_step(step).metrics
+        trained = {int(name.rpartition("/")[2]) for name in metrics if name.startswith("train/gradient_share/")}
+        assert trained == set(range(start, start + steps["size"])), step
+
+
+def test_steps_between_the_places_of_a_window_are_named() -> None:
+    def warnings(**steps: Any) -> list[str]:
+        config = toy_config(tables_of(**{JOB + "steps": {"choose": "window", "order": "progressive", **steps}}))
+        return [line for line in notes(config) if "never trained" in line]
+
+    assert warnings(size=2, stride=4) == [
+        f"warning: {STEPS}.stride = 4 with {STEPS}.size = 2: the sampling steps [2, 3, 6] are never trained; a stride "
+        "of at most 2 leaves none out"
+    ]
+    assert warnings(size=2, stride=4, within=0.4) == []
+    assert warnings(size=3, stride=3) == warnings(size=3, stride=2) == warnings(size=1) == []
+    assert warnings(size=2, stride=4, order="random") == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from cosmos_rl.policy.config.rl_checks import rl_rules
 from cosmos_rl.policy.config.schema import Config
 from cosmos_rl.policy.config.train_policy import DpoPolicyConfig, GrpoPolicyConfig
 from cosmos_rl.policy.config.validation_sets import bypass_notes, validation_rules
+from cosmos_rl.policy.config.window_rules import window_notes
 
 _PLACES = (
     "output_dir",
@@ -89,7 +90,7 @@ def notes(config: Config) -> list[str]:
         lines.append(f"Keys of other jobs that this one does not read: {', '.join(unread)}")
     if not config.train.ckpt.enable_checkpoint:
         lines.append("train.ckpt.enable_checkpoint = false: a run that is interrupted starts from the beginning")
-    lines += [*optimizer_notes(config), *bypass_notes(config), *idle_notes(config)]
+    lines += [*optimizer_notes(config), *bypass_notes(config), *idle_notes(config), *window_notes(config)]
     rl = config.train.train_policy
     is_nft = rl.trainer_type == "diffusion_nft"
     if isinstance(rl, GrpoPolicyConfig) and is_nft and rl.advantage_low != -rl.advantage_high:

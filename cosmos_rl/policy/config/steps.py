@@ -30,7 +30,7 @@ class StepsConfig(Table):
     every `interval` training steps ("progressive") or ever sooner, linearly ("decay") or exponentially ("exp_decay").
     """
     stride: PositiveInt = 1
-    """Sampling steps by which a window moves."""
+    """Sampling steps by which a window moves; to its last place fewer, where these do not come out even."""
     interval: PositiveInt = 25
     """Training steps between two moves; of "decay" and "exp_decay" at the first place."""
     least_interval: PositiveInt = 1

@@ -65,7 +65,8 @@ class Context:
 
     def sum_exactly(self, columns: Sequence[Sequence[float]]) -> list[float]:
         """The sum of each column over all its values on all shares of the data, rounded once: their order and how they
-        lie on the ranks do not matter. The values are float32 numbers; ranks may have columns of different lengths."""
+        lie on the ranks do not matter. The values are float32 numbers, or such times a whole number; ranks may have
+        columns of different lengths."""
         own = torch.tensor([expand_sum(values) for values in columns], dtype=torch.float64)
         parts = self.gather_rows(own).view(-1, *own.shape)
         return [round_sum(terms.flatten().tolist()) for terms in parts.unbind(1)]

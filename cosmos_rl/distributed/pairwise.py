@@ -45,6 +45,32 @@ class PairwiseSum:
         return total
 
 
+class BlockwiseSum:
+    """A running sum over blocks of addends: a tree over each block, and one over the blocks.
+
+    In reinforcement learning a step has each sample at several noise levels, and a block is one level of all samples.
+    Where the ranks do not divide their number, zeros at the end of a block do not change its tree.
+    """
+
+    def __init__(self) -> None:
+        self._block, self._blocks = PairwiseSum(), PairwiseSum()
+
+    def add(self, addend: Mapping[str, Tensor]) -> None:
+        """Take in the next addend of the block."""
+        self._block.add(addend)
+
+    def end_block(self) -> None:
+        """The next addend is the first one of another block."""
+        block = self._block.take()
+        if block:
+            self._blocks.add(block)
+
+    def take(self) -> Mapping[str, Tensor]:
+        """The sum of all, after which there are none."""
+        self.end_block()
+        return self._blocks.take()
+
+
 @torch.no_grad()
 def _add(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     shared = [name for name in earlier if name in later]

@@ -118,6 +118,16 @@ class RolloutSampler:
         self._model = model
         self.spec = spec
         self._seed = seed
+        self._trained: dict[Sides | None, Level] = {}
+
+    def trained_levels(self) -> Level:
+        """Those of the states at the model's present size, without the clean one; some pipelines have others at another
+        size."""
+        size = self._model.media_size
+        if size not in self._trained:
+            levels, _ = self.transitions()
+            self._trained[size] = levels.rows(slice(-1))
+        return self._trained[size]
 
     def transitions(self) -> tuple[Level, Kernel]:
         """Levels of the states that it passes through at the model's present size, and the steps between them."""
@@ -350,8 +360,8 @@ def place_media(part: Rollouts, media: Tensor | None, first: int, total: int) ->
     return replace(part, media=rows), media
 
 
-def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
-    """Mean over groups and elements of the population standard deviation within a group; 0: all samples are alike.
+def measure_diversity(media: Tensor, groups: Sequence[int]) -> list[float]:
+    """The population standard deviation within each group, mean over elements; 0: all samples are alike.
 
     Args:
         media: ``[N, ...]``; uint8 counts as [0, 1].
@@ -368,4 +378,4 @@ def measure_diversity(media: Tensor, groups: Sequence[int]) -> float:
         if len(rows) > 1:
             found = [float((frame[rows].float() / scale).std(0, correction=0).mean()) for frame in frames]
             stds.append(sum(found) / len(found))
-    return sum(stds) / max(len(stds), 1)
+    return stds

@@ -10,7 +10,7 @@ import torch
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.exact_sum import expand_sum, round_sum
-from cosmos_rl.distributed.pairwise import PairwiseSum, add_rows
+from cosmos_rl.distributed.pairwise import BlockwiseSum, PairwiseSum, add_rows
 
 
 def tree_sum(values: Sequence[np.ndarray]) -> np.ndarray:
@@ -43,6 +43,22 @@ def test_every_number_of_ranks_that_divides_makes_the_same_tree(count: int) -> N
     for ranks in (1, 2, 4, 8):
         if count % ranks == 0:
             assert np.array_equal(sum_on_ranks(values, ranks), tree_sum(list(values))), ranks
+
+
+@pytest.mark.parametrize(("levels", "samples"), [(1, 1), (2, 5), (3, 11), (5, 6), (4, 16)])
+def test_ranks_that_do_not_divide_a_block_fill_it_up_with_zeros(levels: int, samples: int) -> None:
+    values = addends(levels * samples).reshape(levels, samples, -1)
+    expected = tree_sum([tree_sum(list(block)) for block in values])
+    for ranks in (1, 2, 4, 8):
+        missing = np.zeros((-samples % ranks, values.shape[-1]), np.float32)
+        total = BlockwiseSum()
+        for block in values:
+            filled = np.concatenate([block, missing])
+            for first in range(0, len(filled), ranks):
+                total.add({"weight": add_rows(torch.tensor(filled[first : first + ranks]))})
+            total.end_block()
+        assert np.array_equal(total.take()["weight"].numpy(), expected), ranks
+        assert total.take() == {}
 
 
 def test_one_addend_after_the_other_gives_other_bits() -> None:

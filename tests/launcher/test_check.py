@@ -261,6 +261,33 @@ def test_sums_that_wait_for_others_are_counted(write_toml: Toml, samples: int, c
     assert rise == copies * found.parts["gradients"]
 
 
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ((), 2 + 1),  # 4 samples of a rank at 2 noise levels
+        (("--train.train_policy.batch_size_per_optimize=2",), 1 + 1),
+        (("--train.train_policy.learnt_share=0.5", "--policy.diffusers.timesteps_fraction=1.0"), 1 + 2),
+        (('--train.train_policy.data_term={beta = 0.5, local_dir = "pairs", batch_size = 32}',), 4 + 1),
+        (
+            ('--train.train_policy.data_term={beta = 0.5, local_dir = "pairs", batch_size = 32, per_step = true}',),
+            5 + 1,
+        ),
+    ],
+)
+def test_sums_that_wait_in_reinforcement_learning_are_counted(
+    write_nft_toml: Toml, options: tuple[str, ...], copies: int
+) -> None:
+    invariant = ("--train.rank_invariant=true", "--train.optm_impl=for-loop", "--train.train_policy.mini_batch=1")
+    options = (*options, "--policy.parallelism.dp_shard_size=2", "--train.train_policy.mini_batch=1")
+    one_by_one = "--rollout.n_generation_mini_batch=1"
+    phases = []
+    for own in ((one_by_one,), invariant):
+        config, files = sizes(write_nft_toml(lora=False), *options, *own)
+        found = estimate.memory(config, files, on_cpu=False, saves=1)
+        phases.append(found.phases["forward and backward"])
+    assert phases[1] - phases[0] == copies * found.parts["gradients"]
+
+
 def test_offloaded_encoders_rest_in_host_memory(write_toml: Toml) -> None:
     config, files = sizes(write_toml())
     offloaded = estimate.memory(config, files, on_cpu=False, saves=1)

@@ -294,7 +294,7 @@ def test_ddrl_takes_data_in_place_of_a_reference() -> None:
     shares: list[float] = []
 
     def data_loss(step: int, number: int, levels: Level, start: StartNoise) -> Iterator[Tensor]:
-        assert torch.equal(levels.sigma, run.trainer._levels.sigma[:9])
+        assert torch.equal(levels.sigma, run.trainer._sampler.trained_levels().sigma[:9])
         level = run.model.training_level(torch.full((64,), 0.5))
         velocity = run.model.velocity(0.5 * data, level, run.model.encode_prompts(["a point"] * 64))
         loss = ((velocity + data) ** 2).mean()

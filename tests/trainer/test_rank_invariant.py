@@ -1,4 +1,5 @@
-"""With ``train.rank_invariant`` fine-tuning has the same bits on any number of ranks."""
+"""With ``train.rank_invariant`` fine-tuning has the same bits on any number of ranks. Reinforcement learning:
+`tests/rl/test_bits_on_ranks.py`."""
 
 import json
 import shutil
@@ -61,11 +62,6 @@ def test_what_would_depend_on_the_ranks_is_refused(write_toml: Callable[..., Pat
     with pytest.raises(UserError) as error:
         load_config(config, [*options, option])
     assert message in str(error.value)
-
-
-def test_reinforcement_learning_is_refused_with_the_reason(write_nft_toml: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match=r"train.rank_invariant: found true; allowed in fine-tuning; reinforcement"):
-        load_config(write_nft_toml(), ["--train.rank_invariant=true"])
 
 
 def test_a_run_leaves_torch_as_it_was(write_toml: Callable[..., Path], tmp_path: Path) -> None:

@@ -309,7 +309,15 @@ def test_even_levels_are_balanced_over_an_optimiser_step_and_do_not_depend_on_ra
         """Sigmas of each sample."""
         size = last - first
         zeros, ones = torch.zeros(size, 2), torch.ones(size)
-        share = Share(ids[first:last], ["a"] * size, {"clean": zeros}, torch.arange(size), ones, ones, first=first)
+        share = Share(
+            ids[first:last],
+            ["a"] * size,
+            {"clean": zeros},
+            torch.arange(size),
+            ones,
+            ones,
+            positions=range(first, last),
+        )
         rows = algorithm.rows(share, levels=levels, draws=Draws(seed=0, step=step), number=0)
         at = [round(float(sigma), 6) for sigma in rows.level.sigma]
         index = [sigmas.tolist().index(float(sigma)) for sigma in rows.level.sigma]
@@ -327,9 +335,10 @@ def test_each_optimiser_step_draws_its_own_sigmas() -> None:
     seen = record_rows(trainer)
     trainer.train_step(0)
     assert len({tuple(rows.level.sigma.tolist()) for rows in seen}) == 3
-    assert {level for rows in seen for level in rows.level.sigma.tolist()} <= set(trainer._levels.sigma.tolist())
-    assert 1.0 in trainer._levels.sigma
-    assert 0.0 not in trainer._levels.sigma
+    levels = trainer._sampler.trained_levels().sigma
+    assert {level for rows in seen for level in rows.level.sigma.tolist()} <= set(levels.tolist())
+    assert 1.0 in levels
+    assert 0.0 not in levels
 
 
 # ---- the data term -------------------------------------------------------------------------------------------------

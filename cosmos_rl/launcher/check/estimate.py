@@ -18,8 +18,9 @@ from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, de
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Shapes, Unknown, elements
 from cosmos_rl.policy.config import Config, data_ranks, images_at_once
-from cosmos_rl.policy.config.jobs import job_kind
+from cosmos_rl.policy.config.jobs import job_kind, online_table
 from cosmos_rl.policy.config.optimizers import OPTIMIZERS, find_kind, short_name
+from cosmos_rl.policy.config.plan import plan_online
 from cosmos_rl.policy.config.ranks import weight_shards
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -148,10 +149,10 @@ class _Rank:
     @property
     def partial_sums(self) -> int:
         """Most sums of gradients that wait for others of as many samples (``distributed/pairwise.py``)."""
-        train = self.config.train
-        if not self.invariant or train.global_batch_size is None:
+        if not self.invariant:
             return 0
-        return (train.global_batch_size // data_ranks(self.config.policy.parallelism)).bit_length() - 1
+        samples, blocks = _count_addends(self.config)
+        return samples.bit_length() + blocks.bit_length() - 2
 
     @property
     def trained(self) -> int:
@@ -329,6 +330,19 @@ class _Rank:
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
+
+
+def _count_addends(config: Config) -> tuple[int, int]:
+    """Of the sum over an optimiser step's gradients: a rank's most addends of a block, and blocks."""
+    train, ranks = config.train, data_ranks(config.policy.parallelism)
+    if not job_kind(config).online:
+        return (train.global_batch_size or train.train_batch_per_replica) // ranks, 1
+    job, plan = online_table(config), plan_online(config)
+    samples, term = min(job.batch_size_per_optimize or plan.learnt, plan.learnt), job.data_term
+    if term.beta == 0.0:
+        return samples, plan.sigmas
+    real = term.batch_size // ranks * (plan.sigmas if term.per_step else 1)
+    return max(samples, real), 1 + plan.sigmas
 
 
 def _frozen_parts(config: Config, pipeline: PipelineFiles) -> tuple[int, int]:

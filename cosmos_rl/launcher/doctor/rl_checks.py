@@ -101,7 +101,8 @@ def examine_rl(config: Config, model: PipelineModel) -> Iterator[Finding]:
 def _rollout(made: Rollouts) -> Finding:
     if not bool(made.latents.isfinite().all()):
         return Finding(FAIL, "rollout", "samples hold NaN or infinity", "a lower noise_level, or another solver")
-    diversity = measure_diversity(made.media, [sample.group for sample in made.samples])
+    found = measure_diversity(made.media, [sample.group for sample in made.samples])
+    diversity = sum(found) / max(len(found), 1)
     text = f"{len(made.samples)} samples; those of one prompt differ by {diversity:.2g} of the range of a pixel"
     if diversity > 0:
         return Finding(OK, "rollout", text)

@@ -40,6 +40,8 @@ def rollout_chunk(config: Config) -> int:
     group = rollout.n_generation
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     own = total // data_ranks(config.policy.parallelism)
+    if config.train.rank_invariant:
+        return 1
     if rollout.n_generation_mini_batch is not None:
         return min(rollout.n_generation_mini_batch, own)
     if rollout.batch_size is not None:
@@ -52,6 +54,8 @@ def rollout_chunk(config: Config) -> int:
 
 def validation_chunk(config: Config, prompts: int) -> int:
     """Samples that one call makes in validation, of `prompts` prompts over all ranks."""
+    if config.train.rank_invariant:
+        return 1
     group = config.validation.n_generation
     asked = config.validation.batch_size or config.rollout.batch_size
     if asked is not None:

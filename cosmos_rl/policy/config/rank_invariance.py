@@ -18,12 +18,8 @@ def rank_invariance_rules(config: Config) -> Iterator[str]:
     if not train.rank_invariant:
         return
     if job_kind(config).online:
-        yield (
-            "train.rank_invariant: found true; allowed in fine-tuning; reinforcement learning shares samples and noise "
-            "levels between the ranks in blocks, whose sums have another order"
-        )
-        return
-    if train.global_batch_size is None:
+        yield from _rollout_rules(config)
+    elif train.global_batch_size is None:
         yield "train.global_batch_size: missing; with train.rank_invariant the samples of a step, however many ranks"
     ranks = data_ranks(parallelism)
     if ranks & (ranks - 1):
@@ -44,6 +40,21 @@ def _batch_rules(config: Config) -> Iterator[str]:
         yield f"train.train_policy.mini_batch: found {mini_batch}; allowed with train.rank_invariant: 1"
     if validation.enable and validation.batch_size not in (None, 1):
         yield f"validation.batch_size: found {validation.batch_size}; allowed with train.rank_invariant: 1"
+
+
+def _rollout_rules(config: Config) -> Iterator[str]:
+    """Samples are made, decoded and scored one at a time."""
+    rollout = config.rollout
+    if rollout.n_generation_mini_batch not in (None, 1):
+        yield (
+            f"rollout.n_generation_mini_batch: found {rollout.n_generation_mini_batch}; allowed with "
+            "train.rank_invariant: 1, which is what it is where it is left out"
+        )
+    if rollout.batch_size is not None:
+        yield (
+            f"rollout.batch_size: found {rollout.batch_size}; with train.rank_invariant one sample is made at a time: "
+            "leave it out"
+        )
 
 
 def _type_rules(config: Config) -> Iterator[str]:

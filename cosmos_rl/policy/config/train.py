@@ -96,8 +96,8 @@ class TrainConfig(Table):
     deterministic: StrictBool = False
     """Use deterministic kernels only."""
     rank_invariant: StrictBool = False
-    """Fine-tuning: losses and weights have the same bits on 1, 2, 4, … ranks, and after a resume on another number of
-    them. Takes more communication and memory."""
+    """Losses and weights have the same bits on 1, 2, 4, … ranks, and after a resume on another number of them. Takes
+    more communication, memory and time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
     param_dtype: FloatDtype = "bfloat16"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cosmos_rl.data.streams import Stream
 from cosmos_rl.distributed.context import Context
-from cosmos_rl.distributed.pairwise import PairwiseSum
+from cosmos_rl.distributed.pairwise import BlockwiseSum
 from cosmos_rl.optim.ema import Ema
 from cosmos_rl.optim.optimizer import Optimizer, Refusal, StepResult
 from cosmos_rl.policy.config import Config, data_ranks
@@ -51,7 +51,7 @@ class TaskBase(abc.ABC):
         self._export = export
         self._optimizer_steps = 0  # those that were applied: what EMA and old policy count
         self._gradients: list[Gradients] | None = None
-        self._pairwise = PairwiseSum() if config.train.rank_invariant else None
+        self._pairwise = BlockwiseSum() if config.train.rank_invariant else None
         self._peers_compared = False
 
     @abc.abstractmethod
@@ -90,6 +90,11 @@ class TaskBase(abc.ABC):
             return
         self._pairwise.add({name: p.grad for name, p in self.params.items() if p.grad is not None})
         self.optimizer.torch_optimizer.zero_grad(set_to_none=True)
+
+    def end_block(self) -> None:
+        """The next micro-batch begins another block of the sum, see `BlockwiseSum`."""
+        if self._pairwise is not None:
+            self._pairwise.end_block()
 
     def compare_peers(self, what: str, *values: Tensor) -> None:
         """Once in a process: see `peers.compare_peers`."""

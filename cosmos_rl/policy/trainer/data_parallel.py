@@ -17,16 +17,21 @@ class Split:
     """One rank's part of a list of samples. Every rank gets as many, so that all run as many sharded forward passes."""
 
     indices: tuple[int, ...]
+    positions: tuple[int, ...]
+    """Where each is in the list; beyond its end those that only fill up."""
     weights: tuple[float, ...]
     """0 for samples that only fill up: they are run, and count for nothing."""
 
 
-def split_evenly(indices: Sequence[int], rank: int, ranks: int) -> Split:
-    """Contiguous blocks of ``ceil(len(indices) / ranks)``; the last ones are filled up with the first index."""
-    size = math.ceil(len(indices) / ranks)
-    own = list(indices[rank * size : (rank + 1) * size])
-    missing = size - len(own)
-    return Split(tuple(own + [indices[0]] * missing), (1.0,) * len(own) + (0.0,) * missing)
+def split_evenly(indices: Sequence[int], rank: int, ranks: int, *, in_turn: bool = False) -> Split:
+    """``ceil(len(indices) / ranks)`` for each rank: contiguous blocks, or ``in_turn`` every ``ranks``-th one from
+    ``rank`` on, as `distributed.pairwise` adds them. The last ones are filled up with the first index."""
+    count, size = len(indices), math.ceil(len(indices) / ranks)
+    positions = range(rank * size, (rank + 1) * size)
+    if in_turn:
+        positions = range(rank, size * ranks, ranks)
+    own = tuple(indices[p] if p < count else indices[0] for p in positions)
+    return Split(own, tuple(positions), tuple(float(p < count) for p in positions))
 
 
 def optimizer_batches(

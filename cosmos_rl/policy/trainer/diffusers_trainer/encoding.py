@@ -330,17 +330,27 @@ class StepConditions:
     Make a new one for each step, so that the last one's memory is freed.
     """
 
-    def __init__(self, encode: Encode) -> None:
-        """``encode``: distinct pairs -> their conditions on the device."""
+    def __init__(self, encode: Encode, *, each: bool = False) -> None:
+        """
+        Args:
+            encode: distinct pairs -> their conditions on the device.
+            each: one pair at a time, so that a pair's bits do not depend on the others; then those of several different
+                pairs cannot be asked for together.
+        """
         self._encode = encode
+        self._each: dict[tuple[PromptKey, str], Any] | None = {} if each else None
         self._index: dict[tuple[PromptKey, str], int] = {}
         self._cond: Any = None
 
     def encode_all(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> None:
-        """Encode those that are new, in one go."""
+        """Encode those that are new, in one go or one at a time."""
         pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)
-        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._index]
+        known = self._index if self._each is None else self._each
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
         if not new:
+            return
+        if self._each is not None:
+            self._each |= {pair: self._encode_pairs([pair]) for pair in new}
             return
         found = self._encode_pairs(new)
         self._index |= {pair: len(self._index) + i for i, pair in enumerate(new)}
@@ -352,7 +362,15 @@ class StepConditions:
         return self._encode([prompt for prompt, _ in pairs], [negative for _, negative in pairs])
 
     def __call__(self, prompts: Sequence[PromptKey], negatives: Sequence[str] | None = None) -> Any:
-        """Conditions of N prompts, repeated ones too; ``negatives`` default to the empty text."""
+        """Conditions of N prompts, repeated ones too; ``negatives`` default to the empty text.
+
+        Raises:
+            ValueError: several different prompts, where each is encoded by itself.
+        """
         self.encode_all(prompts, negatives)
-        pairs = zip(prompts, negatives or [""] * len(prompts), strict=True)
+        pairs = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
+        if self._each is not None:
+            if len(set(pairs)) > 1:
+                raise ValueError(f"conditions of {len(set(pairs))} prompts together, which are made one at a time")
+            return self._each[pairs[0]].rows(torch.zeros(len(pairs), dtype=torch.int64))
         return self._cond.rows(torch.tensor([self._index[pair] for pair in pairs]))

@@ -107,8 +107,8 @@ class Share:
     """``[S]``: factor of the distance to the reference; None: 1 each."""
     prompt_set: Tensor | None = None
     """int64 ``[S]``: which of several prompt sets each is of; None: there is one."""
-    first: int = 0
-    """Position of the first one among the samples of the optimiser step, which the ranks take in a row."""
+    positions: Sequence[int] = ()
+    """Where each is among the samples of the optimiser step over all ranks."""
 
 
 class Algorithm(Protocol):

@@ -1,7 +1,6 @@
 """A step's samples with their rewards: gathered over the ranks, turned into advantages, described, shown."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -106,9 +105,8 @@ def mean_diversity(own: Rollouts, context: Context) -> float:
 
     NaN where no rank has two samples of a prompt.
     """
-    groups = [sample.group for sample in own.samples]
-    count = float(sum(size > 1 for size in Counter(groups).values()))
-    total, count = context.sum_over_ranks([count * measure_diversity(own.media, groups), count])
+    found = measure_diversity(own.media, [sample.group for sample in own.samples])
+    total, count = context.sum_exactly([found, [1.0] * len(found)])
     if count == 0.0:
         return math.nan
     return total / count
@@ -254,13 +252,19 @@ class Learnable:
         return self.rows([self.rejected[index] for index in indices])
 
 
-def shard_learnable(step: ScoredBatch, batches: Sequence[Sequence[int]], context: Context) -> Learnable:
-    """This rank's own samples, or where ``batches`` give a sample to another rank than made it, those that it needs."""
+def shard_learnable(
+    step: ScoredBatch, batches: Sequence[Sequence[int]], context: Context, *, in_turn: bool = False
+) -> Learnable:
+    """This rank's own samples, or where ``batches`` give a sample to another rank than made it, those that it needs.
+
+    ``in_turn``: see `split_evenly`.
+    """
     local, ranks, data = len(step.own.samples), context.dp_size, step.own.learnable
     rejected = step.rejected or {}
     needed: list[set[int]] = []
     for rank in range(ranks):
-        trained = {index for indices in batches for index in split_evenly(indices, rank, ranks).indices}
+        splits = [split_evenly(indices, rank, ranks, in_turn=in_turn) for indices in batches]
+        trained = {index for split in splits for index in split.indices}
         needed.append(trained | {rejected[index] for index in trained & rejected.keys()})
     if any(index // local != rank for rank, indices in enumerate(needed) for index in indices):
         own = sorted(needed[context.dp_rank])
@@ -291,9 +295,11 @@ def take_share(
     value_N: Tensor,
     job: GrpoPolicyConfig,
     context: Context,
+    *,
+    in_turn: bool = False,
 ) -> Share:
-    """This rank's samples of an optimiser step on those at ``indices``, over all ranks."""
-    own = split_evenly(indices, context.dp_rank, context.dp_size)
+    """This rank's samples of an optimiser step on those at ``indices``, over all ranks; see `split_evenly`."""
+    own = split_evenly(indices, context.dp_rank, context.dp_size, in_turn=in_turn)
     samples = [batch.samples[index] for index in own.indices]
     return Share(
         [sample.sample_id for sample in samples],
@@ -305,7 +311,7 @@ def take_share(
         learnable.rejected_rows(own.indices),
         None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
         find_sets(job, samples),
-        first=context.dp_rank * len(samples),
+        positions=own.positions,
     )
 
 

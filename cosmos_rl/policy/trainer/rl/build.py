@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cosmos_rl.data.bucket_stream import BucketStream
@@ -13,7 +14,7 @@ from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.data.prompts import PromptRecord, find_sampling_keys, to_prompt_record
 from cosmos_rl.data.set_stream import interleave_sets
-from cosmos_rl.data.streams import MapStream, Skipped, find_items, load_batches
+from cosmos_rl.data.streams import Batch, MapStream, Skipped, find_items, load_batches
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
@@ -247,24 +248,38 @@ def _data_loss(
             readable, stream, index, index + 1, rank=context.dp_rank, world_size=context.dp_size, skipped=skipped
         )
         own = next(batches)
-        ids = [position.sample_id for position in own.positions]
-        whole = noising.prepare("data_term", 0, ids, own.items, job.caption_dropout)
+        parts = list(_prepare_parts(noising, own, config))
         times = len(levels.sigma) if term.per_step else 1
         for time in range(times):
-            if time > 0:
-                whole = noising.redraw(whole, f"data_term/{time}", 0, ids)
-            if term.noise == "rollout":
-                drawn = start([sample_id % term.batch_size for sample_id in ids])
-                whole = _renoise(whole, model.pack_noise(drawn.to(whole.clean.device)))
-            level = _data_levels(config, levels, ids, time)
-            for first in range(0, len(ids), job.mini_batch):
-                which = slice(first, first + job.mini_batch)
-                part = whole.rows(which)
-                loss_sum, _ = part.loss(model) if level is None else part.loss_at(model, level.rows(which))
+            for ids, prepared in parts:
+                part = prepared
+                if time > 0:
+                    part = noising.redraw(part, f"data_term/{time}", 0, ids)
+                if term.noise == "rollout":
+                    drawn = start([sample_id % term.batch_size for sample_id in ids])
+                    part = _renoise(part, model.pack_noise(drawn.to(part.clean.device)))
+                level = _data_levels(config, levels, ids, time)
+                if config.train.rank_invariant:  # each is a forward pass by itself
+                    torch.manual_seed(randomness.torch_seed(config.train.seed, "dropout/data", index, time, *ids))
+                loss_sum, _ = part.loss(model) if level is None else part.loss_at(model, level)
                 model.num_evaluations += 2 * len(part.clean)  # of the backward pass
                 yield loss_sum / (term.batch_size * times)
 
     return losses
+
+
+def _prepare_parts(noising: Noising, own: Batch, config: Config) -> Iterator[tuple[list[int], NoisedSamples]]:
+    """A rank's real samples, encoded in one go or one at a time, in micro-batches with the samples' ids."""
+    job, count = online_table(config), len(own.items)
+    ids, at_once = [position.sample_id for position in own.positions], count
+    if config.train.rank_invariant:
+        at_once = 1
+    for first in range(0, count, at_once):
+        some = ids[first : first + at_once]
+        whole = noising.prepare("data_term", 0, some, own.items[first : first + at_once], job.caption_dropout)
+        for begin in range(0, len(some), job.mini_batch):
+            which = slice(begin, begin + job.mini_batch)
+            yield some[which], whole.rows(which)
 
 
 def _renoise(samples: NoisedSamples, noise: Tensor) -> NoisedSamples:

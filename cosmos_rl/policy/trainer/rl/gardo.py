@@ -61,14 +61,19 @@ class KlGate:
 class NearestSample:
     """How far a sample's features are from those of the nearest other sample of its prompt."""
 
-    def __init__(self, job: GrpoPolicyConfig) -> None:
+    def __init__(self, job: GrpoPolicyConfig, *, each: bool = False) -> None:
         """
+        Args:
+            each: one sample in a call.
+
         Raises:
             UserError: there is no such function of features.
         """
-        self._features = None
+        self._features, table = None, job.local_reward
+        if each:
+            table = table.model_copy(update={"batch_size": 1})
         if job.diversity_features is not None:
-            self._features = FeatureFunction(job.diversity_features, job.local_reward)
+            self._features = FeatureFunction(job.diversity_features, table)
 
     def measure(self, own_media: Tensor, samples: Sequence[Sample], context: Context) -> Tensor | None:
         """float64 ``[N]`` of the samples of all ranks; None where it does not count."""

@@ -193,7 +193,7 @@ class GuardProbe:
 
         def make(indices: Sequence[int], _: int) -> tuple[Tensor]:
             media = self._make_media([sample for i in indices for sample in numbered[i]], conditions)
-            found = [measure_diversity(part, [0] * len(part)) for part in media.chunk(len(indices))]
+            found = measure_diversity(media, [i for i in indices for _ in numbered[i]])
             return (torch.tensor(found, dtype=torch.float64),)
 
         with self._model.eval_mode():

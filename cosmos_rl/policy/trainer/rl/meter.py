@@ -48,16 +48,16 @@ class Meter:
             sets: names of several prompt sets, of which the distance to the reference is reported each.
         """
         self._with_maxima, self._sets = maxima, sets
-        self._by_set: dict[str, list[float]] = {}  # name of a set -> [sum of distances, weight]
-        self._sums: dict[str, float] = {}
+        self._by_set: dict[str, tuple[list[float], list[float]]] = {}  # name of a set -> (distances, weights)
+        self._values: dict[str, list[float]] = {}  # of all rows: they are added exactly, in whatever order
         self._maxima: dict[str, float] = {}
-        self._weight = 0.0
-        self._gradients: dict[int, float] = {}  # step of the sampler -> sum of its rows' norms
+        self._weights: list[float] = []
+        self._gradients: dict[int, list[float]] = {}  # step of the sampler -> its rows' norms
         self._norm_ratios: list[Tensor] = []  # [R, 2]: ratio (NaN for a row that only fills up), sigma
 
-    def add(self, terms: Terms, rows: Rows) -> dict[str, float]:
-        """Take in the rows of one optimiser step; their weighted sums. Reads the numbers, so waits for the device."""
-        weight_R, sums = rows.weight.double(), {}
+    def add(self, terms: Terms, rows: Rows) -> dict[str, list[float]]:
+        """Take in the rows of one optimiser step; their weighted values. Reads the numbers, so waits for the device."""
+        weight_R, found = rows.weight.double(), dict[str, list[float]]()
         counted = weight_R > 0
         for name, value_R in ((name, value_R.cpu()) for name, value_R in terms.items()):
             if name == _NORM_RATIO:
@@ -71,36 +71,35 @@ class Meter:
                 top = float(value_R[counted].max()) if bool(counted.any()) else 0.0
                 self._maxima[name] = max(self._maxima.get(name, top), top)
             if not name.endswith("_max"):
-                sums[name] = float((value_R.double() * weight_R).sum())
-                self.add_sum(name, sums[name])
-        self._weight += float(rows.weight.sum())
+                found[name] = (value_R.double() * weight_R).tolist()
+                self.add_values(name, found[name])
+        self._weights += weight_R.tolist()
         if rows.prompt_set is not None and "kl_loss" in terms:
             self._add_by_set(terms["kl_loss"].cpu().double() * weight_R, rows.prompt_set, weight_R)
-        return sums
+        return found
 
     def _add_gradients(self, norm_R: Tensor, rows: Rows) -> None:
         assert rows.sampler_step is not None
         for step in rows.sampler_step.unique().tolist():
-            own = float(norm_R[rows.sampler_step == step].sum())
-            self._gradients[step] = self._gradients.get(step, 0.0) + own
+            self._gradients.setdefault(step, []).extend(norm_R[rows.sampler_step == step].tolist())
 
     def _add_by_set(self, distance_R: Tensor, prompt_set_R: Tensor, weight_R: Tensor) -> None:
         for number, name in enumerate(self._sets):  # all of them, as ranks add up the same numbers
-            own_R, sums = prompt_set_R == number, self._by_set.setdefault(name, [0.0, 0.0])
-            for place, value_R in enumerate((distance_R, weight_R)):
-                sums[place] += float(value_R[own_R].sum())
+            own_R, columns = prompt_set_R == number, self._by_set.setdefault(name, ([], []))
+            for column, value_R in zip(columns, (distance_R, weight_R), strict=True):
+                column += value_R[own_R].tolist()
 
-    def add_sum(self, name: str, value: float) -> None:
+    def add_values(self, name: str, values: Sequence[float]) -> None:
         """Add to one of the sums."""
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        self._values.setdefault(name, []).extend(values)
 
     def metrics(self, context: Context, loss_weights: Mapping[str, float]) -> dict[str, float]:
         """Means over the rows of all ranks, and maxima, by their documented keys; the same on all ranks.
 
         ``loss_weights``: the terms that the loss is made of, and their factors in it.
         """
-        names, tops = sorted(self._sums), sorted(self._maxima)
-        *sums, weight = context.sum_over_ranks([*(self._sums[name] for name in names), self._weight])
+        names, tops = sorted(self._values), sorted(self._maxima)
+        *sums, weight = context.sum_exactly([*(self._values[name] for name in names), self._weights])
         found = {f"train/{name}_mean": value / max(weight, 1e-12) for name, value in zip(names, sums, strict=True)}
         for name, value in zip(tops, context.max_over_ranks([self._maxima[name] for name in tops]), strict=True):
             statistic = "max"
@@ -119,7 +118,7 @@ class Meter:
         if not self._gradients:
             return {}
         steps = sorted(self._gradients)
-        sums = context.sum_over_ranks([self._gradients[step] for step in steps])
+        sums = context.sum_exactly([self._gradients[step] for step in steps])
         total = sum(sums) or math.nan
         return {f"train/gradient_share/{step}": own / total for step, own in zip(steps, sums, strict=True)}
 
@@ -127,6 +126,6 @@ class Meter:
         """Distances to the reference of the sets that the step has samples of."""
         if not self._by_set:
             return {}
-        flat = context.sum_over_ranks([value for sums in self._by_set.values() for value in sums])
+        flat = context.sum_exactly([column for columns in self._by_set.values() for column in columns])
         sums = zip(self._by_set, flat[::2], flat[1::2], strict=True)
         return {f"train/{name}/kl_loss_mean": total / weight for name, total, weight in sums if weight > 0.0}

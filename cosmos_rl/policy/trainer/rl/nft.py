@@ -114,8 +114,7 @@ class DiffusionNft:
         if self.even_levels:
             generator = randomness.generator(seed, f"{purpose}/levels", step)
             shift = int(torch.randint(total, (), generator=generator))
-            positions = range(share.first, share.first + len(share.sample_ids))
-            return spread_levels(positions, self.num_sigmas, total, shift)
+            return spread_levels(share.positions, self.num_sigmas, total, shift)
         generators = (randomness.generator(seed, f"{purpose}/levels", step, one) for one in share.sample_ids)
         return [torch.randperm(total, generator=one)[: self.num_sigmas].tolist() for one in generators]
 

@@ -21,7 +21,6 @@ from cosmos_rl.distributed.phase import count_parts, enter_phase
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.optimizer import Refusal, StepResult, most_serious_refusal
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import online_table
 from cosmos_rl.policy.config.plan import number_teachers, plan_online
 from cosmos_rl.policy.config.recorded import recorded_problem
@@ -31,7 +30,7 @@ from cosmos_rl.policy.trainer.base import TaskBase, WriteExport
 from cosmos_rl.policy.trainer.data_parallel import optimizer_batches
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encode, StepConditions
 from cosmos_rl.policy.trainer.rl import batch as batches
-from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws
+from cosmos_rl.policy.trainer.rl.algorithm import Algorithm, Draws, Share
 from cosmos_rl.policy.trainer.rl.batch import Learnable, ScoredBatch
 from cosmos_rl.policy.trainer.rl.gardo import KlGate, NearestSample
 from cosmos_rl.policy.trainer.rl.guard import RewardHackingGuard
@@ -41,7 +40,7 @@ from cosmos_rl.policy.trainer.rl.moving_reference import MovingReference
 from cosmos_rl.policy.trainer.rl.scoring import Scoring
 from cosmos_rl.policy.trainer.rl.sizes import SizedPrompts
 from cosmos_rl.policy.trainer.rl.teachers import choose_policies
-from cosmos_rl.policy.trainer.rl.update import accumulate_gradient
+from cosmos_rl.policy.trainer.rl.update import RowByRow, accumulate_gradient
 from cosmos_rl.policy.trainer.rl.validation import LoadedSet, Validation
 from cosmos_rl.policy.trainer.task import Notify, StepReport, ValidationReport
 from cosmos_rl.reward.by_set import SetRewards
@@ -112,7 +111,6 @@ class OnlineTask(TaskBase):
         self._sampler = RolloutSampler(parts.model, RolloutSpec.training(diffusers), self._seed)
         evaluator = RolloutSampler(parts.model, RolloutSpec.evaluation(diffusers), self._seed)
         self._validation = Validation(job, context, parts.model, parts.validation, self._scoring, self.plan.chunk)
-        self._levels_at: dict[Sides | None, Level] = {}
         for size in self._sized.sizes:
             with self.model.at_size(size):
                 self._sampler.require_noise(algorithm.trained_steps)
@@ -128,7 +126,8 @@ class OnlineTask(TaskBase):
             rollout_chunk=self.plan.chunk,
         )
         self.guard = RewardHackingGuard(job.reward_hacking_guard, probe, parts.held_out)
-        self._gate, self._nearest = KlGate(job, parts.rewards), NearestSample(job)
+        self._gate = KlGate(job, parts.rewards)
+        self._nearest = NearestSample(job, each=config.train.rank_invariant)
         self._num_evaluations = 0  # of all ranks, before this process was started or at the last step
         self._missing_warned = self._equal_warned = False
         self._describe()
@@ -159,7 +158,8 @@ class OnlineTask(TaskBase):
         batch = self._gate.apply(self._score(step, own, tables, nearest_N))
         diversity, gallery = batches.mean_diversity(own, self._context), self._build_gallery(step, batch)
         updates = self._plan_updates(draws, batch)
-        learnable = batches.shard_learnable(batch, updates, self._context)
+        in_turn = self._config.train.rank_invariant
+        learnable = batches.shard_learnable(batch, updates, self._context, in_turn=in_turn)
         batch = batch.without_samples()
         del own  # or the media, which are large, would stay while the policy learns
         metrics, refusal = self._learn(draws, batch, updates, learnable, conditions)
@@ -282,12 +282,13 @@ class OnlineTask(TaskBase):
         """The gradient of the samples at ``indices`` of the step, over all ranks, and one step along it."""
         context, algorithm, step = self._context, self.algorithm, draws.step
         value_N = algorithm.values(batch.used_N).float()
-        share = batches.take_share(indices, batch, learnable, value_N, self._job, context)
-        rows = algorithm.rows(share, levels=self._levels, draws=draws, number=number)
+        invariant = self._config.train.rank_invariant
+        share = batches.take_share(indices, batch, learnable, value_N, self._job, context, in_turn=invariant)
+        rows = algorithm.rows(share, levels=self._sampler.trained_levels(), draws=draws, number=number)
         conditions.encode_all(rows.prompts)
         self._seed_dropout(draws, number)
         total_weight = float(len(indices) * (len(rows.prompts) // len(share.prompts)))
-        data_share = self._data_term(draws, number, total_weight)
+        data_losses = self._data_term(draws, number, total_weight)
         current = self.policies.old_equals_current and not self.model.has_dropout()
         terms = accumulate_gradient(
             self.model,
@@ -301,14 +302,15 @@ class OnlineTask(TaskBase):
             loss_factor=self.optimizer.loss_factor,
             references=number_teachers(self._job),
             max_over_ranks=context.max_over_ranks,
+            row_by_row=self._add_row_by_row(draws, number, share) if invariant else None,
         )
-        sums = meter.add(terms, rows)
+        values = meter.add(terms, rows)
         warn_if_broken(step, terms, rows)
-        if data_share is not None:
-            sums["data_loss"] = data_share * total_weight  # like the other sums: over all ranks' rows
-            meter.add_sum("data_loss", sums["data_loss"])
+        if data_losses is not None:
+            values["data_loss"] = [mean * total_weight for mean in data_losses]  # like the others: over all rows
+            meter.add_values("data_loss", values["data_loss"])
         moving = count_moving(terms, rows, algorithm.neutral)
-        *parts, moving = context.sum_over_ranks([*(sums.get(name, 0.0) for name in self._loss_weights), moving])
+        *parts, moving = context.sum_exactly([*(values.get(name, ()) for name in self._loss_weights), [moving]])
         loss = sum(weight * part for weight, part in zip(self._loss_weights.values(), parts, strict=True))
         differ = parts[-1] > 0.0 or moving > 0.0
         result = self.apply_gradient(step, weight=total_weight, loss=loss / total_weight, expects_gradient=differ)
@@ -316,21 +318,38 @@ class OnlineTask(TaskBase):
             self.policies.old_equals_current = False
         return result
 
-    def _data_term(self, draws: Draws, number: int, total_weight: float) -> float | None:
-        """Add ``total_weight`` times the gradient of real samples; this rank's share of their mean loss."""
+    def _add_row_by_row(self, draws: Draws, number: int, share: Share) -> RowByRow:
+        """Rows are one level of all samples after the other, and a level's gradients make a block of the sum."""
+        seed, purpose, step = draws.key("dropout/row")
+        ids, count = share.sample_ids, len(share.sample_ids)
+
+        def seed_row(row: int) -> None:
+            torch.manual_seed(randomness.torch_seed(seed, purpose, step, number, row // count, ids[row % count]))
+
+        def collect(row: int) -> None:
+            self.collect_gradient()
+            if (row + 1) % count == 0:
+                self.end_block()
+
+        return RowByRow(seed_row, collect)
+
+    def _data_term(self, draws: Draws, number: int, total_weight: float) -> list[float] | None:
+        """Add ``total_weight`` times the gradient of real samples; this rank's shares of their mean loss."""
         beta = self._job.data_term.beta
         if self._data_loss is None or beta == 0.0:
             return None
-        self.model.set_gradient_sync(False)
-        factor, total = beta * total_weight * self.optimizer.loss_factor, 0.0
+        self.model.set_gradient_sync(self._config.train.rank_invariant)
+        factor, found = beta * total_weight * self.optimizer.loss_factor, []
         with self.model.at_size(self._sized.data_size):
-            recorder, levels = self.algorithm.recorder(draws), self._levels
+            recorder, levels = self.algorithm.recorder(draws), self._sampler.trained_levels()
             if recorder is not None:
                 levels = levels.rows(torch.tensor(recorder.indices))
             for loss in self._data_loss(draws.step, number, levels, functools.partial(self._draw_start, draws)):
                 (factor * loss).backward()
-                total += float(loss.detach())
-        return total
+                self.collect_gradient()
+                found.append(float(loss.detach()))
+        self.end_block()
+        return found
 
     def _draw_start(self, draws: Draws, numbers: Sequence[int]) -> Tensor:
         """`StartNoise` of a step: drawn from its keys once more."""
@@ -420,7 +439,7 @@ class OnlineTask(TaskBase):
     # ---- small parts -------------------------------------------------------------------------------------------
 
     def _new_conditions(self) -> StepConditions:
-        return StepConditions(self._encode)
+        return StepConditions(self._encode, each=self._config.train.rank_invariant)
 
     def _draws(self, step: int) -> Draws:
         return Draws(self._seed, step, self.guard.rewinds)
@@ -430,15 +449,6 @@ class OnlineTask(TaskBase):
         positions = self.stream.positions(step)
         records = ((p.sample_id, self._prompts[p.index]) for p in positions)
         return group_samples(records, self.plan.group, self._give, self._sized.choose(step, positions))
-
-    @property
-    def _levels(self) -> Level:
-        """Those of sampling, without the clean one; some pipelines have others at another size."""
-        size = self.model.media_size
-        if size not in self._levels_at:
-            levels, _ = self._sampler.transitions()
-            self._levels_at[size] = levels.rows(slice(-1))  # the last one is clean
-        return self._levels_at[size]
 
     @property
     def _kl_beta(self) -> float:
@@ -477,6 +487,6 @@ class OnlineTask(TaskBase):
         logger.info(
             f"{self.algorithm.name} on the {what}: {count:,} parameters on {self._context.device}; "
             f"{self.stream.length} prompts, {self.stream.batch} per step x {self.plan.group} samples = "
-            f"{self.plan.total}, {self.plan.sigmas} of {len(self._levels.sigma)} noise "
+            f"{self.plan.total}, {self.plan.sigmas} of {len(self._sampler.trained_levels().sigma)} noise "
             f"levels each, rewards {', '.join(self._scoring.rewards.names)}; {self.total_steps} steps"
         )

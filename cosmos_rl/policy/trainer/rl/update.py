@@ -1,7 +1,7 @@
 """The gradient of one optimiser step: micro-batches through the frozen policies and the trained one."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,16 @@ from cosmos_rl.policy.model.policies import Policies, PolicyName
 from cosmos_rl.policy.trainer.rl.algorithm import VELOCITY_GRADIENT, Algorithm, MicroBatch, Rows, Terms
 from cosmos_rl.policy.trainer.rl.teachers import MaxOverRanks, add_own_references, plan_passes
 from cosmos_rl.rollout.sampler import Conditions
+
+
+@dataclass(frozen=True)
+class RowByRow:
+    """How rows are trained on of which each is a forward pass, and is added up over the ranks by itself."""
+
+    seed: Callable[[int], None]
+    """Before a row's forward pass: its dropout."""
+    collect: Callable[[int], None]
+    """After a row's backward pass: its gradient, which is the sum over the ranks' rows of this number."""
 
 
 def accumulate_gradient(
@@ -27,6 +37,7 @@ def accumulate_gradient(
     loss_factor: float = 1.0,
     references: Sequence[int] = (),
     max_over_ranks: MaxOverRanks = list,
+    row_by_row: RowByRow | None = None,
 ) -> Terms:
     """Add the gradient of ``loss_factor * sum(loss)`` of this rank's rows; their terms, each ``[R]``.
 
@@ -39,6 +50,8 @@ def accumulate_gradient(
         loss_factor: the loss scale of float16.
         references: which one each prompt set has, as `number_teachers` says; empty: all rows have the one.
         max_over_ranks: element-wise; one rank: what it is given.
+        row_by_row: of micro-batches of one row, where the gradients are added up outside; None: they are over the ranks
+            in the last backward pass.
     """
     found: list[Terms] = []
     slices = [slice(i, i + micro_batch) for i in range(0, len(rows.prompts), micro_batch)]
@@ -46,28 +59,47 @@ def accumulate_gradient(
     if references and rows.prompt_set is not None and "reference" in frozen:
         reference_R, count = torch.tensor(references)[rows.prompt_set], max(references) + 1
         passes = plan_passes(reference_R, count, blocks, micro_batch, max_over_ranks)
-    for number, block in enumerate(blocks):
+    for block_number, block in enumerate(blocks):
         micros = [algorithm.micro_batch(rows, which, model.device) for which in block]
         for name in frozen:
             if passes is not None and name == "reference":
-                micros = add_own_references(model, policies, micros, passes[number], conditions, algorithm.guidance)
+                own = passes[block_number]
+                micros = add_own_references(model, policies, micros, own, conditions, algorithm.guidance)
                 continue
             micros = _add_velocities(model, policies, name, micros, conditions, algorithm.guidance)
         for micro in micros:
-            model.set_gradient_sync(len(found) + 1 == len(slices))
-            cond = conditions(micro.prompts)
-            forwards = -model.num_evaluations
-            velocity = model.velocity(micro.state, micro.level, cond, guidance=algorithm.guidance)
-            forwards += model.num_evaluations
-            model.num_evaluations += 2 * forwards  # a backward pass is as much work as two forward passes
-            loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
-            if rows.sampler_step is not None:
-                measure_gradient(velocity, terms, loss_factor)
+            number = len(found)
+            model.set_gradient_sync(row_by_row is not None or number + 1 == len(slices))
+            if row_by_row is not None:
+                row_by_row.seed(number)
+            loss, terms = _compute_loss(model, algorithm, micro, conditions, kl_beta, loss_factor, rows.sampler_step)
             (loss_factor * loss).backward()
+            if row_by_row is not None:
+                row_by_row.collect(number)
             found.append(terms)
     if not found:
         return {}
     return {name: torch.cat([terms[name] for terms in found]) for name in found[0]}
+
+
+def _compute_loss(
+    model: FlowModel,
+    algorithm: Algorithm,
+    micro: MicroBatch,
+    conditions: Conditions,
+    kl_beta: float,
+    loss_factor: float,
+    sampler_step: torch.Tensor | None,
+) -> tuple[torch.Tensor, Terms]:
+    """The sum of the losses of some rows, which the trained policy runs, and their terms."""
+    cond, forwards = conditions(micro.prompts), -model.num_evaluations
+    velocity = model.velocity(micro.state, micro.level, cond, guidance=algorithm.guidance)
+    forwards += model.num_evaluations
+    model.num_evaluations += 2 * forwards  # a backward pass is as much work as two forward passes
+    loss, terms = algorithm.loss(velocity, micro, cond.element_mask, kl_beta)
+    if sampler_step is not None:
+        measure_gradient(velocity, terms, loss_factor)
+    return loss, terms
 
 
 def measure_gradient(velocity: torch.Tensor, terms: Terms, loss_factor: float) -> None:

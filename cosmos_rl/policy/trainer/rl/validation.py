@@ -108,7 +108,8 @@ class Validator:
     def run(self, notify: Notify) -> Validated:
         """With the policy as it is."""
         with self._model.at_size(self.chosen.size):
-            return self._run(StepConditions(self._encode), notify)
+            conditions = StepConditions(self._encode, each=self._config.train.rank_invariant)
+            return self._run(conditions, notify)
 
     def _run(self, conditions: StepConditions, notify: Notify) -> Validated:
         config, context, model, scoring = self._config, self._context, self._model, self._scoring

@@ -1,4 +1,4 @@
-"""Ten small runs through the real command, and digests of what they leave: a change of structure changes none of them.
+"""Small runs through the real command, and digests of what they leave: a change of structure changes none of them.
 
     python -m benchmarks.same_bits --out before.json      # at one commit
     python -m benchmarks.same_bits --against before.json  # at another one
@@ -99,6 +99,7 @@ class Run:
     ranks: int = 1
     extra: str = ""
     resumed: bool = False
+    options: tuple[str, ...] = ()
 
     def toml(self, folder: Path) -> str:
         """The whole configuration."""
@@ -119,6 +120,12 @@ reward_hacking_guard.freq = 1
 """The second look or a later one finds something wrong; the run rewinds until it may not rewind again, and stops."""
 DATA_TERM = """data_term = {{ beta = 0.1, batch_size = 4, local_dir = "{folder}/data" }}
 """
+FLOW = (
+    "--train.train_policy.trainer_type=flow_grpo",
+    '--policy.diffusers.sample={num_steps = 4, guidance_scale = 1.0, solver = "flow", noise_level = 0.7}',
+)
+DDRL = (*FLOW, "--train.train_policy.trainer_type=ddrl", "--train.train_policy.kl_beta=0.0")
+PAIRS = ("--train.train_policy.trainer_type=online_dpo", "--policy.diffusers.weight_copy_decay_type=0")
 RUNS = (
     Run("sft-lora", lora=True),
     Run("sft-full"),
@@ -130,6 +137,10 @@ RUNS = (
     Run("nft-full-2-ranks", rl=True, ranks=2),
     Run("nft-lora-data-term", rl=True, lora=True, extra=DATA_TERM),
     Run("nft-full-rewind", rl=True, extra=REWIND),
+    Run("flow-grpo-lora-2-ranks", rl=True, lora=True, ranks=2, options=FLOW),
+    Run("flow-grpo-full", rl=True, options=FLOW),
+    Run("ddrl-full", rl=True, extra=DATA_TERM, options=DDRL),
+    Run("online-dpo-full", rl=True, options=PAIRS),
 )
 
 
@@ -147,7 +158,7 @@ def main() -> None:
         for run in RUNS:
             if run.name in given.only:
                 digests[run.name] = measure(run, folder)
-                print(f"{run.name:20} {json.dumps(digests[run.name])}", flush=True)
+                print(f"{run.name:22} {json.dumps(digests[run.name])}", flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(digests, indent=1), encoding="utf-8")
     if given.against is not None:
@@ -182,7 +193,7 @@ def train(config: Path, run: Run, *overrides: str) -> None:
     """The real command; a run that its guard stops ends with an error, which is what is wanted of it."""
     script = "cosmos_rl.tools.dataset." + ("diffusion_nft" if run.rl else "diffusers_dataset")
     command = [sys.executable, "-m", "cosmos_rl.launcher.cli", "--config", str(config)]
-    command += ["--nproc-per-node", str(run.ranks), *overrides, script]
+    command += ["--nproc-per-node", str(run.ranks), *run.options, *overrides, script]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", timeout=DEADLINE_S)
     if done.returncode not in ((0, 1) if run.extra == REWIND else (0,)):

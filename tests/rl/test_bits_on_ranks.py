@@ -19,7 +19,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, StepCo
 from cosmos_rl.policy.trainer.task import StepReport
 from tests.rl.test_flow_grpo_pipeline import GATED, LAGGED, flow_options
 from tests.rl.test_resume_of_every_algorithm import FLOW, JOB
-from tests.rl.test_sizes import BUCKETS, GUARD
+from tests.rl.test_sizes import BUCKETS, GUARD, sized_prompts
 from tests.rl.test_teachers_of_sets import export_teachers, set_options
 from tests.support.kills import newest_step
 from tests.support.nft_runs import Job, forked, nft_toml, nft_trainer, run_forked
@@ -59,17 +59,18 @@ def logged(run: Path) -> list[str]:
 
 def build_jobs(folder: Path, base: Path, images: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
     """Name -> configuration and options of each kind of run."""
-    (folder / "lora").mkdir()
     all_weights, lora = nft_toml(folder, base, lora=False), nft_toml(folder, base, lora=True)
     validated = (*VALIDATION, f"--validation.dataset.local_dir={folder / 'prompts.txt'}")
     term = (
         f'{{beta = 0.5, local_dir = "{images}", batch_size = 8, levels = "trained_steps", per_step = true, '
         'noise = "rollout"}'
     )
+    sizes = [{"size": [16, 32]}, {"size": [32, 16]}] * 4
+    named = f"--train.train_policy.dataset.local_dir={sized_prompts(folder, sizes)}"
     dropout, bfloat16 = "--policy.lora.lora_dropout=0.25", "--train.param_dtype=bfloat16"
     return {
         "nft": (all_weights, (BUCKETS, *GUARD, UNEVEN, *validated, "--policy.diffusers.even_levels=true")),
-        "lost": (lora, (dropout, bfloat16, UNEVEN, "--policy.diffusers.sample.guidance_scale=3.0")),
+        "sized": (lora, (BUCKETS, named, dropout, bfloat16, UNEVEN, "--policy.diffusers.sample.guidance_scale=3.0")),
         "gated": (lora, (*flow_options(lora=True), *LAGGED, *GATED, dropout)),
         "ddrl": (
             all_weights,

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.optim.adafactor import AdafactorOverRanks
 from cosmos_rl.optim.eight_bit import eight_bit_optimizer
 from cosmos_rl.optim.muon import MuonWithAdamW
 from cosmos_rl.policy.config import TrainConfig
@@ -66,6 +67,8 @@ def find_class(name: str) -> Any:
         return eight_bit_optimizer(short)
     if short == "Muon":
         return MuonWithAdamW
+    if short == "Adafactor":
+        return AdafactorOverRanks
     path, _, leaf = kind.place.rpartition(".")
     found = f'train.optm_name: found "{name}"'
     try:

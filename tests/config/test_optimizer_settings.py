@@ -53,7 +53,7 @@ def test_a_rate_or_schedule_for_another_optimiser_is_remarked(
     assert [note[: len(remark or "")] for note in found] == ([] if remark is None else [remark])
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "Adafactor", "torch.optim.NAdam"])
+@pytest.mark.parametrize("name", ["Prodigy", "torch.optim.NAdam"])
 def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_with_several_ranks(
     toml: Path, name: str
 ) -> None:
@@ -68,6 +68,12 @@ def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_wi
     )
     with pytest.raises(ConfigError, match=refusal):
         load_config(toml, peers)
+
+
+@pytest.mark.parametrize("ranks", ["dp_shard_size=4", "cp_size=2"])
+def test_adafactor_is_accepted_on_parts_of_weights(toml: Path, ranks: str) -> None:
+    config = load_config(toml, ["train.optm_name=torch.optim.Adafactor", f"policy.parallelism.{ranks}"])
+    assert config.train.optm_name == "torch.optim.Adafactor"
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_remarked_and_its_change_shows_in_a_resume(toml: Path) -> None:

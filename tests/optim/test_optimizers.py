@@ -12,7 +12,7 @@ import torch
 
 from cosmos_rl.checkpoint.state import collect, restore
 from cosmos_rl.errors import UserError
-from cosmos_rl.launcher.check.optimizer_state import optimizer_state
+from cosmos_rl.launcher.check.optimizer_state import gathered_for_a_step, optimizer_state, optimizer_state_of_rank
 from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
@@ -258,6 +258,17 @@ def test_a_schedule_free_run_exports_the_average_and_resumes_exactly(
     assert_same_state(saved_state(run, 4), state)
 
 
+def test_the_means_of_adafactor_are_whole_on_each_rank_and_a_weight_at_a_time_is_gathered() -> None:
+    shapes = [(30, 20), (20,), (6, 5)]
+    found = {}
+    for name in ("AdamW", "Adafactor"):
+        config = Config.from_dict({"train": {"optm_name": name}})
+        found[name] = [
+            size(config, shapes, n) for n in (1, 2) for size in (optimizer_state_of_rank, gathered_for_a_step)
+        ]
+    assert found == {"AdamW": [8 * 650, 0, 4 * 650, 0], "Adafactor": [4 * 81, 0, 4 * 81, 4 * 4 * 600]}
+
+
 @pytest.mark.zoo
 @pytest.mark.process
 def test_two_ranks_end_like_one_and_resume_exactly(tmp_path: Path) -> None:
@@ -273,18 +284,26 @@ def test_two_ranks_end_like_one_and_resume_exactly(tmp_path: Path) -> None:
     assert found["AdamWScheduleFree"]["from one rank"] < 1e-4
     assert found["Muon"]["from one rank"] < 5e-3  # it orthogonalises in bfloat16; eight steps of 0.01 each
     assert found["AdamWScheduleFree"]["kinds"] == 2
+    assert found["Adafactor"]["from one rank"] < 1e-5  # the step of the whole weight, after eight of 0.01 each
+    assert found["Adafactor"]["resumed on another number"] < 1e-5
+    assert found["Adafactor"]["moved"] > 1e-2
 
 
 @pytest.mark.zoo
 @pytest.mark.process
-def test_prodigy_on_two_replicas_trains_an_adapter_as_on_one_rank(
-    write_toml: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "rate", "ranks"),
+    [("Prodigy", 1.0, "dp_replicate_size=2"), ("Adafactor", 0.1, "dp_shard_size=2")],
+    ids=["Prodigy on replicas", "Adafactor on parts"],
+)
+def test_two_ranks_train_an_adapter_as_one_does(
+    write_toml: Callable[..., Path], tmp_path: Path, name: str, rate: float, ranks: str
 ) -> None:
-    options = ("--train.optm_name=Prodigy", "--train.optm_lr=1.0", "--train.global_batch_size=4")
+    options = (f"--train.optm_name={name}", f"--train.optm_lr={rate}", "--train.global_batch_size=4")
     options += ("--train.train_policy.mini_batch=2", "--train.max_num_steps=4")
     one = train(write_toml(), *options)
-    replicas = (*options, "--policy.parallelism.dp_replicate_size=2", "--policy.parallelism.dp_shard_size=1")
-    two = train_on_ranks(2, write_toml(), tmp_path / "two", *replicas)
+    split = (*options, "--policy.parallelism.dp_shard_size=1", f"--policy.parallelism.{ranks}")
+    two = train_on_ranks(2, write_toml(), tmp_path / "two", *split)
     np.testing.assert_allclose(trace(two), trace(one), rtol=1e-5, atol=1e-6)
     assert saved_state(two, 4).keys() == saved_state(one, 4).keys()
 

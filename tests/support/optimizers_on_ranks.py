@@ -22,7 +22,7 @@ from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 
-SHARDED = ("AdamW", "Muon", "AdamWScheduleFree")
+SHARDED = ("AdamW", "Muon", "AdamWScheduleFree", "Adafactor")
 REPLICATED = ("AdamW", "Adafactor", "Prodigy", "torch.optim.NAdam", "AdamWScheduleFree", "Muon")
 
 
@@ -60,6 +60,7 @@ def whole(module: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 def measure(name: str, mesh: DeviceMesh, folder: Path) -> dict[str, float]:
     """How far two ranks are from one, and a continued run from an undisturbed one."""
     alone, plain = build(name, None)
+    start = whole(alone, plain)
     calm, undisturbed = build(name, mesh)
     stopped, first = build(name, mesh)
     resumed, second = build(name, mesh)
@@ -70,9 +71,25 @@ def measure(name: str, mesh: DeviceMesh, folder: Path) -> dict[str, float]:
     restore(folder, dict(resumed.named_parameters()), second.torch_optimizer, {})
     second.restore_counters(first.counters())
     descend(resumed, second, range(5, 8))
+    apart, third = build(name, None)
+    restore(folder, dict(apart.named_parameters()), third.torch_optimizer, {})
+    third.restore_counters(first.counters())
+    descend(apart, third, range(5, 8))
+    spread, fourth = build(name, mesh)
+    half, fifth = build(name, None)
+    descend(half, fifth, range(5))
+    dcp.save(collect(dict(half.named_parameters()), fifth.torch_optimizer, {}), checkpoint_id=folder / "of_one")
+    restore(folder / "of_one", dict(spread.named_parameters()), fourth.torch_optimizer, {})
+    fourth.restore_counters(fifth.counters())
+    descend(spread, fourth, range(5, 8))
+    other_ranks = [whole(apart, third), whole(spread, fourth)]
     expected, found, again = whole(alone, plain), whole(calm, undisturbed), whole(resumed, second)
     return {
         "from one rank": max(float((expected[key] - found[key]).abs().max()) for key in expected),
+        "moved": max(float((expected[key] - value).abs().max()) for key, value in start.items()),
+        "resumed on another number": max(
+            float((expected[key] - one[key]).abs().max()) for one in other_ranks for key in expected
+        ),
         "from undisturbed": max(float((found[key] - again[key]).abs().max()) for key in found),
         "kinds": len({key.partition(".")[0] for key in found}),
     }

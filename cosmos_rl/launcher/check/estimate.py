@@ -12,7 +12,7 @@ from functools import cached_property
 
 from cosmos_rl.launcher.acceptance.accept import ModelFiles
 from cosmos_rl.launcher.acceptance.selection import Selection
-from cosmos_rl.launcher.check.optimizer_state import optimizer_state
+from cosmos_rl.launcher.check.optimizer_state import gathered_for_a_step, optimizer_state, optimizer_state_of_rank
 from cosmos_rl.launcher.check.packed import find_packed, find_resting, frozen_bytes, offloaded_bytes, unpacking
 from cosmos_rl.launcher.check.rl_estimate import NO_RL, RlMemory, chunk_rows, decoded_at_once, dpo_memory, rl_memory
 from cosmos_rl.launcher.geometry import find_blocks, find_geometry, frames_of, full_channels, text_tokens
@@ -172,7 +172,7 @@ class _Rank:
             FROZEN: self.base[0] + self.base[1] * self.on_cpu,
             self._spare: 4 * chosen.spare_adapters // self.shards,
             GRADIENTS: self.trained,
-            MOMENTS: optimizer_state(config, chosen.shapes) // self.shards,
+            MOMENTS: optimizer_state_of_rank(config, chosen.shapes, self.shards),
             AVERAGE: self.average,
             ENCODERS: encoders,
             VAE: vae,
@@ -321,7 +321,7 @@ class _Rank:
         gradients = self.trained
         if self.config.train.optimizer_impl == "foreach":  # all updates at once
             gradients += self.trained
-        return self.state + gradients
+        return self.state + gradients + gathered_for_a_step(self.config, self.chosen.shapes, self.shards)
 
     def _sampling(self) -> int:
         decoding = self.work.decoding + self.parts[VAE] * self.offloads

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from cosmos_rl.distributed.blocks import BLOCK, blocks_in_a_row
 from cosmos_rl.policy.config import Config
-from cosmos_rl.policy.config.optimizers import short_name
+from cosmos_rl.policy.config.optimizers import find_kind, short_name
 
 Shape = tuple[int, ...]
 
@@ -51,3 +51,18 @@ def optimizer_state(config: Config, shapes: Sequence[Shape]) -> int:
         "Prodigy": _prodigy(slices if isinstance(slices, int) and slices > 0 else 1),
     }
     return round(sum(map(sizes.get(short_name(config.train.optm_name), _two), shapes)))
+
+
+def optimizer_state_of_rank(config: Config, shapes: Sequence[Shape], shards: int) -> int:
+    """Bytes of them on one of so many ranks that share the weights."""
+    if find_kind(config.train.optm_name).gathers:
+        return optimizer_state(config, shapes)
+    return optimizer_state(config, shapes) // shards
+
+
+def gathered_for_a_step(config: Config, shapes: Sequence[Shape], shards: int) -> int:
+    """Bytes that come and go where each weight is whole for its step: the largest one, its gradient, its estimated
+    squares and its new value, in float32."""
+    if shards == 1 or not find_kind(config.train.optm_name).gathers:
+        return 0
+    return 16 * max(map(math.prod, shapes), default=0)

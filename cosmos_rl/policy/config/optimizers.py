@@ -16,6 +16,8 @@ class OptimizerKind:
     """A rate of 0.1 or more moves each weight by about as much in each step."""
     sharded: bool = True
     """Whether it is right on weights that are split over ranks; on replicas of all weights every class is."""
+    gathers: bool = False
+    """It steps on each weight as a whole, so that its state is whole on every rank."""
 
     @property
     def averages(self) -> bool:
@@ -29,7 +31,7 @@ OPTIMIZERS = {
     "AdamW8bit": OptimizerKind("torchao.optim.AdamW8bit", "torchao"),
     "Adam8bit": OptimizerKind("torchao.optim.Adam8bit", "torchao"),
     "Muon": OptimizerKind("torch.optim.Muon"),
-    "Adafactor": OptimizerKind("torch.optim.Adafactor", like_adam=False, sharded=False),
+    "Adafactor": OptimizerKind("torch.optim.Adafactor", like_adam=False, gathers=True),
     "AdamWScheduleFree": OptimizerKind("schedulefree.AdamWScheduleFree", "schedulefree"),
     "Prodigy": OptimizerKind("prodigyopt.Prodigy", "prodigyopt", like_adam=False, sharded=False),
 }

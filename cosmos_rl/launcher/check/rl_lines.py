@@ -17,6 +17,7 @@ from cosmos_rl.policy.config.plan import (
     number_teachers,
     plan_online,
 )
+from cosmos_rl.policy.config.policy import SampleConfig
 from cosmos_rl.policy.config.ranks import describe_peers
 from cosmos_rl.policy.config.reward import LocalRewardConfig, RemoteRewardConfig
 from cosmos_rl.policy.config.reward_names import list_rewards
@@ -47,6 +48,7 @@ def rl_lines(config: Config, transformer: Mapping[str, Any] | None) -> Iterator[
     yield _trained(config, plan)
     if job.trainer_type in STEP_TRAINERS:
         yield from _window(config)
+        yield from _bounded_noise(sample)
     passes = ""
     if job.mu_iterations > 1:
         passes = f", {job.mu_iterations} times"
@@ -93,6 +95,18 @@ def _window(config: Config) -> Iterator[str]:
         f"{format_count(len(window.starts), 'place')} in {format_count(sum(window.intervals), 'training step')}, then "
         f"it {then}"
     )
+
+
+def _bounded_noise(sample: SampleConfig) -> Iterator[str]:
+    """Where the noise between the steps depends on the levels that the loaded pipeline samples at. Without bounds all
+    steps but the last ones have some at any levels, and the rules between keys refuse these."""
+    given = [key for key in ("noise_above", "noise_below") if getattr(sample, key)]
+    if given:
+        yield (
+            "unknown: whether all steps that may be trained have noise, as it is bounded by policy.diffusers.sample."
+            f"{' and '.join(given)} at noise levels that only the loaded pipeline knows; cosmos-rl doctor --config "
+            "says it, and a launch before its first step"
+        )
 
 
 def _describe_teachers(config: Config) -> Iterator[str]:

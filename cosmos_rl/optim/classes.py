@@ -11,6 +11,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.adafactor import AdafactorOverRanks
+from cosmos_rl.optim.argument_types import find_wrong_types
 from cosmos_rl.optim.eight_bit import eight_bit_optimizer
 from cosmos_rl.optim.muon import MuonWithAdamW
 from cosmos_rl.policy.config import TrainConfig
@@ -97,12 +98,15 @@ def build_arguments(cls: Any, settings: Hyperparameters) -> dict[str, Any]:
     same form, and ``train.optm_kwargs``.
 
     Raises:
-        UserError: an argument that it does not take, a key that would have no effect, or a step that wants a closure.
+        UserError: an argument that it does not take, or not with such a value; a key that would have no effect; a step
+            that wants a closure.
     """
     parameters = inspect.signature(cls).parameters
     values = {"betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
     taken = {name: value for name, value in values.items() if _takes(parameters.get(name), value)}
     problems = [*_unknown_arguments(settings, parameters, taken), *_idle_keys(settings, taken)]
+    free = {name: value for name, value in settings.kwargs.items() if name not in {*taken, *_NOT_HERE}}
+    problems += [f"train.optm_kwargs.{name}: {problem}" for name, problem in find_wrong_types(cls, free)]
     found = f'train.optm_name: found "{settings.name}"'
     if "lr" not in parameters:
         problems.append(f"{found}; it takes no lr, which train.optm_lr is given as")

@@ -1,0 +1,81 @@
+"""Whether the value of a keyword argument is of a type that a class takes, as far as its signature says so."""
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from cosmos_rl.policy.config.problems import format_value
+
+_WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", tuple: "a list"}
+_BY_DEFAULT = ((bool, bool), (int, float), (float, float), (str, str), (tuple, tuple), (list, tuple))
+"""The type of a default -> the type that is meant; the first that fits counts. A default of 0 may mean any number."""
+
+
+def find_wrong_types(cls: Any, values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong) of each of the ``values``, as TOML has them, that ``cls`` cannot be meant to take.
+
+    The annotation of a parameter counts, and where there is none that can be read its default. Whole numbers are
+    numbers, lists are tuples, and 0 and 1 are also false and true. A parameter of neither takes anything.
+    """
+    hints = _read_hints(cls)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name not in values or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        value, default = values[name], parameter.default
+        kind = hints.get(name, _kind_of_default(default))
+        same = type(value) is type(default) and value == default
+        if same or _fits(kind, value) or (kind is not Any and value in (0, 1) and _fits(kind, bool(value))):
+            continue
+        usual = "" if default is None or default is inspect.Parameter.empty else f", by default {_show(default)}"
+        yield name, f"found {_show(value)}; allowed: {_describe(kind)}{usual}"
+
+
+def _read_hints(cls: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls.__init__)
+    except (NameError, AttributeError, TypeError, SyntaxError):  # names for type checkers alone, or of another Python
+        return {}
+
+
+def _kind_of_default(default: object) -> Any:
+    return next((meant for kind, meant in _BY_DEFAULT if isinstance(default, kind)), Any)
+
+
+def _fits(kind: Any, value: object) -> bool:
+    try:
+        adapter = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # something that cannot be known here
+        return True
+    try:  # as JSON, whose lists are tuples too
+        adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError:
+        return False
+    except PydanticUserError:
+        return True
+    return True
+
+
+def _describe(kind: Any) -> str:
+    """In words, without what no configuration can hold."""
+    if kind in _WORDS:
+        return _WORDS[kind]
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return ", ".join(map(_show, parts))
+    if origin in (typing.Union, types.UnionType):
+        shown = [part for part in parts if part not in (types.NoneType, torch.Tensor)]
+        return " or ".join(dict.fromkeys(map(_describe, shown)))
+    if origin is tuple and Ellipsis not in parts:
+        return f"[{', '.join(map(_describe, parts))}]"
+    return inspect.formatannotation(kind)
+
+
+def _show(value: object) -> str:
+    return format_value(list(value) if isinstance(value, tuple) else value)

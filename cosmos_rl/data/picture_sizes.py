@@ -99,13 +99,16 @@ def measure_file(folder: Path, file: str, *, video: bool) -> Measured:
     return Measured(file, measure_image(folder / file))
 
 
-def describe_cuts(pictures: Sequence[Measured], sizes: Sequence[Sides], total: int, noun: str) -> str:
+def describe_cuts(
+    pictures: Sequence[Measured], sizes: Sequence[Sides], total: int, noun: str, *, in_buckets: bool
+) -> str:
     """One line about pictures that lose more than a quarter of their area; empty: none does.
 
     Args:
         sizes: those that are trained on.
         total: how many there are, of which ``pictures`` were measured.
         noun: what they are, for the message.
+        in_buckets: these are the sizes of buckets, of which there may be one.
     """
     kept = [(kept_share(one.sides, choose_size(one.sides, sizes)), one.name) for one in pictures]
     cut = [entry for entry in kept if entry[0] < 1 - _MUCH]
@@ -116,7 +119,7 @@ def describe_cuts(pictures: Sequence[Measured], sizes: Sequence[Sides], total: i
     if len(pictures) < total and total > LOOKED_AT:
         of = f"{len(pictures)} looked at among {total}"
     where, advice = "the nearest of the buckets", "add a size of their ratio to policy.diffusers.buckets"
-    if len(sizes) == 1:
+    if not in_buckets:
         where = f"{sizes[0][0]} x {sizes[0][1]} (height x width)"
         advice = "[policy.diffusers.buckets] trains on several sizes"
     return (

@@ -67,6 +67,38 @@ def test_generated_sizes_have_about_one_area_and_at_most_the_ratio() -> None:
     assert generate_sizes(100, 64, 2.0) == ()
 
 
+@pytest.mark.parametrize(
+    ("area", "step", "ratio", "widest"),
+    [
+        (1024, 16, 3.0, (16, 48)),
+        (512 * 512, 64, 2.0, (320, 640)),
+        (512 * 512, 64, 3.0, (256, 768)),
+        (1024 * 1024, 64, 2.0, (704, 1408)),
+        (1024 * 1024, 64, 3.0, (576, 1728)),
+        (1024 * 1024, 64, 1.0, (1024, 1024)),
+        (512 * 512, 64, 2.3, (320, 704)),
+    ],
+)
+def test_the_widest_generated_size_is_cut_to_the_ratio(
+    area: int, step: int, ratio: float, widest: tuple[int, int]
+) -> None:
+    sizes = generate_sizes(area, step, ratio)
+    assert max(sizes, key=lambda size: size[1] / size[0]) == widest
+    assert {(width, height) for height, width in sizes} == set(sizes)
+    assert all(height * width <= area and max(height, width) <= ratio * min(height, width) for height, width in sizes)
+    shorter = [height for height, width in sizes if height < width]
+    assert len(set(shorter)) == len(shorter)  # one longer side for each
+
+
+@pytest.mark.parametrize("area", [1024, 512 * 512, 1024 * 1024])
+def test_generated_sizes_keep_the_area_of_pictures_up_to_their_ratio(area: int) -> None:
+    pictures, step = [(600, 1800), (900, 900), (1800, 600)], 16 if area == 1024 else 64
+    square = generate_sizes(area, step, 1.0)
+    assert sum(kept_share(one, choose_size(one, square)) for one in pictures) == pytest.approx(5 / 3)
+    sizes = generate_sizes(area, step, 3.0)
+    assert sum(kept_share(one, choose_size(one, sizes)) for one in pictures) == pytest.approx(3.0)
+
+
 def test_pictures_are_measured_as_they_are_shown(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
@@ -85,17 +117,22 @@ def test_pictures_are_measured_as_they_are_shown(tmp_path: Path) -> None:
 
 def test_cuts_are_counted_and_the_worst_is_named() -> None:
     pictures = [Measured("square", (64, 64)), Measured("wide", (32, 96)), Measured("wider", (32, 128))]
-    line = describe_cuts(pictures, [(32, 32)], 3, "images")
+    line = describe_cuts(pictures, [(32, 32)], 3, "images", in_buckets=False)
     assert line == (
         "2 of 3 images lose more than a quarter of their area when they are cropped to 32 x 32 (height x width); wider "
         "loses most, 75%; [policy.diffusers.buckets] trains on several sizes"
     )
     pictures.append(Measured("widest", (32, 192)))
-    line = describe_cuts(pictures, [(32, 32), (32, 96)], 4, "images")
+    line = describe_cuts(pictures, [(32, 32), (32, 96)], 4, "images", in_buckets=True)
+    assert line.endswith("add a size of their ratio to policy.diffusers.buckets")
     assert line.startswith("1 of 4 images lose more than a quarter of their area when they are cropped to the nearest")
     assert "widest loses most, 50%" in line
-    assert describe_cuts(pictures[:1], [(32, 32)], 1, "images") == ""
-    assert describe_cuts([Measured("edge", (32, 24))], [(32, 32)], 1, "images") == ""  # a quarter, and not more
+    one = describe_cuts(pictures, [(32, 32)], 4, "images", in_buckets=True)
+    assert one.endswith("add a size of their ratio to policy.diffusers.buckets")
+    assert describe_cuts(pictures[:1], [(32, 32)], 1, "images", in_buckets=False) == ""
+    assert (
+        describe_cuts([Measured("edge", (32, 24))], [(32, 32)], 1, "images", in_buckets=False) == ""
+    )  # a quarter, and not more
 
 
 def test_of_many_pictures_some_are_looked_at() -> None:
@@ -109,7 +146,7 @@ def test_of_many_pictures_some_are_looked_at() -> None:
     assert len(found) == len(asked) <= LOOKED_AT
     assert max(asked) > 2.9 * LOOKED_AT
     assert f"{len(found)} of {len(found)} looked at among {3 * LOOKED_AT + 1} images" in describe_cuts(
-        found, [(1, 1)], 3 * LOOKED_AT + 1, "images"
+        found, [(1, 1)], 3 * LOOKED_AT + 1, "images", in_buckets=False
     )
 
 

@@ -27,13 +27,13 @@ def size_notes(config: Config, data: DataForm | None) -> list[str]:
     def measure(index: int) -> Measured:
         return measure_file(*files[index], video=video)
 
-    lines = []
-    if config.policy.diffusers.buckets is None:
+    lines, in_buckets = [], config.policy.diffusers.buckets is not None
+    if not in_buckets:
         found = measure_some(len(files), measure)
     else:
         found = [one for one in measure_all(len(files), measure) if isinstance(one, Measured)]
         lines += describe_buckets(found, sizes, noun)
-    cut = describe_cuts(found, sizes, len(files), noun)
+    cut = describe_cuts(found, sizes, len(files), noun, in_buckets=in_buckets)
     return [*lines, f"warning: {cut}"] if cut else lines
 
 

@@ -30,15 +30,18 @@ def choose_size(picture: Sides, sizes: Sequence[Sides]) -> Sides:
 
 def generate_sizes(area: int, step: int, max_ratio: float) -> tuple[Sides, ...]:
     """Sizes of at most ``area`` pixels, sides in multiples of ``step``, the longer at most ``max_ratio`` times the
-    shorter: the largest square, and for each shorter side the largest longer one. Sorted; empty: none fits."""
+    shorter: the largest square, and for each shorter side the largest longer one. The first that is cut to the ratio is
+    the last, as those of smaller sides are no wider. Sorted; empty: none fits."""
     square = math.isqrt(area) // step * step
     if square == 0:
         return ()
-    found = {(square, square)}
-    for short in range(step, area // step + 1, step):
-        long = area // short // step * step
-        if long < short:
-            break
-        if long <= max_ratio * short:
+    found, widest = {(square, square)}, (square, square)
+    for short in range(square, 0, -step):
+        fitting = area // short // step * step
+        long = min(fitting, math.floor(max_ratio * short + 1e-6) // step * step)
+        if long * widest[0] > widest[1] * short:
             found |= {(short, long), (long, short)}
+            widest = (short, long)
+        if long < fitting:
+            break
     return tuple(sorted(found))

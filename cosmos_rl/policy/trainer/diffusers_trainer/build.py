@@ -141,7 +141,8 @@ def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) 
                 f"{waiting} samples of the last of {config.train.epoch} epochs do not fill a step of their size"
             )
     if measure is not None:
-        line = describe_cuts(measure_some(len(pairs), measure), sizes, len(pairs), noun)
+        in_buckets = isinstance(stream, BucketStream)
+        line = describe_cuts(measure_some(len(pairs), measure), sizes, len(pairs), noun, in_buckets=in_buckets)
         if line:
             logger.warning(line)
 

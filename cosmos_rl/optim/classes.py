@@ -162,5 +162,5 @@ def _idle_keys(settings: Hyperparameters, taken: Mapping[str, object]) -> Iterat
     for name in sorted(settings.changed - set(taken)):
         yield (
             f"{_OWN_KEYS[name]}: would have no effect, as {find_kind(settings.name).place} takes no such {name}; "
-            "leave it out, and give what it takes in train.optm_kwargs"
+            f"leave it out (--{_OWN_KEYS[name]}=none), and give what it takes in train.optm_kwargs"
         )

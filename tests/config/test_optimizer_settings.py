@@ -43,6 +43,8 @@ def test_the_nearest_name_is_suggested(toml: Path, key: str, value: str, near: s
         (["train.optm_lr={global=1e-4, '^x'=0.1}"], "warning: train.optm_lr = 0.1 with AdamW"),
         (["train.optm_name=Prodigy", "train.optm_lr=1.0"], None),
         (["train.optm_name=Adafactor", "train.optm_lr=0.1"], None),
+        (["train.optm_name=Adafactor", "train.optm_lr=1e-3"], None),
+        (["train.optm_name=Adafactor", "train.optm_lr=1e-4"], "warning: train.optm_lr = 0.0001 with Adafactor, of"),
         (["train.optm_name=schedulefree.SGDScheduleFree", "train.optm_decay_type=cosine"], "train.optm_decay_type"),
     ],
 )

@@ -391,3 +391,14 @@ def test_check_takes_a_whole_training_command(
     assert "train.seed = 7" in report
     assert check(capsys, *flags, "--config", config, "--worker-idx", "2")[0] == 2
     assert not Path("logs").exists()
+
+
+def test_an_optimiser_that_is_not_installed_here_is_a_note(
+    write_toml: Toml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may be meant for another machine; `check --env` and a launch refuse it."""
+    options = ["--config", str(write_toml()), "--train.optm_name=nowhere.Lion"]
+    assert main(["check", *options]) == 0
+    _, notes = " ".join(capsys.readouterr().out.split()).split(" Notes ")
+    assert 'train.optm_name: found "nowhere.Lion"; there is no module nowhere here' in notes
+    assert main(["check", "--env", *options]) == 2

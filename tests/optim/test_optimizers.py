@@ -215,8 +215,11 @@ def test_a_key_that_would_have_no_effect_is_named() -> None:
     changed = frozenset({"betas"})
     settings = Hyperparameters("Adafactor", (0.8, 0.9), 1e-6, 0.0, "fused", {}, changed)
     schedule = LrSchedule.build(20, 2, None, "none", 0.0, 0.0)
-    with pytest.raises(UserError, match=r"train\.optm_betas: would have no effect, as torch\.optim\.Adafactor"):
+    with pytest.raises(
+        UserError, match=r"train\.optm_betas: would have no effect, as torch\.optim\.Adafactor"
+    ) as error:
         Optimizer(weights(), settings=settings, lr=0.1, schedule=schedule, max_grad_norm=0.0)
+    assert "leave it out (--train.optm_betas=none)" in str(error.value)
 
 
 def exported_weights(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from cosmos_rl.launcher import machine
 from cosmos_rl.launcher.acceptance.accept import ModelFiles, find_problems, read_model, unsupported_parts
 from cosmos_rl.launcher.acceptance.length import RunLength, run_length
+from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.launcher.acceptance.selection import parameters
 from cosmos_rl.launcher.check import estimate
 from cosmos_rl.launcher.check.advice import peak_lines
@@ -88,7 +89,7 @@ class Report:
                 "Values that differ from the defaults", [f"{k.path} = {format_value(_plain(k.value))}" for k in changed]
             ),
             Section("Not supported yet", unsupported_parts(config, own_script=self.own_script)),
-            Section("Notes", [*notes(config), *self._recomputing()]),
+            Section("Notes", [*notes(config), *self._recomputing(), *missing_optimizer(config)]),
         ]
 
     def problems(self) -> list[str]:

@@ -10,6 +10,7 @@ from cosmos_rl.policy.config.ranks import weight_shards
 from cosmos_rl.policy.config.schema import Config
 
 _LOW_FOR_PRODIGY = 0.1
+_LOW_FOR_ADAFACTOR = 5e-4
 _HIGH_FOR_ADAM = 0.1
 
 
@@ -57,6 +58,11 @@ def optimizer_notes(config: Config) -> Iterator[str]:
         yield (
             f"warning: train.optm_lr = {train.global_lr} with Prodigy, which multiplies it by a rate of its own: 1.0 "
             "is meant, and a small one hardly trains (optim/effective_learning_rate is the product)"
+        )
+    if short_name(train.optm_name) == "Adafactor" and max(rates) <= _LOW_FOR_ADAFACTOR:
+        yield (
+            f"warning: train.optm_lr = {max(rates)} with Adafactor, of which a step is that share of each weight's own "
+            "size: 1e-2 is usual, and a small one hardly trains"
         )
     if kind.like_adam and max(rates) >= _HIGH_FOR_ADAM:
         yield (

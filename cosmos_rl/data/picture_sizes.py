@@ -10,6 +10,7 @@ from typing import NamedTuple
 from cosmos_rl.data.tar_files import TarChanged, opened
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import Sides, choose_size, kept_share
 
 LOOKED_AT = 2000
@@ -97,6 +98,13 @@ def measure_file(folder: Path, file: str, *, video: bool) -> Measured:
     if video:
         return Measured(file, measure_video(folder / file))
     return Measured(file, measure_image(folder / file))
+
+
+def name_pictures(config: Config) -> str:
+    """What reports call elements of the training data; a folder that is repeated has more of them than files."""
+    if any(folder.repeats > 1 for folder in config.train.train_policy.dataset.folders):
+        return "samples"
+    return "videos" if config.policy.diffusers.is_video else "images"
 
 
 def describe_cuts(

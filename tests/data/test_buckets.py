@@ -23,9 +23,11 @@ from cosmos_rl.data.picture_sizes import (
     measure_image,
     measure_some,
     measure_video,
+    name_pictures,
 )
 from cosmos_rl.data.streams import Position, Skipped, load_batches
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
 from cosmos_rl.policy.config.buckets import choose_size, generate_sizes, kept_share
 from tests.support.pairs import marked_folder
 from tests.support.videos import write_video
@@ -90,6 +92,28 @@ def test_the_widest_generated_size_is_cut_to_the_ratio(
     assert len(set(shorter)) == len(shorter)  # one longer side for each
 
 
+@given(st.integers(1, 4_000_000), st.sampled_from([8, 16, 32, 64, 128]), st.floats(1.0, 8.0))
+def test_no_generated_size_could_be_longer(area: int, step: int, ratio: float) -> None:
+    sizes = generate_sizes(area, step, ratio)
+    assert bool(sizes) == (step * step <= area)
+    assert len(set(sizes)) == len(sizes)
+    for height, width in sizes:
+        short, long = min(height, width), max(height, width)
+        assert (width, height) in sizes
+        assert short % step == long % step == 0
+        assert short * long <= area
+        assert long <= ratio * short + 1e-6
+        longer = long + step
+        square = height == width  # the largest, although a longer side may have room
+        assert square or short * longer > area or longer > ratio * short
+
+
+@given(st.integers(1, 4_000_000), st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 8))
+def test_a_whole_ratio_that_has_room_is_among_the_generated_sizes(area: int, step: int, ratio: int) -> None:
+    widest = max((width / height for height, width in generate_sizes(area, step, ratio)), default=None)
+    assert (widest == ratio) == (ratio * step * step <= area)
+
+
 @pytest.mark.parametrize("area", [1024, 512 * 512, 1024 * 1024])
 def test_generated_sizes_keep_the_area_of_pictures_up_to_their_ratio(area: int) -> None:
     pictures, step = [(600, 1800), (900, 900), (1800, 600)], 16 if area == 1024 else 64
@@ -133,6 +157,14 @@ def test_cuts_are_counted_and_the_worst_is_named() -> None:
     assert (
         describe_cuts([Measured("edge", (32, 24))], [(32, 32)], 1, "images", in_buckets=False) == ""
     )  # a quarter, and not more
+
+
+def test_a_folder_that_is_repeated_has_samples_and_not_so_many_images() -> None:
+    def config(*folders: dict[str, object]) -> Config:
+        return Config.model_validate({"train": {"train_policy": {"dataset": {"folders": list(folders)}}}})
+
+    assert name_pictures(config({"local_dir": "a"}, {"local_dir": "b"})) == "images"
+    assert name_pictures(config({"local_dir": "a"}, {"local_dir": "b", "repeats": 2})) == "samples"
 
 
 def test_of_many_pictures_some_are_looked_at() -> None:

@@ -181,7 +181,7 @@ def test_check_counts_repeats_as_the_run_does(
 ) -> None:
     place = folder.partition("=")[2]
     folders = f"--train.train_policy.dataset={{folders = [{{local_dir = {place}, repeats = 3}}]}}"
-    line = "30 images in buckets (height x width): 32 x 32: 6, 32 x 96: 12, 96 x 32: 12"
+    line = "30 samples in buckets (height x width): 32 x 32: 6, 32 x 96: 12, 96 x 32: 12"
     assert main(["check", "--env", "--config", str(write_toml()), folders, BUCKETS]) == 0
     assert line in capsys.readouterr().out
     caplog.set_level(logging.INFO)

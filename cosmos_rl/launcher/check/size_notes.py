@@ -10,6 +10,7 @@ from cosmos_rl.data.picture_sizes import (
     measure_all,
     measure_file,
     measure_some,
+    name_pictures,
 )
 from cosmos_rl.data.preference_files import load_preferences
 from cosmos_rl.data.shards import find_root
@@ -22,7 +23,7 @@ def size_notes(config: Config, data: DataForm | None) -> list[str]:
     """Lines about the pictures of the training data; none where it is not in files, or cannot be read."""
     files = _find_files(config, data)
     video = config.policy.diffusers.is_video
-    noun, sizes = "videos" if video else "images", config.policy.diffusers.training_sizes
+    noun, sizes = name_pictures(config), config.policy.diffusers.training_sizes
 
     def measure(index: int) -> Measured:
         return measure_file(*files[index], video=video)

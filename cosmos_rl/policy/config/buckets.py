@@ -31,7 +31,8 @@ def choose_size(picture: Sides, sizes: Sequence[Sides]) -> Sides:
 def generate_sizes(area: int, step: int, max_ratio: float) -> tuple[Sides, ...]:
     """Sizes of at most ``area`` pixels, sides in multiples of ``step``, the longer at most ``max_ratio`` times the
     shorter: the largest square, and for each shorter side the largest longer one. The first that is cut to the ratio is
-    the last, as those of smaller sides are no wider. Sorted; empty: none fits."""
+    the last, as the next ones have less area and are hardly wider: of a whole-number ratio it has that very ratio.
+    Sorted; empty: none fits."""
     square = math.isqrt(area) // step * step
     if square == 0:
         return ()

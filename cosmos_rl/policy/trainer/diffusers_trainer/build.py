@@ -8,7 +8,14 @@ from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.cached_latents import CachedLatents
 from cosmos_rl.data.given import list_edited
 from cosmos_rl.data.items import BadSample, Item, Part, Readable, choose_indices, list_captions
-from cosmos_rl.data.picture_sizes import Measured, describe_buckets, describe_cuts, measure_all, measure_some
+from cosmos_rl.data.picture_sizes import (
+    Measured,
+    describe_buckets,
+    describe_cuts,
+    measure_all,
+    measure_some,
+    name_pictures,
+)
 from cosmos_rl.data.prompts import PromptRecord, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Stream, find_items
 from cosmos_rl.data.text_lengths import Named
@@ -125,8 +132,7 @@ def _open_set(one: ValidationSet, pairs: Any, val_dataset: Any) -> tuple[Any, _O
 def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) -> None:
     """What becomes of pictures of several sizes, where the data set knows their files."""
     measure = getattr(pairs, "measure", None)
-    noun = "videos" if config.policy.diffusers.is_video else "images"
-    sizes = config.policy.diffusers.training_sizes
+    noun, sizes = name_pictures(config), config.policy.diffusers.training_sizes
     if isinstance(stream, BucketStream):
         counts = ", ".join(f"{b.size[0]} x {b.size[1]}: {len(b.members)}" for b in stream.buckets)
         lines = [f"samples in buckets (height x width): {counts}"]

@@ -222,6 +222,20 @@ def test_a_key_that_would_have_no_effect_is_named() -> None:
     assert "leave it out (--train.optm_betas=none)" in str(error.value)
 
 
+@pytest.mark.parametrize(("size", "rate"), [(0.0, 0.01), (0.02, 0.01), (0.02, 0.6), (3.0, 1.0)])
+def test_a_step_of_adafactor_is_a_share_of_the_size_of_the_weight(size: float, rate: float) -> None:
+    draws = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.full((16, 8), size))
+    optimizer = torch.optim.Adafactor([weight], lr=rate, weight_decay=0.0)
+    for step in range(1, 6):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(16, 8, generator=draws)
+        optimizer.step()
+        bound = max(1e-3, float(before.square().mean().sqrt())) * min(rate, step**-0.5)
+        moved = float((weight.detach() - before).square().mean().sqrt())
+        assert 0.5 * bound < moved <= bound * (1 + 1e-4)
+
+
 def exported_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

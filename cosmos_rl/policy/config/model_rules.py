@@ -248,5 +248,8 @@ def conditional_frames_problem(wanted: tuple[int, int], model: str, able: tuple[
     if able[0] <= wanted[0] and wanted[1] <= able[1]:
         return None
     if able == (0, 0):
-        return f"{found}{model} makes videos of texts alone; leave the key out"
+        return (
+            f"{found}{model} makes videos of texts alone; leave the key out "
+            "(--policy.diffusers.conditional_frames=none)"
+        )
     return f"{found}{model} takes from {able[0]} to {able[1]}"

@@ -53,7 +53,7 @@ def _rollout_rules(config: Config) -> Iterator[str]:
     if rollout.batch_size is not None:
         yield (
             f"rollout.batch_size: found {rollout.batch_size}; with train.rank_invariant one sample is made at a time: "
-            "leave it out"
+            "leave it out (--rollout.batch_size=none)"
         )
 
 

@@ -147,7 +147,7 @@ def _trained_steps(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
         if job.preset is not None:
             yield (
                 f'train.train_policy.trainer_type: found "{job.trainer_type}"; allowed: "flow_grpo" or "ddrl" with '
-                f'train.train_policy.preset = "{job.preset}", or leave it out'
+                f'train.train_policy.preset = "{job.preset}", or leave that out (--train.train_policy.preset=none)'
             )
         elif job.on_policy:
             yield f'train.train_policy.on_policy: found true; allowed: false with "{job.trainer_type}"'

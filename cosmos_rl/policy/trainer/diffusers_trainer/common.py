@@ -57,7 +57,7 @@ def build_model(config: Config, context: Context, *, rest_on_cpu: bool) -> Pipel
     if wanted is not None and wanted != model.conditional_frames:
         raise UserError(
             f"policy.diffusers.conditional_frames = {list(wanted)}: {type(model).__name__} makes samples of texts "
-            "alone; leave the key out"
+            "alone; leave the key out (--policy.diffusers.conditional_frames=none)"
         )
     return model
 

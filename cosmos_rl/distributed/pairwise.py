@@ -48,7 +48,7 @@ class PairwiseSum:
 class BlockwiseSum:
     """A running sum over blocks of addends: a tree over each block, and one over the blocks.
 
-    In reinforcement learning a step has each sample at several noise levels, and a block is one level of all samples.
+    In reinforcement learning a step has each sample at several levels, and block k is the k-th level of each sample.
     Where the ranks do not divide their number, zeros at the end of a block do not change its tree.
     """
 

@@ -30,6 +30,8 @@ def find_wrong_types(cls: Any, values: Mapping[str, object]) -> Iterator[tuple[s
             continue
         value, default = values[name], parameter.default
         kind = hints.get(name, _kind_of_default(default))
+        if kind is int and default == 0:  # as many packages annotate any number
+            kind = float
         same = type(value) is type(default) and value == default
         if same or _fits(kind, value) or (kind is not Any and value in (0, 1) and _fits(kind, bool(value))):
             continue

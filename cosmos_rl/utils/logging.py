@@ -50,3 +50,9 @@ def _make_logger() -> logging.Logger:
 
 
 logger = _make_logger()
+
+
+def warn_of_all(message: str) -> None:
+    """A warning that every rank has reason to give: rank 0 gives it, once for all."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(message)

@@ -24,6 +24,7 @@ class Annotated:
         params: Any,
         rate: float = 0,
         steps: int = 5,
+        decay: int = 0,
         named: "Optional[str]" = None,  # noqa: UP045 - as older packages have it
         implicit: float = None,  # pyright: ignore[reportArgumentType] # noqa: RUF013
         kind: Literal["a", "b"] = "a",
@@ -49,6 +50,7 @@ class Unreadable:
         (Annotated, {"rate": 1, "steps": 3, "named": None, "implicit": None, "flag": None}),
         (Annotated, {"rate": float("inf"), "named": "x", "implicit": 2, "kind": "b", "flag": 1, "several": [1, 2]}),
         (Annotated, {"pair": [1, None]}),
+        (Annotated, {"decay": 0.01}),
         (Annotated, {"pair": (1.0, 2)}),
         (Plain, {"number": 0.5, "flag": True, "text": "b", "pair": [1, 2], "unknown": "x", "needed": [1], "other": {}}),
         (Plain, {"flag": 0}),

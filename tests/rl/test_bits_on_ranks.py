@@ -71,7 +71,7 @@ def build_jobs(folder: Path, base: Path, images: Path) -> dict[str, tuple[Path, 
     return {
         "nft": (all_weights, (BUCKETS, *GUARD, UNEVEN, *validated, "--policy.diffusers.even_levels=true")),
         "sized": (lora, (BUCKETS, named, dropout, bfloat16, UNEVEN, "--policy.diffusers.sample.guidance_scale=3.0")),
-        "gated": (lora, (*flow_options(lora=True), *LAGGED, *GATED, dropout)),
+        "gated": (lora, (*flow_options(lora=True), *LAGGED, *GATED, UNEVEN, dropout)),
         "ddrl": (
             all_weights,
             (
@@ -119,7 +119,6 @@ def test_shards_and_replicas_have_the_bits_of_one_rank(tmp_path: Path, tiny_sd3:
         assert_same_bits(tmp_path / f"{what}_4_{replicas}", tmp_path / f"{what}_1_1", steps)
 
 
-@pytest.mark.zoo
 @pytest.mark.process
 def test_killed_on_two_ranks_both_two_and_one_end_with_the_bits_of_one(tmp_path: Path, tiny_sd3: Path) -> None:
     """With drawn sizes, dropout, and an old policy that follows."""

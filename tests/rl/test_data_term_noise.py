@@ -57,7 +57,10 @@ def test_real_samples_have_the_start_noise_of_the_rollouts(
         expected = starts[:4] * times * 2  # the rollouts come before the guard's
         assert len({row.numpy().tobytes() for row in starts[:4]}) == (1 if same else 4)
         assert torch.equal(torch.stack(noises), torch.stack(expected))
-        start, levels = functools.partial(trainer._draw_start, Draws(42, step)), trainer._sampler.trained_levels()
+        start, levels = (
+            functools.partial(trainer._draw_start, Draws(42, step), trainer._samples(step)),
+            trainer._sampler.trained_levels(),
+        )
         assert torch.equal(start([1, 15, 17]), torch.stack([starts[1], starts[15], starts[1]]))
         for rank in range(2):
             noises.clear()

@@ -25,9 +25,11 @@ def surroundings(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **more}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_terminal_shows_phases_time_left_numbers_and_alarms_and_is_clean_at_the_end(
-    write_nft_toml: Callable[..., Path], tmp_path: Path
+    write_nft_toml: Callable[..., Path], tmp_path: Path, ranks: int
 ) -> None:
+    """On two ranks there is one display too, and no line twice."""
     config = write_nft_toml()
     text = config.read_text().replace("cosmos_rl.reward.examples:sharpness", "tests.support.nft_rewards:takes_a_moment")
     config.write_text(text.replace("reward_hacking_guard.samples = 4", ALARMS))
@@ -36,7 +38,7 @@ def test_a_terminal_shows_phases_time_left_numbers_and_alarms_and_is_clean_at_th
     def watch(process: subprocess.Popen[bytes], emulator: Emulator) -> None:
         drawn.update(emulator.lines[emulator.row :])  # from where the cursor rests
 
-    command = [*COMMAND, str(config), "--train.max_num_steps=3"]
+    command = [*COMMAND, str(config), "--train.max_num_steps=3", "--nproc-per-node", str(ranks)]
     code, written, emulator = run_in_terminal(command, surroundings(), tmp_path, size=(40, 120), watch=watch)
     assert code == 0, written
     phases = {line.partition(",")[0].rstrip("0123456789/ ") for line in drawn if re.search(r", \d+s$", line)}
@@ -53,7 +55,7 @@ def test_a_terminal_shows_phases_time_left_numbers_and_alarms_and_is_clean_at_th
     # nothing is left of the display, and every line of the run is there once
     assert not [line for line in emulator.lines if line in drawn and line]
     log = [line for line in emulator.lines if line]
-    assert all(line.startswith("[cosmos] ") for line in log), log
+    assert [line for line in log if not re.match(r"(\[rank0\]:)?\[cosmos\] ", line)] == []  # none of another rank
     assert [int(found[1]) for line in log if (found := re.search(r" Step: (\d)/3, Loss: ", line))] == [1, 2, 3]
     assert len(log) == len(set(log))
 

@@ -151,10 +151,10 @@ def test_samples_are_split_by_the_index_of_the_data() -> None:
 def test_ranks_take_samples_in_blocks_or_in_turn() -> None:
     blocks = [split_evenly([7, 8, 9, 10, 11], rank, 2) for rank in range(2)]
     assert [split.indices for split in blocks] == [(7, 8, 9), (10, 11, 7)]
-    assert [split.positions for split in blocks] == [(0, 1, 2), (3, 4, 5)]
+    assert [split.positions for split in blocks] == [(0, 1, 2), (3, 4, 0)]
     in_turn = [split_evenly([7, 8, 9, 10, 11], rank, 2, in_turn=True) for rank in range(2)]
     assert [split.indices for split in in_turn] == [(7, 9, 11), (8, 10, 7)]
-    assert [split.positions for split in in_turn] == [(0, 2, 4), (1, 3, 5)]
+    assert [split.positions for split in in_turn] == [(0, 2, 4), (1, 3, 0)]
     assert [split.weights for split in in_turn] == [(1.0, 1.0, 1.0), (1.0, 1.0, 0.0)]
 
 

@@ -36,12 +36,12 @@ def images_at_once(config: Config, size: Sides | None = None) -> int:
 
 def rollout_chunk(config: Config) -> int:
     """Samples of a rank that one call makes in training."""
+    if config.train.rank_invariant:
+        return 1
     rollout, job = config.rollout, config.train.train_policy
     group = rollout.n_generation
     total = config.train.global_batch_size or config.train.train_batch_per_replica
     own = total // data_ranks(config.policy.parallelism)
-    if config.train.rank_invariant:
-        return 1
     if rollout.n_generation_mini_batch is not None:
         return min(rollout.n_generation_mini_batch, own)
     if rollout.batch_size is not None:

@@ -18,7 +18,7 @@ class Split:
 
     indices: tuple[int, ...]
     positions: tuple[int, ...]
-    """Where each is in the list; beyond its end those that only fill up."""
+    """Where each is in the list."""
     weights: tuple[float, ...]
     """0 for samples that only fill up: they are run, and count for nothing."""
 
@@ -30,8 +30,8 @@ def split_evenly(indices: Sequence[int], rank: int, ranks: int, *, in_turn: bool
     positions = range(rank * size, (rank + 1) * size)
     if in_turn:
         positions = range(rank, size * ranks, ranks)
-    own = tuple(indices[p] if p < count else indices[0] for p in positions)
-    return Split(own, tuple(positions), tuple(float(p < count) for p in positions))
+    places = tuple(p if p < count else 0 for p in positions)
+    return Split(tuple(indices[p] for p in places), places, tuple(float(p < count) for p in positions))
 
 
 def optimizer_batches(

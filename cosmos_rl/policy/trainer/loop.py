@@ -29,7 +29,7 @@ from cosmos_rl.tracking.loggers import MetricLogger, require_installed, start_lo
 from cosmos_rl.tracking.media import Shown, build_caption, save_gallery
 from cosmos_rl.tracking.metrics import MetricsFile
 from cosmos_rl.tracking.report import write_report
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import logger, warn_of_all
 
 HOOKS = (
     "pre_validation_hook",
@@ -135,7 +135,7 @@ class TrainLoop:
                 step = self._rewind(done, report.alarm)
                 continue
             if report.alarm is not None:
-                logger.warning(report.alarm.text)
+                warn_of_all(report.alarm.text)
             if self._save_due(done):
                 self._save(done)
             end_of_step()
@@ -174,7 +174,7 @@ class TrainLoop:
                 f"{alarm.good_step}. {kept} Step {done} is saved as it is. A larger train.train_policy.kl_beta or a "
                 f"lower train.optm_lr make this rarer; {alarm.other_actions}"
             )
-        logger.warning(f"{alarm.text}\n  Rewinding to step {good}")
+        warn_of_all(f"{alarm.text}\n  Rewinding to step {good}")
         self._manager.remove_steps_after(good)
         if self._best is not None and self._best[0] > good:
             self._best = None
@@ -203,7 +203,7 @@ class TrainLoop:
             return
         self._skipped_in_a_row += 1
         limit, count = self._config.train.max_nonfinite_steps, self._skipped_in_a_row
-        logger.warning(f"Step {done}: {_REFUSED[refusal]} ({count} steps in a row)")
+        warn_of_all(f"Step {done}: {_REFUSED[refusal]} ({count} steps in a row)")
         if count < limit:
             return
         if refusal is Refusal.ZERO:
@@ -269,7 +269,7 @@ class TrainLoop:
 
     def _end_early(self, done: int, signal_name: str) -> int:
         """Save, also where checkpoints are off: a stopped run loses nothing."""
-        logger.warning(f"{signal_name}: saving step {done} and stopping")
+        warn_of_all(f"{signal_name}: saving step {done} and stopping")
         if self._saved_step != done:
             self._save(done, final=True)
         self._manager.wait()

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.policy.config import ProfilerConfig
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import logger, warn_of_all
 
 _TABLE_ROWS = 40
 _MAX_DEPTH = 100_000
@@ -57,7 +57,7 @@ def record_profile(config: ProfilerConfig, folder: Path, context: Context, start
     ) as profiler:
         yield profiler.step
     if not written:
-        logger.warning(f"profiler: nothing recorded, the run ended before step {first} (wait_steps + warmup_steps)")
+        warn_of_all(f"profiler: nothing recorded, the run ended before step {first} (wait_steps + warmup_steps)")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from cosmos_rl.policy.config.optimizers import short_name
 from cosmos_rl.policy.config.plan import number_teachers
 from cosmos_rl.policy.config.problems import format_value
 from cosmos_rl.policy.model.digest import pipeline_digest, policy_digest
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import logger, warn_of_all
 
 _ADAPTER = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "r_pattern", "target_modules")
 """Of ``policy.lora``: the strength and place of an adapter, which its weights do not hold."""
@@ -129,7 +129,7 @@ def log_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """One line with all values that are not those of the checkpoint."""
     changed = [line for name, value in now.items() if name in saved for line in _differences(name, saved[name], value)]
     if changed:
-        logger.warning(f"Changed since the checkpoint: {'; '.join(changed)}")
+        warn_of_all(f"Changed since the checkpoint: {'; '.join(changed)}")
 
 
 def _differences(name: str, before: object, now: object) -> Iterator[str]:

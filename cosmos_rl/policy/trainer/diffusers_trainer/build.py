@@ -40,7 +40,7 @@ from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, TextPa
 from cosmos_rl.policy.trainer.diffusers_trainer.noising import Noising
 from cosmos_rl.policy.trainer.diffusers_trainer.sft_trainer import SftParts, SFTTrainer
 from cosmos_rl.policy.trainer.diffusers_trainer.validation import TestedSet
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import logger, warn_of_all
 
 
 def build_sft(
@@ -150,7 +150,7 @@ def _report_sizes(config: Config, pairs: Any, stream: MapStream | BucketStream) 
         in_buckets = isinstance(stream, BucketStream)
         line = describe_cuts(measure_some(len(pairs), measure), sizes, len(pairs), noun, in_buckets=in_buckets)
         if line:
-            logger.warning(line)
+            warn_of_all(line)
 
 
 def _list_texts(
@@ -236,7 +236,7 @@ def _read_validation_prompts(data: Sequence[Any], config: Config) -> list[Prompt
     records = choose_prompts(records, config)
     unused = find_unused_keys(records)
     if unused:
-        logger.warning(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")
+        warn_of_all(f"validation prompts: keys of rows that have no effect: {', '.join(unused)}")
     return records
 
 

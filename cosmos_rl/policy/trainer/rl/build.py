@@ -47,7 +47,7 @@ from cosmos_rl.reward import RewardFns
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.table import Rewards
 from cosmos_rl.rollout.sampler import takes_start_noise
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import warn_of_all
 
 DataLoss = Callable[[int, int, Level, StartNoise], Iterator[Tensor]]
 
@@ -75,9 +75,7 @@ def build_online(
     prompts = _records(open_dataset(dataset, config, "dataset"))
     named = find_sampling_keys(prompts)
     if named:
-        logger.warning(
-            f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them"
-        )
+        warn_of_all(f"{' and '.join(named)} of training prompts do not act (in validation they do); rewards get them")
     tested = [(one, _open_validation_set(one, val_dataset)) for one in list_validation_sets(config)]
     val_prompts = [record for _, records in tested for record in records]
     clean_frames = expect_clean_frames(config)

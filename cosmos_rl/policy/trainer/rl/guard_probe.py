@@ -39,7 +39,7 @@ from cosmos_rl.rollout.sampler import (
     measure_diversity,
     place_media,
 )
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import warn_of_all
 
 GROUP = 4
 """Samples of one prompt whose diversity is measured, or more where there are few prompts."""
@@ -126,7 +126,7 @@ class GuardProbe:
             self._start |= {"samples": samples_digest, "spread": self.measure_diversity(conditions)}
             new.append("the samples whose diversity is measured")
         if new and step > 0:
-            logger.warning(
+            warn_of_all(
                 f"{' and '.join(new)} are not those of the run that is resumed: the guard compares them with what they "
                 f"are at step {step} (train.train_policy.reward_hacking_guard)"
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 from cosmos_rl.algorithms.paired import PairedChange, compare_pairs
 from cosmos_rl.policy.config import RewardHackingGuardConfig
 from cosmos_rl.policy.config.plan import GUARD_SIGMAS
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import warn_of_all
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class UntrainedRewards:
             known: it is no alarm, and nothing that a run should go back to.
         """
         if self._of not in ("", of):
-            logger.warning(
+            warn_of_all(
                 "validation prompts, samples or rewards are not those of the run that is resumed: rewards that are not "
                 f"trained on are compared with their scores of step {step} (train.train_policy.reward_hacking_guard)"
             )

@@ -56,7 +56,7 @@ from cosmos_rl.rollout.sampler import (
     place_media,
 )
 from cosmos_rl.tracking.media import Shown
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import logger, warn_of_all
 
 StartNoise = Callable[[Sequence[int]], Tensor]
 """Numbers of samples in a training step over all ranks -> the noise ``[N, ...]`` that their rollouts started from, see
@@ -219,7 +219,7 @@ class OnlineTask(TaskBase):
             logger.warning("rewards are missing; the samples are left out and counted:\n  " + "\n  ".join(reasons[:5]))
             self._missing_warned = True
         if not self._equal_warned and not self._job.bypass_reward and batches.has_no_signal(batch):
-            logger.warning(
+            warn_of_all(
                 f"step {step + 1}: the samples of each prompt all have the same reward, so nothing can be learnt from "
                 "them; cosmos-rl doctor --config checks the rewards"
             )
@@ -319,7 +319,7 @@ class OnlineTask(TaskBase):
         return result
 
     def _add_row_by_row(self, draws: Draws, number: int, share: Share) -> RowByRow:
-        """Rows are one level of all samples after the other, and a level's gradients make a block of the sum."""
+        """Rows are the first level of each sample, then the second: the gradients of each make a block of the sum."""
         seed, purpose, step = draws.key("dropout/row")
         ids, count = share.sample_ids, len(share.sample_ids)
 
@@ -344,16 +344,17 @@ class OnlineTask(TaskBase):
             recorder, levels = self.algorithm.recorder(draws), self._sampler.trained_levels()
             if recorder is not None:
                 levels = levels.rows(torch.tensor(recorder.indices))
-            for loss in self._data_loss(draws.step, number, levels, functools.partial(self._draw_start, draws)):
+            start = functools.partial(self._draw_start, draws, self._samples(draws.step))
+            for loss in self._data_loss(draws.step, number, levels, start):
                 (factor * loss).backward()
                 self.collect_gradient()
                 found.append(float(loss.detach()))
         self.end_block()
         return found
 
-    def _draw_start(self, draws: Draws, numbers: Sequence[int]) -> Tensor:
-        """`StartNoise` of a step: drawn from its keys once more."""
-        samples, (_, purpose, step) = self._samples(draws.step), draws.key("rollout")
+    def _draw_start(self, draws: Draws, samples: Sequence[Sample], numbers: Sequence[int]) -> Tensor:
+        """`StartNoise` of a step with these samples: drawn from its keys once more."""
+        _, purpose, step = draws.key("rollout")
         return self._sampler.draw_start([samples[k % len(samples)] for k in numbers], purpose, step)
 
     # ---- validation --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from cosmos_rl.policy.trainer.rl.batch import build_scoring_request
 from cosmos_rl.reward.by_set import SetRewards
 from cosmos_rl.reward.table import Rewards, RewardTable
 from cosmos_rl.rollout.sampler import Rollouts
-from cosmos_rl.utils.logging import logger
+from cosmos_rl.utils.logging import warn_of_all
 
 _PATIENCE_S = 60.0
 """Seconds after which peers hear that scores are still awaited: far below the deadline of a collective."""
@@ -84,10 +84,9 @@ class Scoring:
         now = self.settings()
         changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         if changed:
-            logger.warning(
-                "the rewards are not those of the run that is resumed (%s: other function or weight, new, or gone); "
-                "scores before and after do not compare",
-                ", ".join(changed),
+            warn_of_all(
+                f"the rewards are not those of the run that is resumed ({', '.join(changed)}: other function or "
+                "weight, new, or gone); scores before and after do not compare"
             )
 
 

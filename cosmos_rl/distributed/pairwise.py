@@ -61,9 +61,7 @@ class BlockwiseSum:
 
     def end_block(self) -> None:
         """The next addend is the first one of another block."""
-        block = self._block.take()
-        if block:
-            self._blocks.add(block)
+        self._blocks.add(self._block.take())  # one without gradients counts: another rank may have zeros there
 
     def take(self) -> Mapping[str, Tensor]:
         """The sum of all, after which there are none."""

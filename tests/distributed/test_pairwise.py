@@ -61,6 +61,18 @@ def test_ranks_that_do_not_divide_a_block_fill_it_up_with_zeros(levels: int, sam
         assert total.take() == {}
 
 
+def test_a_block_without_gradients_is_a_branch_like_one_of_zeros() -> None:
+    values = addends(6).reshape(3, 2, -1)
+    sums = []
+    for nothing in ({}, {"weight": torch.zeros(50)}):
+        total = BlockwiseSum()
+        for block in (nothing, *({"weight": torch.tensor(block.sum(0))} for block in values)):
+            total.add(block)
+            total.end_block()
+        sums.append(total.take()["weight"].numpy())
+    assert np.array_equal(*sums)
+
+
 def test_one_addend_after_the_other_gives_other_bits() -> None:
     values = addends(24)
     one_by_one = np.add.accumulate(values)[-1]

@@ -41,6 +41,16 @@ def test_a_sound_job_passes(write_nft_toml: Toml, capsys: pytest.CaptureFixture[
     assert ("fresh adapter" in found) == lora
 
 
+@pytest.mark.parametrize("trainer", ["diffusion_nft", "online_dpo"])
+def test_a_sound_job_with_even_levels_passes(
+    write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], trainer: str
+) -> None:
+    options = [f"--train.train_policy.trainer_type={trainer}", "--policy.diffusers.weight_copy_decay_type=0"]
+    code, found, out = marks(capsys, "--config", write_nft_toml(), "--policy.diffusers.even_levels=true", *options)
+    assert code == 0, out
+    assert "fail" not in found.values(), out
+
+
 @pytest.mark.parametrize("trainer", ["flow_grpo", "epg"])
 def test_a_sound_job_of_another_algorithm_passes(
     write_nft_toml: Toml, capsys: pytest.CaptureFixture[str], trainer: str

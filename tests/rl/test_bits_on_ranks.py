@@ -17,10 +17,12 @@ from cosmos_rl.policy.model.diffusers.diffuser_model import DiffuserModel
 from cosmos_rl.policy.trainer.base import Gradients
 from cosmos_rl.policy.trainer.diffusers_trainer.encoding import Encoding, StepConditions
 from cosmos_rl.policy.trainer.task import StepReport
+from tests.model.test_experts import WAN
 from tests.rl.test_flow_grpo_pipeline import GATED, LAGGED, flow_options
 from tests.rl.test_resume_of_every_algorithm import FLOW, JOB
 from tests.rl.test_sizes import BUCKETS, GUARD, sized_prompts
 from tests.rl.test_teachers_of_sets import export_teachers, set_options
+from tests.support.family_runs import family_toml
 from tests.support.kills import newest_step
 from tests.support.nft_runs import Job, forked, nft_toml, nft_trainer, run_forked
 from tests.support.pairs import marked_folder
@@ -47,6 +49,7 @@ VALIDATION = (
 def assert_same_bits(run: Path, reference: Path, steps: int) -> None:
     """Weights, moments, averages, kept policies and the guard's samples after the last step; all logged numbers."""
     assert_same_state(saved_state(run, steps), saved_state(reference, steps))
+    assert len(logged(run)) == steps
     assert logged(run) == logged(reference)
 
 
@@ -117,6 +120,32 @@ def test_shards_and_replicas_have_the_bits_of_one_rank(tmp_path: Path, tiny_sd3:
         assert_same_bits(tmp_path / f"{what}_2_1", tmp_path / f"{what}_1_1", steps)
     for what, replicas in (("nft", 1), ("ddrl", 2), ("gated", 4)):
         assert_same_bits(tmp_path / f"{what}_4_{replicas}", tmp_path / f"{what}_1_1", steps)
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_an_expert_that_no_sample_calls_stays_as_it_is_where_a_rank_is_filled_up(
+    tmp_path: Path,
+) -> None:
+    """With even levels: a row that only fills up has those of the sample that it repeats, and no other expert's."""
+    config = family_toml(tmp_path, WAN, job="nft", lora=True)
+    own = (
+        "--policy.diffusers.even_levels=true",
+        "--policy.diffusers.timesteps_fraction=0.25",
+        "--train.train_policy.learnt_share=0.375",
+        "--train.train_batch_per_replica=8",
+    )
+    jobs = {
+        ranks: Job(
+            config,
+            tmp_path / f"experts_{ranks}",
+            (*own, *INVARIANT, f"--train.train_policy.batch_size_per_optimize={2 // ranks}", "--train.max_num_steps=6"),
+        )
+        for ranks in (1, 2)
+    }
+    for ranks, job in jobs.items():
+        run_forked([job], ranks, tmp_path)
+    assert_same_bits(jobs[2].folder, jobs[1].folder, 6)
 
 
 @pytest.mark.process

@@ -285,7 +285,7 @@ def test_sigmas_of_a_sample_are_distinct_and_those_of_the_sampler() -> None:
     algorithm, ones = DiffusionNft(1.0, -1.0, 1.0, 0, num_sigmas=9), torch.ones(6)
     sigmas = torch.linspace(1.0, 0.1, 10)
     levels = Level((1000 * sigmas).long(), sigmas)
-    share = Share(range(10, 16), ["a"] * 6, {"clean": torch.zeros(6, 2)}, torch.arange(6), ones, ones)
+    share = Share(range(10, 16), ["a"] * 6, {"clean": torch.zeros(6, 2)}, torch.arange(6), ones, ones, range(6))
 
     def drawn(number: int) -> Rows:
         return algorithm.rows(share, levels=levels, draws=Draws(seed=0, step=3), number=number)

@@ -330,6 +330,7 @@ def _learning(config: Config, job: GrpoPolicyConfig, model: PipelineModel, sampl
         row,
         algorithm.values(row.remainder(2).double() * 2.0 - 1.0).float(),
         torch.ones(count),
+        range(count),
         rejected,
         prompt_set=find_sets(job, few),
     )

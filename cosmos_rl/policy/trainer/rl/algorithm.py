@@ -101,14 +101,14 @@ class Share:
     """``[S]``."""
     weight: Tensor
     """``[S]``; 0 for samples that only fill up."""
+    positions: Sequence[int]
+    """Where each is among the samples of the optimiser step over all ranks."""
     rejected: Tensor | None = None
     """int64 ``[S]``: where in ``data`` the rejected sample of each pair is, of an algorithm that learns from pairs."""
     kl_weight: Tensor | None = None
     """``[S]``: factor of the distance to the reference; None: 1 each."""
     prompt_set: Tensor | None = None
     """int64 ``[S]``: which of several prompt sets each is of; None: there is one."""
-    positions: Sequence[int] = ()
-    """Where each is among the samples of the optimiser step over all ranks."""
 
 
 class Algorithm(Protocol):

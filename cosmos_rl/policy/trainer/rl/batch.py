@@ -308,10 +308,10 @@ def take_share(
         learnable.rows(own.indices),
         value_N[list(own.indices)],
         torch.tensor(own.weights),
+        own.positions,
         learnable.rejected_rows(own.indices),
         None if batch.kl_weight_N is None else batch.kl_weight_N[list(own.indices)],
         find_sets(job, samples),
-        positions=own.positions,
     )
 
 

@@ -1,6 +1,7 @@
-"""The README's commands run as written, from an empty folder."""
+"""The commands of the README and of other pages run as written, from an empty folder."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -58,3 +59,27 @@ def test_the_laptop_command_of_the_page_on_rl_learns_from_the_reward_of_the_read
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "reward/red_mean" in row] == list(range(1, 11))
     assert all(row["optim/grad_norm"] > 0 for row in rows if "optim/grad_norm" in row)
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+@pytest.mark.parametrize("page", ["optimisers", "data", "small-gpus"])
+def test_the_laptop_command_of_a_page_trains_as_it_says(tmp_path: Path, page: str) -> None:
+    (commands,) = [block for block in blocks(f"docs/{page}.md", "bash") if block.startswith("cosmos-rl tiny-model")]
+    (tmp_path / "my_images").mkdir()
+    for number, size in enumerate([(48, 48), (90, 30), (30, 90), (60, 60)]):
+        Image.new("RGB", size, (60 * number, 0, 0)).save(tmp_path / "my_images" / f"{number}.png")
+        (tmp_path / "my_images" / f"{number}.json").write_text(json.dumps({"prompt": f"red {number}"}))
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    done = in_shell(commands, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = tmp_path.glob("outputs/*/2*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if math.isfinite(row["train/loss_mean"])] == [1, 2, 3, 4]
+    if page == "optimisers":
+        assert all(0 < row["optim/effective_learning_rate"] < 1 for row in rows)
+    if page == "data":
+        assert "4 images in buckets (height x width): 16 x 48: 1, 32 x 32: 2, 48 x 16: 1" in done.stdout
+        assert "100.0% of their area is kept" in done.stdout
+    if page == "small-gpus":
+        assert "encoding 4 texts for the cache, before training" in done.stdout

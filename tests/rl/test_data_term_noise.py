@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cosmos_rl.data.streams import Batch
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError
-from cosmos_rl.policy.config import DiffusersConfig
+from cosmos_rl.policy.config import Config, DiffusersConfig
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.driver.model import DrivenModel
@@ -69,6 +70,13 @@ def test_real_samples_have_the_start_noise_of_the_rollouts(
             assert loss is not None
             assert len(list(loss(step, 1, levels, start))) == times
             assert torch.equal(torch.stack(noises), torch.stack([starts[rank], starts[rank + 2]] * times))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_share_without_real_samples_has_no_micro_batches(alone: bool) -> None:
+    config = Config.from_dict({"train": {"rank_invariant": alone, "train_policy": {"type": "grpo"}}})
+    noising: Any = None  # nothing is encoded
+    assert list(build._prepare_parts(noising, Batch((), ()), config)) == []
 
 
 def test_start_noise_that_a_sampler_draws_itself_is_refused(

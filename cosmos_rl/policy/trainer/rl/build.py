@@ -269,9 +269,8 @@ def _data_loss(
 def _prepare_parts(noising: Noising, own: Batch, config: Config) -> Iterator[tuple[list[int], NoisedSamples]]:
     """A rank's real samples, encoded in one go or one at a time, in micro-batches with the samples' ids."""
     job, count = online_table(config), len(own.items)
-    ids, at_once = [position.sample_id for position in own.positions], count
-    if config.train.rank_invariant:
-        at_once = 1
+    ids = [position.sample_id for position in own.positions]
+    at_once = 1 if config.train.rank_invariant else max(count, 1)
     for first in range(0, count, at_once):
         some = ids[first : first + at_once]
         whole = noising.prepare("data_term", 0, some, own.items[first : first + at_once], job.caption_dropout)

@@ -4,7 +4,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,48 @@ def find_wrong_types(cls: Any, values: Mapping[str, object]) -> Iterator[tuple[s
     """(name, what is wrong) of each of the ``values``, as TOML has them, that ``cls`` cannot be meant to take.
 
     The annotation of a parameter counts, and where there is none that can be read its default. Whole numbers are
-    numbers, lists are tuples, and 0 and 1 are also false and true. A parameter of neither takes anything.
+    numbers, also as 1e3, lists are tuples, and 0 and 1 are also false and true. A parameter of neither takes anything.
     """
-    hints = _read_hints(cls)
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if name not in values or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        value, default = values[name], parameter.default
-        kind = hints.get(name, _kind_of_default(default))
-        if kind is int and default == 0:  # as many packages annotate any number
-            kind = float
+    for name, kind, default in _read_kinds(cls, values):
+        value = _fit(kind, default, values[name])
         same = type(value) is type(default) and value == default
         if same or _fits(kind, value) or (kind is not Any and value in (0, 1) and _fits(kind, bool(value))):
             continue
         usual = "" if default is None or default is inspect.Parameter.empty else f", by default {_show(default)}"
         yield name, f"found {_show(value)}; allowed: {_describe(kind)}{usual}"
+
+
+def fit_values(cls: Any, values: Mapping[str, object]) -> dict[str, object]:
+    """The ``values``, as TOML has them, in the types that ``cls`` takes: lists as tuples, and 1e3 as 1000 where a whole
+    number is meant."""
+    fitted = {name: _fit(kind, default, values[name]) for name, kind, default in _read_kinds(cls, values)}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in {**values, **fitted}.items()}
+
+
+def _read_kinds(cls: Any, names: Container[str]) -> Iterator[tuple[str, Any, object]]:
+    """(name, type, default) of those parameters of ``cls`` that have one of the ``names``."""
+    hints = _read_hints(cls)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name not in names or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        kind = hints.get(name, _kind_of_default(parameter.default))
+        if kind is int and parameter.default == 0:  # as many packages annotate any number
+            kind = float
+        yield name, kind, parameter.default
+
+
+def _fit(kind: Any, default: object, value: object) -> object:
+    """``value``, with its floats as whole numbers where these are what fits, or what the default is."""
+    whole = _with_whole_numbers(value)
+    if (not _fits(kind, value) and _fits(kind, whole)) or (type(default) is int and isinstance(whole, int)):
+        return whole
+    return value
+
+
+def _with_whole_numbers(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_with_whole_numbers(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_hints(cls: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.adafactor import AdafactorOverRanks
-from cosmos_rl.optim.argument_types import find_wrong_types
+from cosmos_rl.optim.argument_types import find_wrong_types, fit_values
 from cosmos_rl.optim.eight_bit import eight_bit_optimizer
 from cosmos_rl.optim.muon import MuonWithAdamW
 from cosmos_rl.policy.config import TrainConfig
@@ -114,8 +114,7 @@ def build_arguments(cls: Any, settings: Hyperparameters) -> dict[str, Any]:
         problems.append(f"{found}; its step computes the loss again (a closure), which is not done here; use another")
     if problems:
         raise UserError("\n".join(problems))
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.kwargs.items()}
-    return {**taken, **_implementation(settings.impl, parameters), **given}
+    return {**taken, **_implementation(settings.impl, parameters), **fit_values(cls, settings.kwargs)}
 
 
 def _wants_closure(cls: Any) -> bool:

@@ -8,11 +8,11 @@ import torch
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.optimizer import optimizer_problems
-from cosmos_rl.optim.argument_types import find_wrong_types
+from cosmos_rl.optim.argument_types import find_wrong_types, fit_values
 from cosmos_rl.optim.classes import find_class
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.policy.config import Config
-from tests.optim.test_optimizers import build, weights
+from tests.optim.test_optimizers import build, descend, weights
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # pyright: ignore[reportMissingImports]
@@ -92,7 +92,9 @@ def test_a_wrong_type_is_named_with_what_is_allowed(cls: Any, name: str, value: 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("Prodigy", {"d_coef": "large"}, 'd_coef: found "large"; allowed: a number, by default 1.0'),
     ("torch.optim.NAdam", {"momentum_decay": "x"}, 'momentum_decay: found "x"; allowed: a number, by default 0.004'),
-    ("Muon", {"ns_steps": 5.0}, "ns_steps: found 5.0; allowed: a whole number, by default 5"),
+    ("Muon", {"ns_steps": 5.5}, "ns_steps: found 5.5; allowed: a whole number, by default 5"),
+    ("Muon", {"ns_steps": True}, "ns_steps: found true; allowed: a whole number, by default 5"),
+    ("Muon", {"ns_steps": "5"}, 'ns_steps: found "5"; allowed: a whole number, by default 5'),
     ("Muon", {"momentum": [0.9, 0.95]}, "momentum: found [0.9, 0.95]; allowed: a number, by default 0.95"),
 ]
 
@@ -110,6 +112,38 @@ def test_an_argument_is_named_once() -> None:
     config = Config.from_dict({"train": {"optm_name": "AdamW", "optm_kwargs": {"betas": 1, "lr": "x", "amsgrad": 3}}})
     keys = [problem.partition(":")[0] for problem in optimizer_problems(config)]
     assert sorted(keys) == [f"train.optm_kwargs.{name}" for name in ("amsgrad", "betas", "lr")]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "expected"),
+    [
+        (Annotated, "steps", 1e3, 1000),
+        (Annotated, "several", [2.0, 3], (2, 3)),
+        (Annotated, "decay", 0.01, 0.01),
+        (Annotated, "rate", 2.0, 2),  # as its default
+        (Annotated, "pair", [1.0, 2.0], (1.0, 2.0)),
+        (Plain, "other", 3.0, 3.0),
+        (find_class("Muon"), "ns_steps", 5.0, 5),
+        (find_class("Prodigy"), "slice_p", 1.1e1, 11),  # by its default alone
+        (find_class("Prodigy"), "d_coef", 2.0, 2.0),
+    ],
+)
+def test_a_whole_number_as_a_float_reaches_the_class_as_it_takes_it(
+    cls: Any, name: str, value: object, expected: object
+) -> None:
+    assert list(find_wrong_types(cls, {name: value})) == []
+    found = fit_values(cls, {name: value})
+    assert found == {name: expected}
+    assert repr(found[name]) == repr(expected)
+
+
+def test_an_optimiser_steps_with_a_whole_number_that_was_written_as_a_float() -> None:
+    steps: list[torch.Tensor] = []
+    for count in (3, 3.0):
+        params = weights()
+        descend(params, build(params, "Muon", ns_steps=count), range(3))
+        steps.append(params["a"].detach())
+    assert torch.equal(*steps)
 
 
 def test_a_list_reaches_the_class_as_the_tuple_that_it_takes() -> None:

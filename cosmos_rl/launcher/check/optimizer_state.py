@@ -48,7 +48,7 @@ def optimizer_state(config: Config, shapes: Sequence[Shape]) -> int:
         "Adam8bit": _eight_bit,
         "Muon": _muon,
         "Adafactor": _adafactor,
-        "Prodigy": _prodigy(slices if isinstance(slices, int) and slices > 0 else 1),
+        "Prodigy": _prodigy(int(slices) if isinstance(slices, int | float) and slices >= 1 else 1),
     }
     return round(sum(map(sizes.get(short_name(config.train.optm_name), _two), shapes)))
 

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _EVERY_S = 0.5
-"""Between two drawings; one takes 1 to 2 ms."""
+"""Between two drawings at most; one takes 1 to 2 ms."""
+_LOOK_S = 0.2
+"""Between two looks whether the run is in another phase or step, which is drawn at once.
+
+A phase that is shorter may never be shown: nobody could read it.
+"""
 _ALARMS = 3
 """So many are shown, the newest."""
 _BAR = (8, 24)
@@ -40,7 +45,7 @@ class Status:
 
 
 class LiveDisplay:
-    """What a run reports of itself; drawn twice a second by a thread of its own where there is a ``screen``."""
+    """What a run reports of itself; drawn by a thread of its own where there is a ``screen``."""
 
     def __init__(self, screen: Screen | None = None) -> None:
         self._screen = screen
@@ -78,10 +83,14 @@ class LiveDisplay:
     def _keep_drawing(self, screen: Screen, ended: threading.Event) -> None:
         try:
             console = make_console(screen.stream)
-            while not ended.wait(_EVERY_S):
-                text = draw_text(console, render(self.status, current_phase(), time.monotonic(), console.width))
-                if not screen.draw(text):
+            drawn, due = None, 0.0
+            while not ended.wait(_LOOK_S):
+                seen, now = (self.status, current_phase()), time.monotonic()
+                if seen == drawn and now < due:
+                    continue
+                if not screen.draw(draw_text(console, render(*seen, now, console.width))):
                     return
+                drawn, due = seen, now + _EVERY_S
         except Exception:  # what is shown must not end what is done
             screen.close()
             logger.exception("the live display has failed and is off; training continues")

@@ -63,12 +63,6 @@ def slow(to_be_evaluated: Image) -> float:
     return smooth(to_be_evaluated)
 
 
-def takes_a_moment(to_be_evaluated: Image) -> float:
-    """`smooth`, but eight of them take longer than two drawings of the live display are apart."""
-    time.sleep(0.15)
-    return smooth(to_be_evaluated)
-
-
 def constant(to_be_evaluated: Image) -> float:
     """The same for all."""
     return 0.25

@@ -14,6 +14,7 @@ from cosmos_rl.distributed.phase import Phase, count_parts, current_phase, enter
 from cosmos_rl.tracking.console import Console
 from cosmos_rl.tracking.live import LiveDisplay, Status, draw_text, make_console, render, show_progress
 from cosmos_rl.tracking.screen import Screen, find_terminal, write_above
+from tests.support.paths import ROOT
 from tests.support.terminal import Emulator
 
 NOW = 1000.0
@@ -140,6 +141,14 @@ def test_the_innermost_phase_is_shown_and_it_counts_its_own_parts() -> None:
     assert current_phase() is None
 
 
+def test_the_page_lists_every_phase_that_a_run_enters() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "cosmos_rl").rglob("*.py"))
+    entered = set(re.findall(r"\b(?:enter|memory)_phase\(\"([^\"]+)\"\)", sources))
+    (row,) = re.findall(r"^\| 2 \|(.*)$", (ROOT / "docs" / "watching.md").read_text(), re.M)
+    assert "sampling" in entered
+    assert set(re.findall("`(.*?)`", row)) == entered
+
+
 def test_lines_of_several_writers_stand_above_the_drawing_and_the_last_screen_is_clean() -> None:
     terminal = Terminal()
     here, other = Screen(terminal), Screen(terminal)  # of two ranks
@@ -191,6 +200,30 @@ def test_a_failing_block_leaves_a_clean_screen(monkeypatch: pytest.MonkeyPatch) 
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_another_phase_or_step_is_drawn_at_once_and_what_does_not_change_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = place_terminal(monkeypatch)
+    monkeypatch.setattr("cosmos_rl.tracking.live._EVERY_S", 3600.0)
+    monkeypatch.setattr("cosmos_rl.tracking.live._LOOK_S", 0.001)
+
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in terminal.getvalue():
+            assert time.monotonic() < deadline, text
+            time.sleep(0.005)
+
+    with show_progress(wanted=True, is_main=True) as display, enter_phase("loading"):
+        wait_for("loading")
+        with enter_phase("encoding"):
+            wait_for("encoding")
+            display.show_step(3, 9, left_s=None, step_s=None, numbers={})
+            wait_for("3/9")
+            time.sleep(0.05)  # fifty looks
+            drawings = [text for text in terminal.getvalue().split("\r\x1b[J") if text.strip()]
+    assert [text.count("encoding") for text in drawings] == [0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("TERM", "dumb"), ("TERM", None), ("COSMOS_PROGRESS", "0")], ids=["dumb", "none", "off"]
 )
@@ -236,6 +269,7 @@ def test_a_terminal_that_is_gone_ends_the_drawing_and_nothing_else(monkeypatch: 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr("cosmos_rl.tracking.live._EVERY_S", 0.001)
+    monkeypatch.setattr("cosmos_rl.tracking.live._LOOK_S", 0.001)
     with show_progress(wanted=True, is_main=True):
         deadline = time.monotonic() + 20
         while any(thread.name == "progress" for thread in threading.enumerate()):

@@ -14,13 +14,11 @@ from torch import Tensor
 from cosmos_rl.data.images import fit, load_image, to_uint8
 from cosmos_rl.data.items import BadSample, Item
 from cosmos_rl.data.pair_files import IMAGE_SUFFIXES
-from cosmos_rl.data.prompts import BEGINNING, PromptRecord
+from cosmos_rl.data.prompts import BEGINNING, MEDIA_KEYS, PromptRecord, find_file
 from cosmos_rl.data.tar_files import has_file
 from cosmos_rl.data.texts import printable
 from cosmos_rl.errors import UserError
 
-_KEYS = ("image", "video", BEGINNING)
-"""Keys of a prompt's row that name a file, relative to the file of prompts."""
 _SHOWN = 5
 """Rows that a message names."""
 _READ_AT_ONCE = 8
@@ -74,15 +72,6 @@ def join_key(prompt: str, given: Given | None) -> PromptKey:
     if given is None:
         return prompt
     return GivenPrompt(prompt, given)
-
-
-def find_file(record: PromptRecord) -> Path | None:
-    """The image or the video that a record names; None: it names none."""
-    for key in _KEYS:
-        named = record.metadata.get(key)
-        if isinstance(named, str) and named:
-            return (record.folder or Path()) / Path(named).expanduser()
-    return None
 
 
 def find_media_problems(records: Sequence[PromptRecord], clean_frames: tuple[int, int], count: int = 1) -> str:
@@ -152,7 +141,7 @@ def choose_given(record: PromptRecord, clean_frames: tuple[int, int], u: float =
     clean = count_clean(clean_frames, u)
     if _is_image(path):
         clean = min(clean, 1)
-    at_start = not any(record.metadata.get(key) for key in _KEYS if key != BEGINNING)
+    at_start = not any(record.metadata.get(key) for key in MEDIA_KEYS if key != BEGINNING)
     return Given(str(path), clean, path, at_start)
 
 

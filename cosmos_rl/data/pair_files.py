@@ -159,8 +159,15 @@ def describe_left_out(place: Path, problems: Sequence[str], used: str, count: in
 
 def count_pairs(folder: Path, *, video: bool) -> int:
     """How many images or videos have a caption; reads no caption file, so that some may turn out to be broken."""
+    return len(list_captioned(folder, video=video))
+
+
+def list_captioned(folder: Path, *, video: bool) -> list[str]:
+    """The images or videos that have a caption, relative to the folder or the root of its tars; as `count_pairs`."""
     files, _ = _find_files(folder, _choose_kind(video))
-    return sum(stem in files.captions or file in files.rows for stem, found in files.media.items() for file in found)
+    return [
+        file for stem, found in files.media.items() for file in found if stem in files.captions or file in files.rows
+    ]
 
 
 def list_media(folder: Path, *, video: bool) -> list[Path]:

@@ -29,6 +29,8 @@ _SAMPLING_KEYS = ("negative_prompt", "seed")
 """Keys of a row that say how its validation images are sampled."""
 BEGINNING = "first_frames_of"
 """Key of a row that names a video which its samples may begin like."""
+MEDIA_KEYS = ("image", "video", BEGINNING)
+"""Keys of a row that name a file, relative to the file of prompts."""
 _NUMBERS = ("seed", "height", "width")
 """Keys of a row that have whole numbers, which a file of columns writes as text."""
 _MOST_SEED = 2**63
@@ -82,6 +84,15 @@ def digest_prompts(records: Sequence[PromptRecord]) -> str:
     for record in records:
         digest.update(json.dumps([record.prompt, dict(record.metadata)], sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:12]
+
+
+def find_file(record: PromptRecord) -> Path | None:
+    """The image or the video that a record names; None: it names none."""
+    for key in MEDIA_KEYS:
+        named = record.metadata.get(key)
+        if isinstance(named, str) and named:
+            return (record.folder or Path()) / Path(named).expanduser()
+    return None
 
 
 def check_sampling(records: Sequence[PromptRecord], guidance: float) -> None:

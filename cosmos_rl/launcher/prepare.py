@@ -13,6 +13,7 @@ from pathlib import Path
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.prompt_lists import record_prompts
 from cosmos_rl.launcher.resume import ResumePlan, plan_resume
+from cosmos_rl.launcher.shared_data import shared_notes
 from cosmos_rl.policy.config import Config, dump_toml
 from cosmos_rl.storage.atomic import write_text
 from cosmos_rl.storage.disk import find_missing_abilities, report_full_disk
@@ -36,6 +37,8 @@ def prepare_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
+        for note in shared_notes(config):
+            logger.info(note)
         write_text(run.next / run.config.name, dump_toml(config))
         write_text(run.next / run.run_json.name, json.dumps(_record(config, run, plan, argv), indent=2) + "\n")
         logger.info("run folder: %s", run.root)

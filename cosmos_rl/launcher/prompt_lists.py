@@ -14,7 +14,7 @@ from cosmos_rl.data.prompt_sets import (
     prompt_file,
     read_bytes,
 )
-from cosmos_rl.data.prompts import digest_prompts, is_prompt_file, read_prompts
+from cosmos_rl.data.prompts import PromptRecord, digest_prompts, is_prompt_file, read_prompts
 from cosmos_rl.data.published import PublishedFile, compute_digest, find_difference
 from cosmos_rl.data.shards import is_shard_file
 from cosmos_rl.errors import UserError
@@ -48,12 +48,25 @@ def prompts(argv: Sequence[str]) -> int:
     if given.fetch is not None:
         for split, records in fetch_set(given.fetch, "--fetch").items():
             print(f"{find_kept(given.fetch, split)}: {len(records):,} prompts")
+        _print_twice([given.fetch])
         return 0
     rows = [("name", "split", "prompts", "digest", "here", "source"), *_list_rows()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    _print_twice(list(KNOWN))
     return 0
+
+
+def _print_twice(names: Sequence[str]) -> None:
+    """A line for each set that is published with one file for several splits."""
+    for name in names:
+        splits: dict[str, list[str]] = {}
+        for split, published in KNOWN[name].splits.items():
+            splits.setdefault(published.digest, []).append(split)
+        for same in splits.values():
+            if len(same) > 1:
+                print(f"{name}: {' and '.join(same)} are the same file: scores on one are about prompts of the other")
 
 
 def _list_rows() -> Iterator[tuple[str, ...]]:
@@ -77,11 +90,17 @@ def _shorten(digest: str) -> str:
 
 def list_prompts(config: Config) -> dict[str, PromptList]:
     """The prompts that the configuration names, by the dotted name of the table; those that are amiss are left out."""
+    return {key: one for key, (one, _) in read_lists(config).items()}
+
+
+def read_lists(config: Config) -> dict[str, tuple[PromptList, Sequence[PromptRecord]]]:
+    """`list_prompts`, each list with its records; of a set that has not been fetched yet there are none."""
     found = {}
     for key, dataset, split in _list_tables(config):
         with suppress(UserError):  # reported by `inspect_environment`; for a script's own data any word may stand there
             limit = dataset.limit if isinstance(dataset, ValidationDatasetConfig) else None
-            found[key] = replace(_describe(dataset, key, split), limit=limit)
+            one, records = _read(dataset, key, split)
+            found[key] = replace(one, limit=limit), records
     return found
 
 
@@ -113,7 +132,7 @@ def _list_tables(config: Config) -> Iterator[tuple[str, PromptSource, str]]:
             yield f"{one.key}.dataset", held_out, "test"
 
 
-def _describe(dataset: PromptSource, key: str, split: str) -> PromptList:
+def _read(dataset: PromptSource, key: str, split: str) -> tuple[PromptList, Sequence[PromptRecord]]:
     path, published = prompt_file(dataset, key, split=split), _find_published(dataset, split)
     source = str(path)
     if not dataset.local_dir:
@@ -121,12 +140,13 @@ def _describe(dataset: PromptSource, key: str, split: str) -> PromptList:
     if path is None:
         if published is None:
             raise UserError(f"{key}: there are no such prompts yet")
-        return PromptList(source, published.digest, published.prompts)
+        return PromptList(source, published.digest, published.prompts), ()
     records = read_prompts(path)
     if path.is_dir() or is_shard_file(path):
-        return PromptList(source, f"texts:{digest_prompts(records)}", len(records))
-    like = published.digest if published is not None else ""
-    return PromptList(source, compute_digest(read_bytes(path), like), len(records))
+        digest = f"texts:{digest_prompts(records)}"
+    else:
+        digest = compute_digest(read_bytes(path), published.digest if published is not None else "")
+    return PromptList(source, digest, len(records)), records
 
 
 def _find_published(dataset: PromptSource, split: str) -> PublishedFile | None:

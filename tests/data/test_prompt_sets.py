@@ -311,7 +311,8 @@ def test_the_command_lists_the_sets_and_fetches_one(
     assert main(["prompts", "--fetch", "ocr"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if "fetching" not in line] == [
-        f"{cache}/ocr/{split}.txt: 2 prompts" for split in ("train", "test")
+        *(f"{cache}/ocr/{split}.txt: 2 prompts" for split in ("train", "test")),
+        "ocr: train and test are the same file: scores on one are about prompts of the other",
     ]
     put(cache / "drawbench" / "test.txt", "not that")
     assert main(["prompts"]) == 0

@@ -24,6 +24,7 @@ from cosmos_rl.launcher.machine import format_bytes, format_count
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, served_classes
 from cosmos_rl.launcher.pipeline_source import in_diffusers, supports_recomputing
 from cosmos_rl.launcher.prompt_lists import prompt_lines
+from cosmos_rl.launcher.shared_data import shared_notes
 from cosmos_rl.policy.config import Config, notes, world_size
 from cosmos_rl.policy.config.jobs import DataForm, job_kind
 from cosmos_rl.policy.config.keys import list_keys
@@ -89,7 +90,7 @@ class Report:
                 "Values that differ from the defaults", [f"{k.path} = {format_value(_plain(k.value))}" for k in changed]
             ),
             Section("Not supported yet", unsupported_parts(config, own_script=self.own_script)),
-            Section("Notes", [*notes(config), *self._recomputing(), *missing_optimizer(config)]),
+            Section("Notes", [*notes(config), *self._shared(), *self._recomputing(), *missing_optimizer(config)]),
         ]
 
     def problems(self) -> list[str]:
@@ -183,6 +184,9 @@ class Report:
         yield from memory_lines(self.memory, on_cpu=self.on_cpu)
         if self.memory is not None and not self.on_cpu:
             yield from peak_lines(self.config, self.memory, machine.gpu_memory())
+
+    def _shared(self) -> list[str]:
+        return [] if self.data is None else shared_notes(self.config)
 
     def _recomputing(self) -> Iterator[str]:
         """Gradient checkpointing that does nothing, as far as the classes are diffusers' own."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cosmos_rl.algorithms.advantage import all_equal
-from cosmos_rl.data.given import PromptKey, find_file, find_media_problems, make_grey, text_of
+from cosmos_rl.data.given import PromptKey, find_media_problems, make_grey, text_of
 from cosmos_rl.data.prompt_sets import load_prompts
-from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.prompts import PromptRecord, find_file
 from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.diffusion.churn import build_transitions
 from cosmos_rl.diffusion.kernels import Kernel, predict_clean

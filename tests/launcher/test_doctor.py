@@ -1,15 +1,22 @@
 """`cosmos-rl doctor`: a sound installation and model pass, planted faults are found."""
 
+import importlib.metadata
+import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.doctor import command as doctor
+from cosmos_rl.policy.config.optimizers import OPTIMIZERS
+from cosmos_rl.policy.config.schema import LoggerName
 from tests.support.checks import marks
 from tests.support.family_runs import TrainedFamily, family_toml
+from tests.support.paths import ROOT
 from tests.support.videos import write_video
 
 Toml = Callable[..., Path]
@@ -48,6 +55,45 @@ def test_a_wrong_version_is_red_with_the_command_that_fixes_it(
     code, found, out = marks(capsys)
     assert (code, found["peft"], found["torch"]) == (1, "FAIL", "ok")
     assert '-> pip install "peft<0.1"' in out
+
+
+def optional_requirements() -> list[str]:
+    """Those of `pyproject.toml` as an installed package has them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [f"{one}; extra == '{extra}'" for extra, names in extras.items() for one in names]
+
+
+def test_every_optional_package_that_a_key_asks_for_has_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {kind.package for kind in OPTIMIZERS.values()} - {"torch"}
+    asked |= {"torchao", *get_args(get_args(LoggerName)[0])} - {"console"}
+    monkeypatch.setattr(doctor, "_requirements", optional_requirements)
+    code, found, _ = marks(capsys)
+    assert {"torchao", "prodigyopt", "schedulefree", "wandb"} <= asked
+    assert code == 0
+    for package in sorted(asked):
+        monkeypatch.setattr(doctor, "_installed_version", lambda name, gone=package: None if name == gone else "99")
+        named = [line for line in doctor._extras() if package in line.text and "dev" not in line.subject]
+        assert [line.text for line in named] == [f"without {package}"], package
+        assert found[named[0].subject] == "-"
+    page = (ROOT / "docs" / "checking.md").read_text().partition("| Extra | For |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {f"optional: {name}" for cell in cells for name in re.findall("`(.*?)`", cell)} == {
+        subject for subject in found if subject.startswith("optional: ")
+    }
+
+
+def test_optional_packages_that_are_missing_or_too_old_are_no_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ["torch>=99; extra == 'new'", "peft; extra == 'new'", "no-such-package; extra == 'new'", "pydantic>=2"]
+    monkeypatch.setattr(doctor, "_requirements", lambda: wanted)
+    code, found, out = marks(capsys)
+    assert (code, found["optional: new"]) == (0, "-")
+    version = importlib.metadata.version("torch")
+    assert f"optional: new          without no-such-package; torch {version}; needs >=99\n" in out
+    assert '-> pip install "cosmos_rl[new]"' in out
 
 
 def test_a_missing_package_and_a_full_disk_are_red(

@@ -141,7 +141,7 @@ def test_a_reward_that_teaches_nothing_is_found(
     (tmp_path / "prompts.txt").write_text("a lost cat\na dog\n")
     option = f'--train.train_policy.local_reward.reward_fns=[{{function = "tests.support.nft_rewards:{function}"}}]'
     code, found, out = marks(capsys, "--config", path, option)
-    assert (code, found[f"reward {function}"[:20]]) == (int(mark == "FAIL"), mark), out
+    assert (code, found[f"reward {function}"[:22]]) == (int(mark == "FAIL"), mark), out
     assert text in out
     assert found["backward"] == "ok", out  # the rest is examined all the same
 

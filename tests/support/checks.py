@@ -51,7 +51,7 @@ def marks(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[
     code = main(["doctor", *map(str, argv)])
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line[:5].strip() in ("ok", "warn", "FAIL", "-")]
-    return code, {line[6:26].strip(): line[:5].strip() for line in lines}, out
+    return code, {line[6:28].strip(): line[:5].strip() for line in lines}, out
 
 
 def estimate_and_rise(

@@ -83,9 +83,8 @@ def _python() -> Finding:
 def _package(name: str) -> Finding:
     wanted = _specifiers().get(_normal(name), "")
     fix = f'pip install "{name}{wanted}"'
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = _installed_version(name)
+    if version is None:
         return Finding(FAIL, name, "is not installed", fix)
     if not _fits(version, wanted):
         return Finding(FAIL, name, f"{version}; needs {wanted}", fix)
@@ -125,24 +124,28 @@ def _extras() -> Iterator[Finding]:
     """Optional packages by the extra that brings them: never an error."""
     from packaging.requirements import Requirement
 
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, _requirements()):
         extra = re.search(r"extra == [\"']([\w.-]+)[\"']", str(requirement.marker or ""))
         if extra and _normal(requirement.name) != "cosmos-rl":
-            wanted.setdefault(extra[1], []).append(requirement.name)
-    for extra, names in wanted.items():
-        missing = [name for name in names if not _is_installed(name)]
-        text = f"without {', '.join(missing)}" if missing else "installed"
-        fix = f'pip install "cosmos_rl[{extra}]"' if missing else ""
-        yield Finding(INFO, f"optional: {extra}", text, fix)
+            wanted.setdefault(extra[1], []).append(requirement)
+    for extra, requirements in wanted.items():
+        versions = {one.name: _installed_version(one.name) for one in requirements}
+        missing = [name for name, version in versions.items() if version is None]
+        wrong = [f"without {', '.join(missing)}"] if missing else []
+        for one in requirements:
+            version, specifier = versions[one.name], _sort_bounds(str(one.specifier))
+            if version is not None and not _fits(version, specifier):
+                wrong.append(f"{one.name} {version}; needs {specifier}")
+        fix = f'pip install "cosmos_rl[{extra}]"' if wrong else ""
+        yield Finding(INFO, f"optional: {extra}", "; ".join(wrong) or "installed", fix)
 
 
-def _is_installed(name: str) -> bool:
+def _installed_version(name: str) -> str | None:
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 # ---- devices, disk, tokens ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Finding:
     """Command or advice, for lines that are not ok."""
 
     def __str__(self) -> str:
-        line = f"{self.mark:5} {self.subject:20} {self.text}"
+        line = f"{self.mark:5} {self.subject:22} {self.text}"
         if self.fix:
-            line += f"\n{'':27}-> {self.fix}"
+            line += f"\n{'':29}-> {self.fix}"
         return line

@@ -61,25 +61,73 @@ def test_the_laptop_command_of_the_page_on_rl_learns_from_the_reward_of_the_read
     assert all(row["optim/grad_norm"] > 0 for row in rows if "optim/grad_norm" in row)
 
 
+def blocks_below(page: str, heading: str, language: str = "bash") -> list[str]:
+    """Those of one section."""
+    text = (ROOT / page).read_text()
+    section = re.split(r"^#+ ", text[text.index(f"# {heading}\n") + 2 :], flags=re.MULTILINE)[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def write_pairs(folder: Path, sizes: list[tuple[int, int]]) -> None:
+    """Captioned images of (width, height) each."""
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        Image.new("RGB", size, (60 * number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.json").write_text(json.dumps({"prompt": f"red {number}"}))
+
+
+def run_as_written(commands: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
+    """What the commands print, and the metrics of their run."""
+    write_pairs(folder / "my_images", [(48, 48), (90, 30), (30, 90), (60, 60)])
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    done = in_shell(commands, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = folder.glob("outputs/*/2*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert all(math.isfinite(row["train/loss_mean"]) for row in rows)
+    return done.stdout, rows
+
+
 @pytest.mark.zoo
 @pytest.mark.process
-@pytest.mark.parametrize("page", ["optimisers", "data", "small-gpus"])
-def test_the_laptop_command_of_a_page_trains_as_it_says(tmp_path: Path, page: str) -> None:
-    (commands,) = [block for block in blocks(f"docs/{page}.md", "bash") if block.startswith("cosmos-rl tiny-model")]
-    (tmp_path / "my_images").mkdir()
-    for number, size in enumerate([(48, 48), (90, 30), (30, 90), (60, 60)]):
-        Image.new("RGB", size, (60 * number, 0, 0)).save(tmp_path / "my_images" / f"{number}.png")
-        (tmp_path / "my_images" / f"{number}.json").write_text(json.dumps({"prompt": f"red {number}"}))
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    done = in_shell(commands, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (metrics,) = tmp_path.glob("outputs/*/2*/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows if math.isfinite(row["train/loss_mean"])] == [1, 2, 3, 4]
+@pytest.mark.parametrize(
+    ("page", "heading"), [("optimisers", None), ("data", "Several sizes"), ("small-gpus", None)], ids=lambda part: part
+)
+def test_the_laptop_command_of_a_page_trains_as_it_says(tmp_path: Path, page: str, heading: str | None) -> None:
+    found = blocks(f"docs/{page}.md", "bash") if heading is None else blocks_below(f"docs/{page}.md", heading)
+    (commands,) = [block for block in found if block.startswith("cosmos-rl tiny-model")]
+    printed, rows = run_as_written(commands, tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     if page == "optimisers":
         assert all(0 < row["optim/effective_learning_rate"] < 1 for row in rows)
     if page == "data":
-        assert "4 images in buckets (height x width): 16 x 48: 1, 32 x 32: 2, 48 x 16: 1" in done.stdout
-        assert "100.0% of their area is kept" in done.stdout
+        assert "4 images in buckets (height x width): 16 x 48: 1, 32 x 32: 2, 48 x 16: 1" in printed
+        assert "100.0% of their area is kept" in printed
     if page == "small-gpus":
-        assert "encoding 4 texts for the cache, before training" in done.stdout
+        assert "encoding 4 texts for the cache, before training" in printed
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_the_laptop_command_on_several_folders_takes_as_many_of_each_as_the_page_says(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "regularisation", [(40, 40), (32, 50)])
+    (commands,) = blocks_below("docs/data.md", "Several folders")
+    (said,) = blocks_below("docs/data.md", "Several folders", "text")
+    printed, rows = run_as_written(commands, tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert [line.partition(f"{tmp_path}/")[2] for line in printed.splitlines() if "of an epoch" in line] == (
+        said.splitlines()
+    )
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_the_commands_of_the_first_page_train_sample_and_export(tmp_path: Path) -> None:
+    (train,) = blocks_below("docs/start.md", "Without a GPU")
+    (look,) = blocks_below("docs/start.md", "Look at the result")
+    _, rows = run_as_written(train + look, tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    (sample,) = (tmp_path / "samples").glob("*.png")
+    with Image.open(sample) as image:
+        assert image.size == (32, 32)
+    assert (tmp_path / "exported" / "lora" / "model.safetensors").is_file()

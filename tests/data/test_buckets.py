@@ -1,5 +1,6 @@
 """Sizes of pictures on disk, and which of several sizes they are trained at."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -112,6 +113,23 @@ def test_no_generated_size_could_be_longer(area: int, step: int, ratio: float) -
 def test_a_whole_ratio_that_has_room_is_among_the_generated_sizes(area: int, step: int, ratio: int) -> None:
     widest = max((width / height for height, width in generate_sizes(area, step, ratio)), default=None)
     assert (widest == ratio) == (ratio * step * step <= area)
+
+
+@given(st.integers(1, 4_000_000), st.sampled_from([8, 16, 32, 64, 128]), st.floats(1.0, 8.0))
+def test_what_is_wider_than_the_generated_sizes_keeps_little_more_on_fewer_pixels(
+    area: int, step: int, ratio: float
+) -> None:
+    """Where multiples of the step do not reach the ratio, a shorter side may come nearer to it."""
+    sizes = generate_sizes(area, step, ratio)
+    widest = max((size for size in sizes), key=lambda size: (Fraction(size[1], size[0]), size), default=None)
+    if widest is None:
+        return
+    for short in range(step, math.isqrt(area) + 1, step):
+        long = min(area // short, math.floor(ratio * short)) // step * step
+        if long * widest[0] > widest[1] * short:
+            assert short * long < widest[0] * widest[1]
+            lost = 1 - kept_share((short, long), widest)  # of a picture of that shape
+            assert lost < Fraction(step, widest[0]) / Fraction(long, short)
 
 
 @pytest.mark.parametrize("area", [1024, 512 * 512, 1024 * 1024])

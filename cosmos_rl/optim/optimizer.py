@@ -6,7 +6,7 @@ import inspect
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cosmos_rl.distributed.sharding import local_part
 from cosmos_rl.errors import UserError
 from cosmos_rl.optim.classes import Hyperparameters, build_arguments, find_class
 from cosmos_rl.optim.loss_scale import LossScale
-from cosmos_rl.optim.parts import on_whole_parts
+from cosmos_rl.optim.parts import on_flat_parts, on_whole_parts
 from cosmos_rl.optim.schedule import LrSchedule
 from cosmos_rl.policy.config.optimizers import find_kind
 from cosmos_rl.utils.logging import logger
@@ -97,8 +97,7 @@ class Optimizer:
             raise UserError(f'train.optm_kwargs: train.optm_name = "{settings.name}" refuses them: {error}') from error
         if printed.getvalue():
             logger.debug(f"{settings.name}: {printed.getvalue().strip()}")
-        spread = any(isinstance(param, DTensor) for param in self._params)
-        self._on_whole_parts = spread and not find_kind(settings.name).sharded
+        self._parts = self._choose_parts(settings)
         self._bases = [float(group["lr"]) for group in self.torch_optimizer.param_groups]
         self.averages = callable(getattr(self.torch_optimizer, "eval", None))
         """Whether the weights to use are an average of those that are trained (schedule-free)."""
@@ -168,11 +167,15 @@ class Optimizer:
         with self._parts():
             getattr(self.torch_optimizer, mode)()
 
-    def _parts(self) -> contextlib.AbstractContextManager[None]:
+    def _choose_parts(self, settings: Hyperparameters) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """What the class steps on: the parameters, or where it does not know tensors over ranks their parts."""
-        if self._on_whole_parts:
-            return on_whole_parts(self.torch_optimizer)
-        return contextlib.nullcontext()
+        kind = find_kind(settings.name)
+        if kind.flat and settings.kwargs.get("slice_p", 1) == 1:
+            return lambda: on_flat_parts(self.torch_optimizer)
+        spread = any(isinstance(param, DTensor) for param in self._params)
+        if spread and (kind.flat or not kind.sharded):
+            return lambda: on_whole_parts(self.torch_optimizer)
+        return contextlib.nullcontext
 
     def state_dict(self) -> list[float] | None:
         """State of the loss scale (JSON-ready)."""

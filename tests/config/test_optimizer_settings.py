@@ -55,27 +55,42 @@ def test_a_rate_or_schedule_for_another_optimiser_is_remarked(
     assert [note[: len(remark or "")] for note in found] == ([] if remark is None else [remark])
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "torch.optim.NAdam"])
-def test_optimisers_that_are_wrong_or_untried_on_parts_of_weights_are_refused_with_several_ranks(
-    toml: Path, name: str
-) -> None:
-    options = [f"train.optm_name={name}", "policy.parallelism.dp_replicate_size=2"]
-    refusal = f'train.optm_name: found "{name}" with policy.parallelism.dp_shard_size = 2.*dp_replicate_size = 4, where'
+def test_a_class_that_is_untried_on_parts_of_weights_is_refused_with_several_ranks(toml: Path) -> None:
+    options = ["train.optm_name=torch.optim.NAdam", "policy.parallelism.dp_replicate_size=2"]
+    refusal = (
+        r'train.optm_name: found "torch.optim.NAdam" with policy.parallelism.dp_shard_size = 2, on whose parts of the '
+        "weights it may be wrong; allowed: .*Prodigy, or .*dp_replicate_size = 4, where"
+    )
     with pytest.raises(ConfigError, match=refusal):
         load_config(toml, [*options, "policy.parallelism.dp_shard_size=2"])
-    assert load_config(toml, [*options, "policy.parallelism.dp_shard_size=1"]).train.optm_name == name
+    assert load_config(toml, [*options, "policy.parallelism.dp_shard_size=1"]).train.optm_name == "torch.optim.NAdam"
     peers = [*options, "policy.parallelism.dp_shard_size=1", "policy.parallelism.cp_size=2"]
     refusal = (
-        f'found "{name}" with policy.parallelism.cp_size = 2 .weights.*= 1 and cp_size = 1 with dp_replicate_size = 4'
+        r'found "torch.optim.NAdam" with policy.parallelism.cp_size = 2 .weights.*= 1 and cp_size = 1 with '
+        "dp_replicate_size = 4"
     )
     with pytest.raises(ConfigError, match=refusal):
         load_config(toml, peers)
 
 
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "Prodigy"])
 @pytest.mark.parametrize("ranks", ["dp_shard_size=4", "cp_size=2"])
-def test_adafactor_is_accepted_on_parts_of_weights(toml: Path, ranks: str) -> None:
-    config = load_config(toml, ["train.optm_name=torch.optim.Adafactor", f"policy.parallelism.{ranks}"])
-    assert config.train.optm_name == "torch.optim.Adafactor"
+def test_adafactor_and_prodigy_are_accepted_on_parts_of_weights(toml: Path, name: str, ranks: str) -> None:
+    config = load_config(toml, [f"train.optm_name={name}", f"policy.parallelism.{ranks}"])
+    assert config.train.optm_name == name
+
+
+def test_slices_of_prodigy_are_refused_on_parts_of_weights(toml: Path) -> None:
+    options = ["train.optm_name=prodigyopt.Prodigy", "train.optm_kwargs.slice_p=11"]
+    refusal = (
+        "train.optm_kwargs.slice_p: found 11 with policy.parallelism.dp_shard_size = 2; allowed: 1 there, as parts"
+    )
+    with pytest.raises(ConfigError, match=refusal):
+        load_config(toml, [*options, "policy.parallelism.dp_shard_size=2"])
+    replicas = ["policy.parallelism.dp_shard_size=1", "policy.parallelism.dp_replicate_size=2"]
+    assert load_config(toml, [*options, *replicas]).train.optm_kwargs == {"slice_p": 11}
+    parts = ["train.optm_kwargs.slice_p=1.0", "policy.parallelism.dp_shard_size=2"]
+    assert load_config(toml, [options[0], *parts]).train.optm_kwargs == {"slice_p": 1.0}
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_remarked_and_its_change_shows_in_a_resume(toml: Path) -> None:

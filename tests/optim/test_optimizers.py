@@ -304,14 +304,34 @@ def test_two_ranks_end_like_one_and_resume_exactly(tmp_path: Path) -> None:
     assert found["Adafactor"]["from one rank"] < 1e-5  # the step of the whole weight, after eight of 0.01 each
     assert found["Adafactor"]["resumed on another number"] < 1e-5
     assert found["Adafactor"]["moved"] > 1e-2
+    # where its first rate of 1e-6 is nearly all of the motion; see the next test
+    assert max(found["Prodigy"][name] for name in ("from one rank", "resumed on another number")) < 1e-9
+    assert found["Prodigy"]["moved"] > 1e-5
+
+
+@pytest.mark.zoo
+@pytest.mark.process
+def test_prodigy_has_the_sums_of_whole_weights_on_parts_and_replicas_of_parts(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    train_on_ranks(4, out, tmp_path / "ranks", module="tests.support.prodigy_on_ranks")
+    found = json.loads(out.read_text())
+    assert found.pop("growth") > 10.0
+    assert found.pop("moved") > 0.1
+    assert {name: value for name, value in found.items() if not value < 1e-6} == {}  # roundings of sums in float32
+    places = ("one rank", "four parts", "replicas of two parts")
+    assert [found[f"{place} to {place}"] for place in places] == [0.0] * 3
 
 
 @pytest.mark.zoo
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "rate", "ranks"),
-    [("Prodigy", 1.0, "dp_replicate_size=2"), ("Adafactor", 0.1, "dp_shard_size=2")],
-    ids=["Prodigy on replicas", "Adafactor on parts"],
+    [
+        ("Prodigy", 1.0, "dp_replicate_size=2"),
+        ("Prodigy", 1.0, "dp_shard_size=2"),
+        ("Adafactor", 0.1, "dp_shard_size=2"),
+    ],
+    ids=["Prodigy on replicas", "Prodigy on parts", "Adafactor on parts"],
 )
 def test_two_ranks_train_an_adapter_as_one_does(
     write_toml: Callable[..., Path], tmp_path: Path, name: str, rate: float, ranks: str

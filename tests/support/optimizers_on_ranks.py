@@ -22,7 +22,7 @@ from cosmos_rl.optim.classes import Hyperparameters
 from cosmos_rl.optim.optimizer import Optimizer
 from cosmos_rl.optim.schedule import LrSchedule
 
-SHARDED = ("AdamW", "Muon", "AdamWScheduleFree", "Adafactor")
+SHARDED = ("AdamW", "Muon", "AdamWScheduleFree", "Adafactor", "Prodigy")
 REPLICATED = ("AdamW", "Adafactor", "Prodigy", "torch.optim.NAdam", "AdamWScheduleFree", "Muon")
 
 

@@ -26,9 +26,15 @@ def optimizer_rules(config: Config) -> Iterator[str]:
         known = ", ".join(other for other, kind in OPTIMIZERS.items() if kind.sharded)
         yield (
             f"train.optm_name: found {format_value(name)} with policy.parallelism.{_shards_of(ranks)}, on whose parts "
-            f"of the weights it is wrong or untried; allowed: {known}, or dp_shard_size = 1"
+            f"of the weights it may be wrong; allowed: {known}, or dp_shard_size = 1"
             f"{' and cp_size = 1' * (ranks.cp_size > 1)} with dp_replicate_size = {shards * ranks.dp_replicate_size}, "
             "where every rank has all weights"
+        )
+    slices = train.optm_kwargs.get("slice_p", 1)
+    if shards > 1 and short == "Prodigy" and slices != 1:
+        yield (
+            f"train.optm_kwargs.slice_p: found {format_value(slices)} with policy.parallelism.{_shards_of(ranks)}; "
+            "allowed: 1 there, as parts of a weight have other slices than the whole"
         )
     trainer = getattr(train.train_policy, "trainer_type", "")
     if find_kind(name).averages and trainer in STEP_TRAINERS:

@@ -18,6 +18,8 @@ class OptimizerKind:
     """Whether it is right on weights that are split over ranks; on replicas of all weights every class is."""
     gathers: bool = False
     """It steps on each weight as a whole, so that its state is whole on every rank."""
+    flat: bool = False
+    """It steps on each number by itself but for sums over all of them, so that flat parts and sums over ranks do."""
 
     @property
     def averages(self) -> bool:
@@ -33,7 +35,7 @@ OPTIMIZERS = {
     "Muon": OptimizerKind("torch.optim.Muon"),
     "Adafactor": OptimizerKind("torch.optim.Adafactor", like_adam=False, gathers=True),
     "AdamWScheduleFree": OptimizerKind("schedulefree.AdamWScheduleFree", "schedulefree"),
-    "Prodigy": OptimizerKind("prodigyopt.Prodigy", "prodigyopt", like_adam=False, sharded=False),
+    "Prodigy": OptimizerKind("prodigyopt.Prodigy", "prodigyopt", like_adam=False, flat=True),
 }
 OTHER_SPELLINGS = {"schedule_free": "AdamWScheduleFree", "schedulefree": "AdamWScheduleFree"}
 

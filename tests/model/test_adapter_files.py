@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
 from cosmos_rl.policy.model import lora
-from cosmos_rl.policy.model.adapter_files import read_tensors
+from cosmos_rl.policy.model.adapter_files import adapter_place, read_tensors
 from cosmos_rl.policy.model.diffusers.sd3_model import SD3Model
 from cosmos_rl.policy.model.original_names import adapters_to_original, find_names
 
@@ -314,11 +314,11 @@ def test_the_adapter_of_an_expert_is_in_the_file_that_names_it(
     given: str, trained: list[str], first: str | None, second: str
 ) -> None:
     if first is not None:
-        assert lora.adapter_place(given, "transformer", trained) == first
-    assert lora.adapter_place(given, "transformer_2", trained) == second
+        assert adapter_place(given, "transformer", trained) == first
+    assert adapter_place(given, "transformer_2", trained) == second
 
 
 def test_the_only_trained_expert_takes_a_folder_of_peft(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
-    assert lora.adapter_place(str(tmp_path), "transformer_2", LOW) == str(tmp_path)
-    assert lora.adapter_place(str(tmp_path), "transformer_2", BOTH) == str(tmp_path / "transformer_2")
+    assert adapter_place(str(tmp_path), "transformer_2", LOW) == str(tmp_path)
+    assert adapter_place(str(tmp_path), "transformer_2", BOTH) == str(tmp_path / "transformer_2")

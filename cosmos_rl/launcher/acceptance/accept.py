@@ -14,6 +14,7 @@ from cosmos_rl.launcher.acceptance.media_size import media_problems
 from cosmos_rl.launcher.acceptance.optimizer import optimizer_problems
 from cosmos_rl.launcher.acceptance.paths import with_absolute_paths
 from cosmos_rl.launcher.acceptance.selection import Selection, select
+from cosmos_rl.launcher.acceptance.teachers import teacher_problems
 from cosmos_rl.launcher.geometry import find_geometry, frames_of
 from cosmos_rl.launcher.pipeline_files import PipelineFiles, Unknown, read_pipeline
 from cosmos_rl.launcher.pipeline_source import call_defaults, supports_recomputing
@@ -107,6 +108,7 @@ def find_problems(
         yield from _offload_problems(config, model.pipeline)
         yield from _payload_problems(config, model.pipeline)
         yield from _recorded_problems(config, model.pipeline)
+        yield from teacher_problems(config, model.pipeline)
     yield from optimizer_problems(config)
     if data is not None:
         yield from _data_problems(config, data)

@@ -19,7 +19,7 @@ from cosmos_rl.launcher.file_kinds import FileKind, find_kind
 from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
-from cosmos_rl.policy.config.plan import list_teachers
+from cosmos_rl.policy.config.plan import name_teachers
 from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
@@ -48,9 +48,7 @@ def inspect_environment(config: Config, data: DataForm | None) -> tuple[list[str
         problems += _DATA[data](config, notes)
     if job_kind(config).online:
         problems += _rewards(config) + _check_pair_folders(config, notes)
-        teacher = online_table(config).teacher
-        named = {"train.train_policy.teacher": teacher} if teacher else {}
-        for key, place in {**named, **list_teachers(online_table(config))}.items():
+        for key, place in name_teachers(online_table(config)).items():
             problems += _policy_place(key, place, adapter=config.policy.lora is not None)
     if config.policy.lora is not None and config.policy.lora.lora_path:
         problems += _policy_place("policy.lora.lora_path", config.policy.lora.lora_path, adapter=True)

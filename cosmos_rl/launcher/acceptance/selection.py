@@ -46,10 +46,10 @@ def select(config: Config, pipeline: PipelineFiles) -> Selection:
 
 
 def _select_adapters(lora: LoraConfig, shapes: Shapes, whole: int) -> Selection:
-    layers = _adaptable_layers(shapes)
+    layers = adaptable_layers(shapes)
     found = _find_targets(lora, layers)
-    adapted = {name for names in found.values() for name in names}
-    matrices = [matrix for name in adapted for matrix in _adapter_shapes(layers[name], _pick_rank(name, lora))]
+    ranks = adapter_ranks(lora, layers)
+    matrices = [matrix for name, rank in ranks.items() for matrix in _adapter_shapes(layers[name], rank)]
     size = sum(math.prod(matrix) for matrix in matrices)
     modules = _list_modules(shapes)
     problems = adapter_name_problems(lora.lora_names, modules)
@@ -71,7 +71,13 @@ def _list_modules(shapes: Shapes) -> set[str]:
     return {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
 
 
-def _adaptable_layers(shapes: Shapes) -> Shapes:
+def adapter_ranks(lora: LoraConfig, layers: Shapes) -> dict[str, int]:
+    """Those of the layers that get adapters, with their ranks."""
+    found = _find_targets(lora, layers)
+    return {name: _pick_rank(name, lora) for names in found.values() for name in names}
+
+
+def adaptable_layers(shapes: Shapes) -> Shapes:
     """Linear layers and two-dimensional convolutions."""
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
     return {name: shape for name, shape in weights.items() if len(shape) in (2, 4)}

@@ -200,6 +200,12 @@ def list_teachers(job: GrpoPolicyConfig) -> dict[str, str]:
     return places
 
 
+def name_teachers(job: GrpoPolicyConfig) -> dict[str, str]:
+    """All teachers, each once: its key and its place."""
+    common = {"train.train_policy.teacher": job.teacher} if job.teacher else {}
+    return common | list_teachers(job)
+
+
 def number_teachers(job: GrpoPolicyConfig) -> tuple[int, ...]:
     """Which reference each prompt set has: 0 that of all prompts, from 1 on those of `list_teachers`; empty: there is
     no other, or none is asked for."""

@@ -11,8 +11,8 @@ from cosmos_rl.policy.config.plan import (
     keeps_common_reference,
     keeps_reference,
     last_trained_step,
-    list_teachers,
     moves_reference,
+    name_teachers,
     samples_with_old,
     trained_steps,
 )
@@ -318,8 +318,7 @@ def _reference(job: GrpoPolicyConfig) -> Iterator[str]:
 def _teacher(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     """They are references, so something must be compared with them, and nothing else may take their place."""
     job_key, policy = "train.train_policy", config.policy
-    named = {f"{job_key}.teacher": job.teacher} if job.teacher else {}
-    named |= list_teachers(job)
+    named = name_teachers(job)
     if not named:
         return
     key, place = next(iter(named.items()))

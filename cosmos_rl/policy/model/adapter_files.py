@@ -4,12 +4,14 @@ Recognised by the names of their tensors: PEFT, diffusers (also its older names)
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cosmos_rl.errors import UserError
 from cosmos_rl.policy.model.original_names import Names, Pair, Rows, adapters_from_original, original_names
 
 _ENDINGS = (
@@ -26,6 +28,13 @@ _PREFIXES = re.compile(
     r"|lycoris_)+"
 )
 _TEXT = re.compile(r"(base_model\.model\.)?(text_encoder|te\d?\.|lora_te|lora_text|text_encoders)")
+
+PATH_KEY = "policy.lora.lora_path"
+_PEFT_FILE = "adapter_model.safetensors"
+_WORD = r"(?:(?<![A-Za-z])(?:high|low|HIGH|LOW)|High|Low)"
+_EXPERT_WORDS = (_WORD + r"(?=[-_. ]?[Nn](?:oise|OISE))", _WORD + r"(?![A-Za-z])")
+"""The word that names an expert of Wan 2.2 in the name of a file, as in `HighNoise`; else one that stands alone. Not
+that of `highlight` or `highres`."""
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """A library's way from the names of a file to those of PEFT, factors of tensors of alpha in the matrices."""
@@ -46,6 +55,53 @@ class FileAdapter:
     """Names of tensors that belong to no layer, or are of another kind of adapter."""
     of_text: Sequence[str]
     """Names of tensors that are for the text encoders."""
+
+
+def adapter_file(path: str, key: str = PATH_KEY) -> Path:
+    """The safetensors file of an exported adapter: the file itself, or the one in a folder.
+
+    Raises:
+        UserError: nothing there.
+    """
+    location = Path(path).expanduser()
+    tries = [location]
+    if location.suffix != ".safetensors":
+        names = ("model.safetensors", "pytorch_lora_weights.safetensors", _PEFT_FILE)
+        tries = [location / place / name for place in ("", "lora") for name in names]
+        alone = list(location.glob("*.safetensors"))
+        tries += alone if len(alone) == 1 else []
+    for candidate in tries:
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"{key} = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
+
+
+def adapter_place(exported: str, denoiser: str, trained: Collection[str]) -> str:
+    """Where an exported adapter, by file or folder, has the one of a denoiser.
+
+    Of several experts a file has the one that its name says, ``high_noise`` or ``low_noise``, and the other one's is
+    next to it; a name that says none is each one's. The only trained expert takes any file, and the folder of PEFT, of
+    which several have one each.
+
+    Args:
+        exported: ``policy.lora.lora_path``.
+        denoiser: ``transformer`` or ``transformer_2``.
+        trained: all trained ones.
+    """
+    path = Path(exported)
+    if path.suffix != ".safetensors":
+        of_peft = len(trained) == 1 and (path.expanduser() / _PEFT_FILE).is_file()
+        own = (path.expanduser() / denoiser / _PEFT_FILE).is_file()  # of several experts each has a folder there
+        return exported if not own and (denoiser == "transformer" or of_peft) else str(path / denoiser)
+    found = [match for word in _EXPERT_WORDS for match in list(re.finditer(word, path.name))[-1:]]
+    if len(trained) == 1 or not found:
+        return exported
+    match, wanted = found[0], "high" if denoiser == "transformer" else "low"
+    if match[0].isupper():
+        wanted = wanted.upper()
+    elif match[0].istitle():
+        wanted = wanted.title()
+    return str(path.with_name(path.name[: match.start()] + wanted + path.name[match.end() :]))
 
 
 def read_tensors(tensors: Mapping[str, Tensor], class_name: str, rows: Rows, convert: Convert | None) -> FileAdapter:
@@ -145,7 +201,16 @@ def _place(
     return placed | found, strangers
 
 
-def with_rank(pair: Pair, rank: int) -> Pair:
+def fit_pairs(found: FileAdapter, ranks: Mapping[str, int]) -> dict[str, Pair]:
+    """The matrices of a file for a transformer whose adapters have these ``ranks``, without what is zero.
+
+    A joined layer of a file, such as qkv, has zeros for the parts that were not adapted.
+    """
+    pairs = {layer: pair for layer, pair in found.pairs.items() if layer in ranks or pair[1].any()}
+    return {layer: _with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in pairs.items()}
+
+
+def _with_rank(pair: Pair, rank: int) -> Pair:
     """The same product with fewer columns, where the others are zero: what is left of a joined adapter's part."""
     down, up = pair
     if down.shape[0] <= rank:

@@ -4,20 +4,21 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
-from cosmos_rl.policy.model.adapter_files import Convert, FileAdapter, read_tensors, with_rank
+from cosmos_rl.policy.model.adapter_files import PATH_KEY, Convert, FileAdapter, adapter_file, fit_pairs, read_tensors
 from cosmos_rl.storage.weight_files import open_weights, read_table
 from cosmos_rl.utils.logging import logger
 
@@ -161,67 +162,22 @@ def fold_config(peft_config: Any) -> dict[str, Any]:
     return table | same
 
 
-_PATH_KEY = "policy.lora.lora_path"
-_PEFT_FILE = "adapter_model.safetensors"
-_WORD = r"(?:(?<![A-Za-z])(?:high|low|HIGH|LOW)|High|Low)"
-_EXPERT_WORDS = (_WORD + r"(?=[-_. ]?[Nn](?:oise|OISE))", _WORD + r"(?![A-Za-z])")
-"""The word that names an expert of Wan 2.2 in the name of a file, as in `HighNoise`; else one that stands alone. Not
-that of `highlight` or `highres`."""
-
-
-def adapter_file(path: str, key: str = _PATH_KEY) -> Path:
-    """The safetensors file of an exported adapter: the file itself, or the one in a folder.
-
-    Raises:
-        UserError: nothing there.
-    """
-    location = Path(path).expanduser()
-    tries = [location]
-    if location.suffix != ".safetensors":
-        names = ("model.safetensors", "pytorch_lora_weights.safetensors", _PEFT_FILE)
-        tries = [location / place / name for place in ("", "lora") for name in names]
-        alone = list(location.glob("*.safetensors"))
-        tries += alone if len(alone) == 1 else []
-    for candidate in tries:
-        if candidate.is_file():
-            return candidate
-    raise UserError(f"{key} = {path!r}: no adapter there; looked for {', '.join(map(str, tries))}")
-
-
-def adapter_place(exported: str, denoiser: str, trained: Collection[str]) -> str:
-    """Where an exported adapter, by file or folder, has the one of a denoiser.
-
-    Of several experts a file has the one that its name says, ``high_noise`` or ``low_noise``, and the other one's is
-    next to it; a name that says none is each one's. The only trained expert takes any file, and the folder of PEFT, of
-    which several have one each.
-
-    Args:
-        exported: ``policy.lora.lora_path``.
-        denoiser: ``transformer`` or ``transformer_2``.
-        trained: all trained ones.
-    """
-    path = Path(exported)
-    if path.suffix != ".safetensors":
-        of_peft = len(trained) == 1 and (path.expanduser() / _PEFT_FILE).is_file()
-        own = (path.expanduser() / denoiser / _PEFT_FILE).is_file()  # of several experts each has a folder there
-        return exported if not own and (denoiser == "transformer" or of_peft) else str(path / denoiser)
-    found = [match for word in _EXPERT_WORDS for match in list(re.finditer(word, path.name))[-1:]]
-    if len(trained) == 1 or not found:
-        return exported
-    match, wanted = found[0], "high" if denoiser == "transformer" else "low"
-    if match[0].isupper():
-        wanted = wanted.upper()
-    elif match[0].istitle():
-        wanted = wanted.title()
-    return str(path.with_name(path.name[: match.start()] + wanted + path.name[match.end() :]))
-
-
-def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, convert: Convert | None = None) -> None:
+def warm_start(
+    transformer: Any,
+    adapter: str,
+    path: str,
+    key: str = PATH_KEY,
+    convert: Convert | None = None,
+    *,
+    frozen: bool = False,
+) -> None:
     """Load an adapter of any known form into ``adapter``; every weight must fit, and it keeps its strength.
 
     Args:
         key: the setting that names ``path``.
         convert: see ``read_tensors``.
+        frozen: what is loaded is not trained, so that it may have a lower rank and fewer layers: zeros for the rest
+            change no output.
 
     Raises:
         UserError: other modules, ranks or scales than the current adapter.
@@ -238,21 +194,31 @@ def warm_start(transformer: Any, adapter: str, path: str, key: str = _PATH_KEY, 
         )
     own, factors = adapter_state(transformer, adapter), scales(transformer, adapter)
     ranks = {name.removesuffix(_DOWN): value.shape[0] for name, value in own.items() if name.endswith(_DOWN)}
-    # a joined layer of a file, such as qkv, has zeros for the parts that were not adapted
-    pairs = {layer: pair for layer, pair in found.pairs.items() if layer in ranks or pair[1].any()}
-    pairs = {layer: with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in pairs.items()}
+    pairs = fit_pairs(found, ranks)
     weights = {layer + _DOWN: down for layer, (down, _) in pairs.items()}
     weights |= {layer + _UP: up for layer, (_, up) in pairs.items()}
+    if frozen:
+        weights |= {name: _fill_up(weights.get(name), value, int(name.endswith(_UP))) for name, value in own.items()}
     _require_fit(f"{key}: {file}", found, own, weights)
     stored = found.factors
-    if not stored and _is_folded(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}"):
-        stored = dict.fromkeys(factors, 1.0)
+    if not stored:
+        stored = _settle_factors(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}", frozen=frozen)
     for name, value in own.items():
         weight, layer = weights[name], name.removesuffix(_UP)
-        if name.endswith(_UP) and stored and stored[layer] != factors[layer]:
+        if name.endswith(_UP) and layer in stored and stored[layer] != factors[layer]:
             weight = weight.float() * (stored[layer] / factors[layer])
         copy_full(value, weight)
     logger.info(f"{key}: {file}: an adapter by the names of {found.form} for {len(pairs)} layers, all of them loaded")
+
+
+def _fill_up(found: torch.Tensor | None, own: torch.Tensor, dim: int) -> torch.Tensor:
+    """A matrix of an adapter with zeros up to the rank of ``own``, which is its size in ``dim``; zeros for none."""
+    if found is None:
+        return torch.zeros(own.shape)
+    lacks = own.shape[dim] - found.shape[dim] if found.ndim == own.ndim else 0
+    if lacks <= 0:
+        return found
+    return torch.cat([found, found.new_zeros(*found.shape[:dim], lacks, *found.shape[dim + 1 :])], dim)
 
 
 def layer_rows(transformer: Any) -> dict[str, int]:
@@ -296,6 +262,35 @@ def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if not sidecar.is_file():
         return {}
     return read_table(sidecar)
+
+
+def _settle_factors(
+    transformer: Any, adapter: str, stored: dict[str, Any], where: str, *, frozen: bool
+) -> dict[str, float]:
+    """Layer -> the factor that the matrices of a file need, by its table; empty where it is the adapter's.
+
+    Args:
+        stored: the table; empty where there is none.
+        where: the setting and the file, for messages.
+        frozen: see `warm_start`.
+
+    Raises:
+        UserError: the file says another factor than the adapter's, and not 1, and it is to be trained.
+    """
+    factors = scales(transformer, adapter)
+    if frozen and {"r", "lora_alpha"} <= stored.keys():
+        return {layer: _factor_of(stored, layer) for layer in factors}
+    return dict.fromkeys(factors, 1.0) if _is_folded(transformer, adapter, stored, where) else {}
+
+
+def _factor_of(table: Mapping[str, Any], layer: str) -> float:
+    """Alpha over rank of a layer by the table of an adapter, with PEFT's rule for its patterns."""
+    values: list[float] = []
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        own = table.get(pattern) or {}
+        values.append(own.get(get_pattern_key(list(own), layer), table[name]))
+    rank, alpha = values
+    return alpha / math.sqrt(rank) if table.get("use_rslora") else alpha / rank
 
 
 def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], where: str) -> bool:

@@ -24,6 +24,7 @@ from cosmos_rl.policy.config import DiffusersConfig, LoraConfig, PolicyConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.model_rules import switch_problems
 from cosmos_rl.policy.model import lora
+from cosmos_rl.policy.model.adapter_files import adapter_place
 from cosmos_rl.policy.model.base_offload import Place, find_resting, read_resting
 from cosmos_rl.policy.model.checkpointing import checkpoint_blocks
 from cosmos_rl.policy.model.context_parallel import split_over_peers
@@ -320,7 +321,7 @@ class PipelineModel(FlowModel):
             lora.initialise(self.transformer, self.lora_config, seed)
             if self.lora_config.lora_path:
                 for name, module in self.denoisers.items():
-                    folder = lora.adapter_place(self.lora_config.lora_path, name, self._trained)
+                    folder = adapter_place(self.lora_config.lora_path, name, self._trained)
                     lora.warm_start(module, self.primary_adapter, folder, convert=self._convert_adapter)
 
     def _load_sharded(self, name: str, module: Any, sharding: Sharding) -> None:
@@ -351,7 +352,8 @@ class PipelineModel(FlowModel):
         return converted
 
     def load_policy(self, place: str, key: str) -> None:
-        """Fill the trained weights from an exported adapter, or where all weights are trained from a pipeline folder.
+        """Fill the trained weights from an exported adapter of at most their ranks and layers, or where all weights are
+        trained from a pipeline folder: with what is only run.
 
         Args:
             key: the setting that names ``place``, for messages.
@@ -361,8 +363,8 @@ class PipelineModel(FlowModel):
         """
         for name, module in self.denoisers.items():
             if self.lora_config is not None:
-                own = lora.adapter_place(place, name, self._trained)
-                lora.warm_start(module, self.primary_adapter, own, key, self._convert_adapter)
+                own = adapter_place(place, name, self._trained)
+                lora.warm_start(module, self.primary_adapter, own, key, self._convert_adapter, frozen=True)
                 continue
             folder = Path(place).expanduser() / name
             if not folder.is_dir():

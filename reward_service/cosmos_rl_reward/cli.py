@@ -57,7 +57,7 @@ def _configuration(options: argparse.Namespace) -> ServiceConfig:
 def main(argv: list[str] | None = None) -> int:
     """Serve, or work for a service elsewhere, until SIGTERM."""
     options = _parser().parse_args(argv)
-    logs.set_up("service")
+    logs.set_up("service", above_table=True)
 
     def serve() -> int:
         config = _configuration(options)
@@ -81,7 +81,7 @@ def _work(config: ServiceConfig, rewards: list[str]) -> int:
     from cosmos_rl_reward.worker.host import Host
 
     open_spool(config).check()
-    uvloop.run(Host(config, config.external_broker, rewards).run())
+    uvloop.run(Host(config, config.external_broker, rewards).run(report=True))
     return 0
 
 

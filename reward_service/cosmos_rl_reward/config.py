@@ -162,6 +162,8 @@ class ServiceConfig(_Table):
     """Jobs of a reward without a worker fail after this long."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time for running jobs after SIGTERM."""
+    log_interval_s: float = Field(default=60.0, gt=0)
+    """Without a terminal the log has a line of progress so often, when something happened."""
 
     @field_validator("reward_args")
     @classmethod

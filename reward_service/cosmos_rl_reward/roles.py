@@ -14,7 +14,7 @@ from cosmos_rl_reward.errors import UserError
 def main() -> int:
     """Read the configuration from standard input and play the role named on the command line."""
     role, *arguments = sys.argv[1:]
-    logs.set_up(role)
+    logs.set_up(role, above_table=True)
     config = ServiceConfig.model_validate_json(sys.stdin.buffer.read())
     broker = os.environ["COSMOS_RL_REWARD_INTERNAL_BROKER"]
     gc.set_threshold(5_000, 20, 20)  # many short-lived objects per request, none of them in cycles

@@ -1,15 +1,21 @@
 """Runs the real service as a process tree, and talks to it as a client would."""
 
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import numpy as np
@@ -78,11 +84,14 @@ class Service:
         """Start it without workers, and wait for those elsewhere."""
         return self.start(extra=["--front-only"])
 
-    def start(self, ready: bool = True, extra: list[str] | None = None) -> "Service":
+    def start(
+        self, ready: bool = True, extra: list[str] | None = None, terminal: tuple[int, int] | None = None
+    ) -> "Service":
+        """Start it with its log in a file, or in a ``terminal`` of so many lines and columns, whose text gets there."""
         begin = self.log.stat().st_size if self.log.exists() else 0
         command = [sys.executable, "-m", "cosmos_rl_reward.cli", "--config", str(self.config)]
         command += ["--port", str(self.port), *(extra or [])]
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab") if terminal is None else self._open_terminal(*terminal) as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
         self.until(lambda: re.search(rb"listening on \S+:(\d+)", self._tail(begin)), 20, "the service listens")
         found = re.search(rb"listening on \S+:(\d+)", self._tail(begin))
@@ -92,6 +101,20 @@ class Service:
         if ready:
             self.until(lambda: self.get("/readyz").status_code == 200, 60, "all rewards are ready")
         return self
+
+    def _open_terminal(self, lines: int, columns: int) -> IO[bytes]:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+        def copy() -> None:
+            ended = contextlib.suppress(OSError)  # all who had it open have ended
+            with open(self.log, "ab", buffering=0) as log, open(ours, "rb", buffering=0) as screen, ended:
+                while piece := screen.read(2**16):
+                    log.write(piece)
+
+        self.copying = threading.Thread(target=copy, daemon=True)
+        self.copying.start()
+        return open(theirs, "wb", buffering=0)
 
     def _tail(self, begin: int) -> bytes:
         with open(self.log, "rb") as file:

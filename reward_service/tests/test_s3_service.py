@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -84,8 +85,11 @@ def test_latents_are_decoded_on_one_machine_and_scored_on_another(store, tmp_pat
     environment = {**store.environment, "COSMOS_RL_REWARD_BROKER_URL": broker}
     front, decoder, scorer = (Service(tmp_path / name, config, environment) for name in ("front", "decoder", "scorer"))
     latents = torch.randn(2, 16, 2, 4, 6, generator=torch.Generator().manual_seed(1)).half()
-    with worker(decoder, "_decode"), worker(scorer, "mock"), front.start_front_only():
+    with worker(decoder, "_decode") as (_, decoding_log), worker(scorer, "mock") as (_, log), front.start_front_only():
         job = front.submit(latents.numpy(), "mock", media_type="latent")
         scores = front.result(job, "mock", 60)["scores"]["mock"]
         front.until(lambda: not any(key.startswith("open/") for key in store.names()), 40, "latents are removed")
+    # each says what it has done itself
+    for path, text in ((decoding_log, "_decode 2 samples"), (log, "mock 2 samples"), (front.log, "mock 2 samples")):
+        assert len(re.findall(rf" INFO last \d+ s: {text}", path.read_text())) == 1
     np.testing.assert_allclose(scores, reference(vae, latents).mean((1, 2, 3, 4)) / 255, atol=2e-3)

@@ -31,6 +31,7 @@ from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.reconciler import Reconciler
 from cosmos_rl_reward.front.state import Front
 from cosmos_rl_reward.front.uploads import UploadReceiver, discard_body
+from cosmos_rl_reward.live_table import report_progress
 from cosmos_rl_reward.payload.errors import Refused
 from cosmos_rl_reward.store import add_threads, open_spool
 
@@ -104,8 +105,16 @@ async def _ignore_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # the client has disconnected
 
 
-def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of the front has failed", exc_info=error)
+
+
+def create_app(config: ServiceConfig, connect: Connect, report: bool = False) -> FastAPI:
     """The application; ``connect`` opens the queue and the event bus while it runs.
+
+    Args:
+        report: show progress on standard error.
 
     Raises:
         UserError: tokens are wrong or missing.
@@ -123,12 +132,17 @@ def create_app(config: ServiceConfig, connect: Connect) -> FastAPI:
             reconciler = Reconciler(tracker)
             with contextlib.suppress(Exception):  # the broker may come later
                 await reconciler.refresh()
-            reconciling = asyncio.create_task(reconciler.run())
+            background = [asyncio.create_task(reconciler.run())]
+            if report:
+                background.append(asyncio.create_task(report_progress(tracker.look, config.log_interval_s)))
+            for task in background:
+                task.add_done_callback(_log_failure)
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, app.state.front.drain)
             yield
-            reconciling.cancel()
-            await asyncio.gather(reconciling, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
 
     # ``/docs`` and ``/redoc`` would have browsers load scripts from foreign hosts; ``/openapi.json`` stays
     app = DirectApp(
@@ -162,7 +176,7 @@ def run_front(config: ServiceConfig, broker_url: str, listener: socket.socket) -
         async with EventBus(broker_url) as bus, StreamQueue(broker_url) as queue:
             yield queue, bus
 
-    uvicorn.Server(server_settings(config, create_app(config, connect))).run(sockets=[listener])
+    uvicorn.Server(server_settings(config, create_app(config, connect, report=True))).run(sockets=[listener])
 
 
 def server_settings(config: ServiceConfig, app: FastAPI) -> uvicorn.Config:

@@ -19,7 +19,8 @@ from cosmos_rl_reward.errors import StoreUnavailable
 from cosmos_rl_reward.front.metrics import Metrics
 from cosmos_rl_reward.front.recent import Recent
 from cosmos_rl_reward.payload.errors import Refused
-from cosmos_rl_reward.results import without_scores
+from cosmos_rl_reward.progress import RewardProgress, Snapshot, Totals
+from cosmos_rl_reward.results import SUCCEEDED, without_scores
 from cosmos_rl_reward.spool import Job, Spool
 from cosmos_rl_reward.store import call_spool
 from cosmos_rl_reward.worker.spec import DECODE_QUEUE, HOST
@@ -105,6 +106,7 @@ class JobTracker:
         self._waiters: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self.rates: dict[str, float] = {}  # jobs per second, about
         self.recent: dict[str, Recent] = collections.defaultdict(Recent)
+        self.totals: dict[str, Totals] = collections.defaultdict(Totals)
 
     def reserve(self) -> "Reservation":
         """Room for one job that is being received; use as a context manager."""
@@ -137,6 +139,13 @@ class JobTracker:
                 if status["state"] == state:
                     return state, status["reason"]
         return "absent", "no worker serves it yet"
+
+    def look(self) -> Snapshot:
+        """How far the rewards are."""
+        found = {}
+        for name in self.rewards:
+            found[name] = RewardProgress(*self.state(name), self.depth(name), self.totals[name])
+        return Snapshot(uptime(), found)
 
     def find_statuses(self, name: str) -> list[dict[str, Any]]:
         """What each host last published about a reward."""
@@ -254,7 +263,10 @@ class JobTracker:
         entry.missing.discard(reward)
         self._depth[reward] -= 1
         self.completed[reward] += 1
+        if event["state"] == SUCCEEDED:  # without these numbers when it was found in the spool
+            event = {"items": entry.job.count, "failed": 0, **event}
         self.metrics.count_finished(event)
+        self.totals[reward] = self.totals[reward].count(event)
         if "score_s" in event:
             self.recent[reward].add(uptime() - entry.since, event["items"], event.get("means", {}))
         if event.get("error"):

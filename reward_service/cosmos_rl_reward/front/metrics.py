@@ -44,6 +44,7 @@ class Metrics:
             self.stage.labels("wait", reward).observe(event["wait_s"])
             self.stage.labels("score", reward).observe(event["score_s"])
             self.batch.labels(reward).observe(event["batch"])
+        if "items" in event:
             self.items.labels(reward, "scored").inc(event["items"] - event["failed"])
             self.items.labels(reward, "failed").inc(event["failed"])
 

@@ -103,7 +103,7 @@ class Reconciler:
         for job_id, reward, data in self.tracker.spool.find_results(wanted):
             result = json.loads(data)
             known = {key: result[key] for key in ("state", "error") if key in result}
-            found.append({"id": job_id, "reward": reward, **known})
+            found.append({"id": job_id, "reward": reward, "failed": len(result.get("item_errors", ())), **known})
         return found
 
     def _record_health(self, now: float) -> None:

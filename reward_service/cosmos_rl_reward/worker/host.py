@@ -1,6 +1,7 @@
 """The host process: takes jobs from the broker and has them scored by the replicas it runs."""
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
@@ -12,8 +13,11 @@ from typing import Any
 
 from cosmos_rl_reward.broker.event_bus import EventBus
 from cosmos_rl_reward.broker.queue import Control, StreamQueue
+from cosmos_rl_reward.clock import uptime
 from cosmos_rl_reward.config import RESTARTS_VARIABLE, RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.live_table import report_progress
+from cosmos_rl_reward.progress import RewardProgress, Snapshot, Totals
 from cosmos_rl_reward.store import add_threads, open_spool
 from cosmos_rl_reward.worker import process_tree
 from cosmos_rl_reward.worker.pool import Pool
@@ -66,10 +70,15 @@ class Host:
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
             self._specs.append(make_decode_spec(config))
         self._controls: dict[str, Control] = {}
+        self._totals: dict[str, Totals] = collections.defaultdict(Totals)
         self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
-    async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then finish running jobs within ``drain_s`` and requeue the rest."""
+    async def run(self, report: bool = False) -> None:
+        """Serve until SIGTERM or SIGINT; then finish running jobs within ``drain_s`` and requeue the rest.
+
+        Args:
+            report: show progress on standard error; where a front runs on this machine, that does it.
+        """
         add_threads(self.spool)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,8 +93,15 @@ class Host:
                 await queue.put(name, [job_id])
 
             events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-            pools = [Pool(spec, self.spool, events.put, requeue) for spec in self._specs]
+
+            async def announce(event: dict[str, Any]) -> None:
+                self._totals[event["reward"]] = self._totals[event["reward"]].count(event)
+                await events.put(event)
+
+            pools = [Pool(spec, self.spool, announce, requeue) for spec in self._specs]
             parts = [self._publish_status(bus, pools), _publish_events(bus, events), _reap()]
+            if report:
+                parts.append(report_progress(lambda: self._look(pools), self.config.log_interval_s))
             background = [asyncio.create_task(part) for part in (*parts, *(pool.serve() for pool in pools))]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
             stopping = asyncio.create_task(stop.wait())
@@ -98,6 +114,13 @@ class Host:
                 await self._drain(consumers)
                 await _end([stopping, *background])
                 await asyncio.to_thread(process_tree.kill_descendants)
+
+    def _look(self, pools: Sequence[Pool]) -> Snapshot:
+        found = {}
+        for pool in pools:
+            name, health = pool.spec.name, pool.health
+            found[name] = RewardProgress(health.state, health.reason, None, self._totals[name])
+        return Snapshot(uptime(), found)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
         for control in self._controls.values():

@@ -262,6 +262,16 @@ def _list_folders(place: Path) -> list[str]:
     return [name for name in names if name not in EMBEDDINGS]
 
 
+def find_info_problem(path: Path) -> str:
+    """Why nothing can be read from a file that may be meant as a wdinfo file; empty: it can, or has another ending."""
+    if path.suffix != ".json":
+        return ""
+    try:
+        return parse_json(path.read_bytes())[1] or ""
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+
+
 def _read_info(path: Path) -> Mapping[str, object] | None:
     """What a wdinfo file holds; None: it is something else, such as a list of prompts."""
     try:

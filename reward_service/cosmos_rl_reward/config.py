@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cosmos_rl_reward.errors import UserError
+from cosmos_rl_reward.text_files import read_text
 
 PACKAGED = Path(__file__).parent / "configs" / "rewards.toml"
 STORE_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9._/-]*))?")
@@ -207,7 +208,7 @@ def load(path: Path | None, **overrides: Any) -> ServiceConfig:
     """
     path = path or PACKAGED
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the path of a rewards.toml with --config") from error
     except tomllib.TOMLDecodeError as error:

@@ -94,6 +94,21 @@ def test_files_that_are_not_there_or_not_toml(tmp_path):
         load(tmp_path / "bad.toml")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        ("utf-16-le", "has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
+        ("utf-16", r"is not UTF-8 text \(byte 0xff at position 0\), but perhaps UTF-16; save it as UTF-8"),
+    ],
+)
+def test_a_file_in_another_encoding_is_named(tmp_path, encoding, words):
+    (tmp_path / "my.toml").write_bytes("port = 8080\n".encode(encoding))
+    with pytest.raises(UserError, match=rf"my\.toml: {words}"):
+        load(tmp_path / "my.toml")
+    (tmp_path / "my.toml").write_bytes("port = 8080\n".encode("utf-8-sig"))  # as Windows editors save it
+    assert load(tmp_path / "my.toml").port == 8080
+
+
 def test_environment_and_broker(monkeypatch):
     monkeypatch.delenv("COSMOS_RL_REWARD_BROKER_URL", raising=False)
     assert build({}, "test").external_broker == ""

@@ -19,6 +19,14 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig, load_config
 from tests.support import patience
 from tests.support.rights import without_rights
 
+KEY = "train.train_policy.dataset.local_dir"
+UTF_16 = {
+    "utf-16": "is not UTF-8 text but UTF-16; save it as UTF-8",
+    "utf-16-le": "has null characters, as UTF-16 without a byte order mark; save it as UTF-8",
+    "utf-16-be": "has null characters, as UTF-16 without a byte order mark; save it as UTF-8",
+}
+"""Encodings, and what is said of a file that has them."""
+
 
 def problems(config: Config) -> list[str]:
     """Of a configuration whose data a script brings."""
@@ -120,6 +128,26 @@ def test_folders_of_another_kind_are_described(
     message = capsys.readouterr().err
     assert "exported pipelines are under safetensors/step_<N>" in message
     assert "found 1 .jpg, 1 folders (videos)" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        *(
+            (json.dumps({"root": ".", "data_list": ["0.tar"]}).encode(encoding), why)
+            for encoding, why in UTF_16.items()
+        ),
+        (b'{"root": ".", "data_list": [', "is not valid JSON (Expecting value: line 1 column 29 (char 28))"),
+        (b'[{"prompt": "a"}]', "is a file"),
+    ],
+)
+def test_a_wdinfo_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+    place = tmp_path / "wdinfo.json"
+    place.write_bytes(content)
+    config = Config.from_dict({"train": {"train_policy": {"type": "sft", "dataset": {"local_dir": str(place)}}}})
+    found, _ = inspect_environment(config, "pairs")
+    wanted = f'{KEY} = "{place}": {why}; give the folder of the images, a .tar, or a wdinfo file, '
+    assert [line.partition(wanted)[:2] for line in found if KEY in line] == [("", wanted)]
 
 
 def pixels(file: Path) -> bytes:
@@ -234,6 +262,10 @@ def test_a_file_of_rewards_is_found_from_any_folder_and_a_missing_one_is_named(
     (tmp_path / "my_reward.py").write_text("def red(image) return 1.0\n")
     assert all('"my_reward.py:red": my_reward.py, line 1: expected' in line for line in problems(config))
     assert len(problems(config)) == 2
+    for encoding, why in UTF_16.items():
+        (tmp_path / "my_reward.py").write_bytes("def red(image): return 1.0\n".encode(encoding))
+        assert all(line.endswith(f'"my_reward.py:red": my_reward.py {why}') for line in problems(config))
+        assert len(problems(config)) == 2
     (tmp_path / "my_reward.py").write_text("import functools\nred = functools.partial(max, 1.0)\n")
     assert problems(config) == []
     found = with_absolute_paths(config)

@@ -12,8 +12,8 @@ from cosmos_rl.data.preference_files import is_preference_table, load_preference
 from cosmos_rl.data.prompt_sets import PromptSource, list_sources, name_set, prompt_file
 from cosmos_rl.data.prompt_sizes import SIZED_SETS, list_sizes
 from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
-from cosmos_rl.data.shards import INFO, is_shard_file
-from cosmos_rl.errors import UserError
+from cosmos_rl.data.shards import INFO, find_info_problem, is_shard_file
+from cosmos_rl.errors import UserError, explain_decoding
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
 from cosmos_rl.launcher.file_kinds import FileKind, find_kind
 from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
@@ -25,6 +25,7 @@ from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
 from cosmos_rl.storage.cache_folder import place_tensors
 from cosmos_rl.storage.disk import find_closed_folder, require_writable
+from cosmos_rl.text_files import decode_text
 from cosmos_rl.tracking.loggers import require_installed
 
 _HUB_TIMEOUT_S = 5.0
@@ -147,7 +148,12 @@ def _reward_file(key: str, place: str) -> list[str]:
     if not path.is_file():
         return [f'{key}: "{place}": {path.absolute()} does not exist']
     try:
-        found = list(_names(ast.parse(path.read_bytes())))
+        content = path.read_bytes()
+        if b"\0" in content:
+            decode_text(content)
+        found = list(_names(ast.parse(content)))
+    except UnicodeDecodeError as error:
+        return [f'{key}: "{place}": {path} {explain_decoding(error)}']
     except SyntaxError as error:
         return [f'{key}: "{place}": {path}, line {error.lineno}: {error.msg}']
     if name in found or "*" in found:
@@ -335,7 +341,8 @@ def _pairs(config: Config, table: str, folder: str, notes: list[str]) -> list[st
     if missing := _missing(key, folder):
         return missing
     if not path.is_dir() and not is_shard_file(path):
-        return [f'{key} = "{folder}": is a file; give the folder of the images, a .tar, or {INFO}']
+        why = find_info_problem(path) or "is a file"
+        return [f'{key} = "{folder}": {why}; give the folder of the images, a .tar, or {INFO}']
     try:
         left_out = load_pairs(path, video=config.policy.diffusers.is_video)[2]
     except UserError as error:

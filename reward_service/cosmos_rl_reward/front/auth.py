@@ -8,6 +8,7 @@ from pathlib import Path
 from cosmos_rl_reward.config import LOOPBACK, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.payload.errors import Refused
+from cosmos_rl_reward.text_files import read_text
 
 SCOPES = ("submit", "read", "admin")
 ENVIRONMENT = "COSMOS_RL_REWARD_TOKENS"
@@ -62,7 +63,7 @@ class Auth:
             status = self._file.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if stamp != self._stamp:
-                tokens = parse_tokens(self._file.read_text(encoding="utf-8"), str(self._file))
+                tokens = parse_tokens(read_text(self._file), str(self._file))
                 if not tokens:
                     raise UserError(f"token_file {self._file}: holds no token")
                 self._tokens, self._stamp = {**self._environment, **tokens}, stamp

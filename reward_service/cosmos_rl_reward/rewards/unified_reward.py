@@ -14,6 +14,7 @@ from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoin
 from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, score_samples
 from cosmos_rl_reward.rewards.special_tokens import read_constants
 from cosmos_rl_reward.rewards.weights import download_text
+from cosmos_rl_reward.text_files import read_text
 
 _TEMPLATE = Path(__file__).parent / "unified_reward.txt"
 _PUBLISHED = "point_score_image_generation.py"
@@ -89,7 +90,7 @@ class UnifiedReward(BaseRewardHandler):
         if path.suffix == ".py":  # the image is sent as a part of its own
             self._template = read_constants(path, "question")[0].removeprefix("<image>").lstrip()
         else:
-            self._template = path.read_text(encoding="utf-8")
+            self._template = read_text(path)
         if "{prompt}" not in self._template:
             raise NotReady(f"reward_args.options.template: {path} has no {{prompt}}")
         try:

@@ -1,6 +1,5 @@
 """With ``train.rank_invariant`` reinforcement learning has the same bits on any number of ranks."""
 
-import json
 import shutil
 import signal
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from tests.support.kills import newest_step
 from tests.support.nft_runs import Job, forked, nft_toml, nft_trainer, run_forked
 from tests.support.pairs import marked_folder
 from tests.support.patience import wait_until
-from tests.support.states import assert_same_state, saved_state
+from tests.support.states import assert_same_bits
 from tests.support.toy_models import PlaneModel
 from tests.support.toy_tasks import POINT, bump, toy_config, toy_trainer
 
@@ -36,28 +35,14 @@ PER_STEP = 8
 """Samples of an optimiser step at most; 16 are made in a training step."""
 UNEVEN = "--train.train_policy.learnt_share=0.7"
 """11 of 16 samples are learnt from, in optimiser steps of 6 and 5, which neither 2 nor 4 ranks share evenly."""
-OF_A_RANK = ("time/", "perf/", "gpu/", "train/nfe")
-"""Metrics of the machine, and evaluations of the network, which count samples that only fill up."""
+OF_A_RANK = "train/nfe"
+"""Evaluations of the network, which count samples that only fill up."""
 VALIDATION = (
     "--validation.enable=true",
     "--validation.freq=2",
     "--validation.n_generation=2",
     "--train.ema_enable=true",
 )
-
-
-def assert_same_bits(run: Path, reference: Path, steps: int) -> None:
-    """Weights, moments, averages, kept policies and the guard's samples after the last step; all logged numbers."""
-    assert_same_state(saved_state(run, steps), saved_state(reference, steps))
-    assert len(logged(run)) == steps
-    assert logged(run) == logged(reference)
-
-
-def logged(run: Path) -> list[str]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all("train/loss_mean" in line and "reward/mean" in line for line in lines)
-    kept = [{key: value for key, value in line.items() if not key.startswith(OF_A_RANK)} for line in lines]
-    return [json.dumps(line) for line in kept]
 
 
 def build_jobs(folder: Path, base: Path, images: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
@@ -117,9 +102,9 @@ def test_shards_and_replicas_have_the_bits_of_one_rank(tmp_path: Path, tiny_sd3:
     run_forked([job(what, 2) for what in jobs], 2, tmp_path)
     run_forked([job("nft", 4), job("ddrl", 4, 2), job("gated", 4, 4)], 4, tmp_path)
     for what in jobs:
-        assert_same_bits(tmp_path / f"{what}_2_1", tmp_path / f"{what}_1_1", steps)
+        assert_same_bits(tmp_path / f"{what}_2_1", tmp_path / f"{what}_1_1", steps, OF_A_RANK)
     for what, replicas in (("nft", 1), ("ddrl", 2), ("gated", 4)):
-        assert_same_bits(tmp_path / f"{what}_4_{replicas}", tmp_path / f"{what}_1_1", steps)
+        assert_same_bits(tmp_path / f"{what}_4_{replicas}", tmp_path / f"{what}_1_1", steps, OF_A_RANK)
 
 
 @pytest.mark.zoo
@@ -145,7 +130,7 @@ def test_an_expert_that_no_sample_calls_stays_as_it_is_where_a_rank_is_filled_up
     }
     for ranks, job in jobs.items():
         run_forked([job], ranks, tmp_path)
-    assert_same_bits(jobs[2].folder, jobs[1].folder, 6)
+    assert_same_bits(jobs[2].folder, jobs[1].folder, 6, OF_A_RANK)
 
 
 @pytest.mark.process
@@ -167,7 +152,7 @@ def test_killed_on_two_ranks_both_two_and_one_end_with_the_bits_of_one(tmp_path:
     run_forked([Job(config, killed, two, saved)], 2, tmp_path)
     run_forked([Job(config, moved, one, saved)], 1, tmp_path)
     for run in (killed, moved):
-        assert_same_bits(run, calm, steps)
+        assert_same_bits(run, calm, steps, OF_A_RANK)
 
 
 @pytest.mark.parametrize("trainer", ["diffusion_nft", "flow_grpo"])

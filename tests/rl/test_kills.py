@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.rl.test_flow_grpo_pipeline import LAGGED, flow_options
-from tests.rl.test_nft_resume import kept, logged
+from tests.rl.test_nft_resume import kept
 from tests.rl.test_teachers_of_sets import export_teachers, set_options
 from tests.support.kills import run_with_kills
 from tests.support.nft_runs import Job, nft_toml, run_forked
-from tests.support.states import assert_same_state, saved_state
+from tests.support.states import assert_same_state, logged_numbers, saved_state
 
 TOTAL = 9
 MOVING = ("--train.train_policy.kl_beta=0.1", "--train.train_policy.reference_reset_interval=4")
@@ -52,5 +52,5 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
     assert KEPT[name] in {key.split(".")[0] for key in end}
     assert_same_state(saved_state(killed, TOTAL), end)
     assert kept(killed, TOTAL) == kept(calm.folder, TOTAL)
-    assert logged(killed) == logged(calm.folder)
-    assert [line["step"] for line in logged(killed)] == list(range(1, TOTAL + 1))
+    assert logged_numbers(killed) == logged_numbers(calm.folder)
+    assert [line["step"] for line in logged_numbers(killed)] == list(range(1, TOTAL + 1))

@@ -10,11 +10,10 @@ import pytest
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.errors import UserError
-from cosmos_rl.tracking.metrics import read_metrics
 from tests.rl.test_flow_grpo_pipeline import WINDOW, ddrl_options, flow_options
 from tests.support.kills import run_with_kills
 from tests.support.nft_runs import Job, nft_toml, nft_train, prompt_file, run_forked
-from tests.support.states import assert_same_state, drop_steps_after, saved_state
+from tests.support.states import assert_same_state, drop_steps_after, logged_numbers, saved_state
 
 GUARDED = (
     "--train.ema_enable=true",
@@ -32,12 +31,6 @@ JOBS = {
     "copies": (False, ("--policy.diffusers.weight_copy_decay_type=1", "--train.ema_enable=false")),
     "hard copies, several steps": (False, ("--policy.diffusers.weight_copy_decay_type=0", *SEVERAL)),
 }
-
-
-def logged(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what a clock says."""
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
 
 
 def kept(run: Path, step: int) -> dict[str, Any]:
@@ -63,7 +56,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
     config = nft_toml(tmp_path, tiny_sd3, lora=lora)
     options = (*options_of(tmp_path, sets=name == "copies"), *given)
     run = nft_train(config, *options)
-    state, lines, progress = saved_state(run, 3), logged(run), kept(run, 3)
+    state, lines, progress = saved_state(run, 3), logged_numbers(run), kept(run, 3)
     assert {key.split(".")[0] for key in state} >= {"model", "optim", "old", "guard"}
     assert [line["step"] for line in lines] == [1, 2, 3]
     if name == "copies":
@@ -73,7 +66,7 @@ def test_a_resume_from_any_step_is_the_undisturbed_run(tmp_path: Path, tiny_sd3:
         nft_train(config, *options, resume=(run, step))
         assert_same_state(saved_state(run, 3), state)
         assert kept(run, 3) == progress
-        assert logged(run) == lines
+        assert logged_numbers(run) == lines
 
 
 def test_another_reward_is_reported_and_other_prompts_are_refused_on_resume(
@@ -127,8 +120,8 @@ def test_a_run_killed_at_random_moments_ends_like_the_undisturbed_one(
 
     assert_same_state(saved_state(killed, total), saved_state(calm.folder, total))
     assert kept(killed, total) == kept(calm.folder, total)
-    assert logged(killed) == logged(calm.folder)
-    assert [line["step"] for line in logged(killed)] == list(range(1, total + 1))
+    assert logged_numbers(killed) == logged_numbers(calm.folder)
+    assert [line["step"] for line in logged_numbers(killed)] == list(range(1, total + 1))
 
 
 def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, tiny_sd3: Path) -> None:

@@ -1,5 +1,6 @@
 """What runs leave behind: the tensors of their checkpoints and the numbers that they logged."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from cosmos_rl.checkpoint import layout
 from cosmos_rl.tracking.metrics import read_metrics
+
+_OF_THE_MACHINE = ("time/", "perf/", "gpu/")
+"""Beginnings of metrics that no two runs share."""
 
 
 def saved_state(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -26,6 +30,22 @@ def assert_same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
     assert one.keys() == other.keys()
     different = [key for key in one if not torch.equal(one[key], other[key])]
     assert different == []
+
+
+def logged_numbers(run: Path, *of_a_rank: str) -> list[dict[str, Any]]:
+    """What each step logged, without what the machine decides and metrics that begin with one of ``of_a_rank``."""
+    left_out = (*_OF_THE_MACHINE, *of_a_rank)
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.startswith(left_out)} for line in lines]
+
+
+def assert_same_bits(run: Path, reference: Path, steps: int, *of_a_rank: str) -> None:
+    """Every tensor of the checkpoint after ``steps`` steps, and as text every number that they logged."""
+    assert_same_state(saved_state(run, steps), saved_state(reference, steps))
+    found, expected = (logged_numbers(one, *of_a_rank) for one in (run, reference))
+    assert len(expected) == steps
+    assert all("train/loss_mean" in line for line in expected)
+    assert list(map(json.dumps, found)) == list(map(json.dumps, expected))
 
 
 def drop_steps_after(run: Path, step: int) -> None:

@@ -3,13 +3,13 @@ those of the class written by hand; the two always taken in turn."""
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks import nft_update as nft
+from benchmarks.timing import cpu_seconds, median_ratio, take_turns
 from cosmos_rl.data.given import text_of
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.model.diffusers.pipeline_model import PipelineModel
@@ -34,9 +34,7 @@ def measure() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = build("sd3", Path(folder) / "sd3", "unit", seed=0)
         driver = Driver(load_pipeline(str(path)), call={"max_sequence_length": 16})
-        started = time.process_time()
-        prove(driver)
-        probe = time.process_time() - started
+        probe = cpu_seconds(lambda: prove(driver))
         rows = [_overhead(driver, 1.0), _overhead(driver, 4.0), *compare_steps(Path(folder) / "steps")]
         return [*rows, ("driver: all checks on tiny SD3", f"{probe:.1f} s CPU", "<= 10 s")]
 
@@ -56,8 +54,8 @@ def _overhead(driver: Driver, guidance: float) -> tuple[str, str, str]:
         driver.velocity(x, level, cond, guidance)
 
     with torch.no_grad():
-        pairs = [(_seconds(driven), _seconds(bare)) for _ in range(ROUNDS)]
-    more = statistics.median(a - b for a, b in pairs)
+        times = take_turns({"driven": driven, "bare": bare}, ROUNDS)
+    more = statistics.median(a - b for a, b in zip(times["driven"], times["bare"], strict=True))
     return f"driver: velocity over bare call, guidance {guidance:g}", f"{1000 * more:.2f} ms CPU", "<= 2 ms"
 
 
@@ -72,12 +70,12 @@ def compare_steps(folder: Path) -> list[tuple[str, str, str]]:
     found = []
     for name, make in (("SFT", _sft_step), ("NFT", _nft_step)):
         by_hand, driven = (make(model) for model in models)
-        pairs = [(_seconds(driven), _seconds(by_hand)) for _ in range(STEPS + 1)][1:]  # the first warms up
+        times = take_turns({"driven": driven, "by hand": by_hand}, STEPS)
         ours, theirs = (nft.gradients(model) for model in reversed(models))
         apart = float((ours - theirs).norm() / theirs.norm())
         if apart > 1e-4:
             raise RuntimeError(f"{name}: gradients differ by {apart}")
-        ratio = statistics.median(a / b for a, b in pairs)
+        ratio = median_ratio(times["driven"], times["by hand"])
         found.append((f"driver: {name} step over the class written by hand", f"{ratio:.3f}", "<= 1.05"))
     return found
 
@@ -110,9 +108,3 @@ def _nft_step(model: PipelineModel) -> Callable[[], None]:
         )
 
     return step
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    started = time.process_time()
-    call()
-    return time.process_time() - started

@@ -6,9 +6,7 @@ reference are modules of their own. Ours leaves out what is not needed. Both mus
 """
 
 import copy
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import median_ratio, take_turns
 from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import DiffusersConfig, LoraConfig
@@ -182,16 +181,15 @@ def compared(folder: Path, setting: Setting) -> tuple[str, str, str]:
         )
 
     loops: dict[str, Callable[[], None]] = {"ours": ours, "plain": lambda: plain(setting.kl_beta)}
-    seen, found, times = {}, {}, {key: [] for key in loops}
-    for number in range(ROUNDS + 1):
-        for key in sorted(loops, reverse=number % 2 == 1):  # neither is always the first
-            model.num_evaluations, counter.rows = 0, 0
-            began = time.process_time()
-            loops[key]()
-            if number:  # the first round warms up
-                times[key].append(time.process_time() - began)
-            seen[key], found[key] = (counter.rows // len(rows.prompts), model.num_evaluations), gradients(model)
-    ratio = statistics.median(a / b for a, b in zip(times["ours"], times["plain"], strict=True))
+    seen, found = {}, {}
+
+    def note(key: str) -> None:
+        seen[key], found[key] = (counter.rows // len(rows.prompts), model.num_evaluations), gradients(model)
+        model.num_evaluations, counter.rows = 0, 0
+
+    model.num_evaluations, counter.rows = 0, 0
+    times = take_turns(loops, ROUNDS, after=note)
+    ratio = median_ratio(times["ours"], times["plain"])
     apart = float((found["ours"] - found["plain"]).norm() / found["plain"].norm())
     wanted = 1 + (not setting.old_is_current) + (setting.kl_beta > 0)
     if seen["ours"] != (wanted, (wanted + 2) * len(rows.prompts)) or seen["plain"][0] != 3 or apart > 1e-4:

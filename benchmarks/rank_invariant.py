@@ -1,15 +1,13 @@
 """What ``train.rank_invariant`` costs steps of fine-tuning and of DiffusionNFT: with and without it, taken in turn."""
 
 import itertools
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.images import write_images
-from benchmarks.sft_step import BATCH, ROUNDS, config_for, cpu_seconds, steps_of
+from benchmarks.sft_step import BATCH, ROUNDS, STEPS, config_for, steps_of
+from benchmarks.timing import median_ratio, take_turns
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config
@@ -60,16 +58,11 @@ def _nft_steps(config: Path, size: int, *, invariant: bool) -> Callable[[], obje
 
 
 def _compare(what: str, loops: Mapping[str, Callable[[], object]]) -> list[tuple[str, str, str]]:
-    times: dict[str, list[float]] = {key: [] for key in loops}
-    for round_number in range(ROUNDS + 1):
-        for key, loop in loops.items():
-            spent = cpu_seconds(loop)
-            if round_number:  # the first round warms up
-                times[key].append(spent)
+    times = take_turns(loops, ROUNDS, calls=STEPS)
     return [
         (
             f"{what} on one rank with rank_invariant, against {key} without it",
-            f"{statistics.median(np.array(times['with it']) / np.array(times[key])):.2f}",
+            f"{median_ratio(times['with it'], times[key]):.2f}",
             "none",
         )
         for key in ("samples one by one", "samples together")

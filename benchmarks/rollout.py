@@ -1,9 +1,7 @@
 """CPU time of our rollouts, in the calls that training makes by default, against the stock pipeline with as many
 images, evaluations and the same result."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from benchmarks.timing import median_ratio, take_turns
 from cosmos_rl.data.given import text_of
 from cosmos_rl.distributed import randomness
 from cosmos_rl.policy.config import Config, DiffusersConfig, rollout_chunk
@@ -88,13 +87,8 @@ def measure() -> list[tuple[str, str, str]]:
         loops = {"ours": ours(model), "stock": stock(pipeline)}
         apart = int((loops["ours"]().int() - loops["stock"]().int()).abs().max())
         evaluations = model.num_evaluations, rows_seen[0]
-        times: dict[str, list[float]] = {key: [] for key in loops}
-        for number in range(ROUNDS):
-            for key in sorted(loops, reverse=number % 2 == 1):  # neither is always the first
-                began = time.process_time()
-                loops[key]()
-                times[key].append(time.process_time() - began)
-    ratio = statistics.median(a / b for a, b in zip(times["ours"], times["stock"], strict=True))
+        times = take_turns(loops, ROUNDS, warm_up=0)  # both have run
+    ratio = median_ratio(times["ours"], times["stock"])
     what = f"rollout of {len(PROMPTS)} x {GROUP} samples, {STEPS} steps, against the stock pipeline"
     same = f"{evaluations[0]} and {evaluations[1]} evaluations, {apart} levels apart"
     return [(what, f"{ratio:.3f} ({same})", "<= 1.03, equal, <= 1")]

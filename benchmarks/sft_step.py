@@ -1,16 +1,14 @@
 """Time of our SFT step against a bare loop over the same transformer, blocks of steps taken in turn."""
 
 import itertools
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.images import write_images
+from benchmarks.timing import median_ratio, take_turns
 from cosmos_rl.data.local_pairs import LocalPairs
 from cosmos_rl.distributed.context import process_group
 from cosmos_rl.policy.config import Config
@@ -104,14 +102,6 @@ def steps_of(trainer: SFTTrainer) -> Callable[[], object]:
     return lambda: trainer.train_step(next(numbers))
 
 
-def cpu_seconds(step: Callable[[], object]) -> float:
-    """CPU time of a block of steps, per step."""
-    began = time.process_time()
-    for _ in range(STEPS):
-        step()
-    return (time.process_time() - began) / STEPS
-
-
 def measure() -> list[tuple[str, str, str]]:
     """Rows (what, result, target)."""
     with tempfile.TemporaryDirectory() as name, process_group("cpu") as context:
@@ -127,14 +117,9 @@ def measure() -> list[tuple[str, str, str]]:
             "ours, cached": steps_of(cached),
             "bare, nothing encoded": bare_loop(cached, pairs, encode=False),
         }
-        times: dict[str, list[float]] = {key: [] for key in loops}
-        for round_number in range(ROUNDS + 1):
-            for key, loop in loops.items():
-                spent = cpu_seconds(loop)
-                if round_number:  # the first round warms up
-                    times[key].append(spent)
+        times = take_turns(loops, ROUNDS, calls=STEPS)
     rows = []
     for ours, bare in (("ours", "bare, encoding"), ("ours, cached", "bare, nothing encoded")):
-        ratio = statistics.median(np.array(times[ours]) / np.array(times[bare]))
-        rows.append((f"SFT step, batch {BATCH}: {ours}, against a loop ({bare})", f"{ratio:.3f}", "<= 1.10"))
+        ratio = f"{median_ratio(times[ours], times[bare]):.3f}"
+        rows.append((f"SFT step, batch {BATCH}: {ours}, against a loop ({bare})", ratio, "<= 1.10"))
     return rows

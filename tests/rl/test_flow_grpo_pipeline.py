@@ -183,7 +183,8 @@ def test_real_samples_at_the_trained_steps(
     )
     trainer, sigmas = nft_trainer(nft_toml(tmp_path, tiny_sd3), *options), []
     assert trainer._data_loss is not None
-    start, all_levels = functools.partial(trainer._draw_start, Draws(42, 0)), trainer.model.sampling_levels(4)
+    all_levels = trainer.model.sampling_levels(4)
+    start = functools.partial(trainer._draw_start, Draws(42, 0), trainer._samples(0))
     both, first = (
         [float(share.detach()) for share in trainer._data_loss(0, 0, all_levels.rows(which), start)]
         for which in (torch.tensor([0, 1]), torch.tensor([0]))

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl.distributed.sharding import local_part, shard_like
@@ -43,15 +44,19 @@ class _SumsOverRanks(TorchFunctionMode):
 
     def __init__(self, param: DTensor) -> None:
         super().__init__()
-        self._mesh = param.device_mesh
-        self._placements = [Partial() if place.is_shard() else place for place in param.placements]
+        mesh = param.device_mesh
+        self._device = mesh.device_type
+        dims = [dim for dim, place in enumerate(param.placements) if place.is_shard() and mesh.size(dim) > 1]
+        self._groups = [mesh.get_group(dim) for dim in dims]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        if func is not Tensor.item:
+        if func is not Tensor.item or not self._groups:
             return value
-        part = torch.tensor(value, dtype=torch.float64, device=self._mesh.device_type)
-        return DTensor.from_local(part, self._mesh, self._placements, run_check=False).full_tensor().item()
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
+        return total.item()
 
 
 @contextlib.contextmanager

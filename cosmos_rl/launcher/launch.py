@@ -18,6 +18,7 @@ from cosmos_rl.launcher.ranks.alone import run_worker
 from cosmos_rl.launcher.ranks.nodes import JobEnded, JobPlan
 from cosmos_rl.launcher.ranks.output import redirect_output
 from cosmos_rl.launcher.ranks.signals import EXIT_USER_ERROR, StopRequest, listen
+from cosmos_rl.launcher.ranks.worker_script import python_call
 from cosmos_rl.policy.config import Config, load_config, notes, world_size
 from cosmos_rl.policy.config.jobs import SCRIPTS
 from cosmos_rl.policy.config.ranks import resolve_world_size
@@ -114,7 +115,7 @@ def _run(
     job_id: str = "",
 ) -> int:
     """Run this node's workers to their end."""
-    call = [sys.executable, *script, *command.script_args, "--config", str(run.next / run.config.name)]
+    call = python_call([*script, *command.script_args, "--config", str(run.next / run.config.name)])
     environment = {"COSMOS_RUN_DIR": str(run.root)}
     if command.debug:
         environment["COSMOS_LOG_LEVEL"] = "DEBUG"

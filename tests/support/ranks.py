@@ -3,9 +3,9 @@
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
+from cosmos_rl.launcher.ranks.worker_script import python_call
 from tests.support.paths import ROOT
 from tests.support.patience import exit_code
 
@@ -21,7 +21,7 @@ def train_on_ranks(
     """Train with ``count`` ranks into ``folder``; the folder. Fails with the first failing rank's output."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    command = [sys.executable, "-m", module, str(config), str(folder), str(resume_step), *overrides]
+    command = python_call(["-m", module, str(config), str(folder), str(resume_step), *overrides])
     processes = []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in range(count):

@@ -1,0 +1,63 @@
+"""How a worker's script is run, and how its process ends: as under python itself, but no thread can abort it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.ranks.worker_script import python_call
+from tests.support.launched import Place
+
+COMPUTING = """
+import threading, torch
+def compute():
+    x = torch.ones(100)
+    while True:
+        x + x
+        computing.set()
+computing = threading.Event()
+threading.Thread(target=compute, daemon=True).start()
+computing.wait()
+"""
+
+
+def ends(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Exit code, output, and the last line of the errors."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import sys; print(sys.argv[1:], sys.path, __name__, __file__)",
+        "raise SystemExit",
+        "raise SystemExit(75)",
+        "raise SystemExit(-1)",
+        "raise SystemExit('no images')",
+        "raise ValueError('boom')",
+        "raise KeyboardInterrupt",
+        "import atexit; atexit.register(print, 'last'); print('first', end=' ')",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('awaited'))).start()",
+        "import ctypes; ctypes.CDLL(None).puts(b'of a library')",
+        "import multiprocessing as m\nif __name__ == '__main__':\n    p = m.get_context('spawn').Process(target=print, "
+        "args=('a child',))\n    p.start()\n    p.join()\n    raise SystemExit(p.exitcode)",
+    ],
+)
+@pytest.mark.parametrize("call", [["script.py"], ["-m", "script"]])
+def test_a_script_runs_and_ends_as_under_python(tmp_path: Path, body: str, call: list[str]) -> None:
+    (tmp_path / "script.py").write_text(body)
+    if call[0] == "script.py":
+        call = [str(tmp_path / "script.py")]  # as the launcher names it
+    expected = ends([sys.executable, *call, "--a", "b"], tmp_path)
+    assert ends(python_call([*call, "--a", "b"]), tmp_path) == expected
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("body", "code"), [("return 0", 0), ("return 75", 75), ("raise UserError('no images')", 2)])
+def test_a_thread_that_computes_aborts_no_worker_that_ends(place: Place, body: str, code: int) -> None:
+    _, script = place
+    script(COMPUTING + f"def body(stop):\n    {body}\nsupervise(body)\n")
+    assert main(["--config", "run.toml", "worker.py"]) == code

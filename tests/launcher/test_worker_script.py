@@ -1,12 +1,14 @@
-"""How a worker's script is run, and how its process ends: as under python itself, but no thread can abort it."""
+"""How a worker's script runs, and how worker and launcher end: as python does, but no thread aborts them."""
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.ranks.signals import StopRequest
 from cosmos_rl.launcher.ranks.worker_script import python_call
 from tests.support.launched import Place
 
@@ -61,3 +63,12 @@ def test_a_thread_that_computes_aborts_no_worker_that_ends(place: Place, body: s
     _, script = place
     script(COMPUTING + f"def body(stop):\n    {body}\nsupervise(body)\n")
     assert main(["--config", "run.toml", "worker.py"]) == code
+
+
+@pytest.mark.zoo
+def test_no_thread_of_the_launcher_outlives_the_ranks() -> None:
+    from cosmos_rl.launcher.ranks.agent import run_workers
+
+    before = set(threading.enumerate())
+    run_workers([sys.executable, "-c", ""], environment={}, stop=StopRequest(), nproc=2)
+    assert set(threading.enumerate()) <= before

@@ -54,6 +54,9 @@ def run_workers(
         except RendezvousError as error:
             reason = str(error) or "the nodes did not join again in time"
             raise JobEnded(EXIT_FAILED, f"the nodes lost each other: {reason}") from error
+        finally:
+            if coordinator is None:  # other nodes may still need it
+                handler.shutdown()  # ends its thread, which must not be in torch while the launcher ends
         failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
         code, failure = outcome(stop, exit_file, {rank: failed.exitcode for rank, failed in failures})
         if coordinator is not None and (result.is_failed() or failure):

@@ -59,12 +59,10 @@ class ModelRegistry:
         """The class registered for a pipeline class name, else the one that drives the pipelines of diffusers.
 
         Raises:
-            UserError: nothing is registered for it, and diffusers has no such class either.
+            UserError: nothing is registered for it, and diffusers has no such class either or cannot import it.
         """
-        import diffusers
-
         broken = _discover()
-        if pipeline_class not in cls._models and isinstance(getattr(diffusers, pipeline_class, None), type):
+        if pipeline_class not in cls._models and _is_stock(pipeline_class):
             from cosmos_rl.policy.model.driver.model import DrivenModel  # it is built on classes that import this file
 
             return cls._driven.get(pipeline_class, DrivenModel)
@@ -88,9 +86,10 @@ class ModelRegistry:
         Raises:
             UserError: no pipeline at that place, or no class for it.
         """
+        name, revision = _locate(config), config.policy.model_revision
+        _discover()  # before diffusers is imported, as it hides packages from it
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-        name, revision = _locate(config), config.policy.model_revision
         try:
             index: Any = DiffusionPipeline.load_config(name, revision=revision)
         except (OSError, ValueError) as error:
@@ -139,6 +138,25 @@ def _locate(config: Config) -> str:
 def _origin(model: type) -> tuple[str, str]:
     """Where a class was written: one class imported twice (as script and as module) is still one class."""
     return inspect.getfile(model), model.__qualname__
+
+
+def _is_stock(pipeline_class: str) -> bool:
+    """Whether diffusers has the class.
+
+    Raises:
+        UserError: it has, and a package that the class imports fails.
+    """
+    import diffusers
+    import torch
+
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # what it imports may turn gradients off for good
+            return isinstance(getattr(diffusers, pipeline_class, None), type)
+    except RuntimeError as error:
+        raise UserError(
+            f"{pipeline_class}: diffusers cannot import it ({str(error).splitlines()[-1]}): "
+            "install what is missing, or uninstall the package that asks for it"
+        ) from error
 
 
 def _discover() -> tuple[str, ...]:

@@ -10,9 +10,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_NEVER_USED = ("torchao", "boto3", "onnxruntime")
+_NEVER_USED = ("torchao", "boto3", "onnxruntime", "cosmos_guardrail")
 """The libraries import these where they are installed: for quantised or translated checkpoints, which are not trained
-here, and for a cloud's command line. Some print warnings."""
+here, for a cloud's command line, and to check what Cosmos makes. Some print warnings; the last one turns off all
+gradients when it is imported, and fails without further packages."""
 _RARELY_USED = ("scipy", "scipy.optimize", "scipy.stats")
 """For losses of detection models, and for noise levels that are spaced as quantiles of a distribution."""
 

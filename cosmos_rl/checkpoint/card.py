@@ -26,7 +26,9 @@ _PACKAGES = ("cosmos_rl", "torch", "diffusers", "transformers", "peft")
 _PRIVATE = {"custom", "redis", "eth_ips"}  # a user's own table may hold anything, the others name machines
 
 
-def write_card(export: Path, config: Config, media: Path, *, step: int, repository: str | None = None) -> None:
+def write_card(
+    export: Path, config: Config, media: Path, *, step: int, repository: str | None = None, guardrail: bool = False
+) -> None:
     """Write the card of the export of ``step`` and copies of up to four of its newest validation images next to it.
 
     Args:
@@ -35,6 +37,7 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         media: the run's folder of images.
         step: steps that the run has done.
         repository: where the export will be found; None: the snippet names the folder in words.
+        guardrail: whether diffusers builds the pipeline with the guardrail of Cosmos.
     """
     images = _find_newest_images(media / "validation", step)
     shutil.rmtree(export / "media", ignore_errors=True)
@@ -47,6 +50,7 @@ def write_card(export: Path, config: Config, media: Path, *, step: int, reposito
         diffusers=config.policy.diffusers,
         lora=config.policy.lora,
         step=step,
+        guardrail=guardrail,
         here=repository or "path/to/this/folder",
         first=(export / "model.safetensors").is_file() or not (export / "transformer_2").is_dir(),
         second=(export / "transformer_2").is_dir(),

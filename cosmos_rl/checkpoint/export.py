@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,9 @@ class PipelineExport:
     """Local folder of the base pipeline."""
     sampling: Mapping[str, Any]
     """Arguments with which the pipeline's call samples as it was trained."""
+    absent: Collection[str]
+    """Components of the base that the export is without. The pipeline's class makes them, or the caller gives them:
+    diffusers refuses an index that names them, as their packages are not its own."""
 
     def write(self, step_dir: Path) -> None:
         """Write the pipeline folder ``step_dir``, whole or not at all.
@@ -112,10 +115,11 @@ class PipelineExport:
         earlier = _find_earlier_export(step_dir)
         with atomic.staging(step_dir) as stage:
             index = read_table(self.base_folder / "model_index.json")
-            shutil.copyfile(self.base_folder / "model_index.json", stage / "model_index.json")
-            for name, value in index.items():
+            left = {name: value for name, value in index.items() if name not in {*self.weights, *self.absent}}
+            self._write_index(index, stage / "model_index.json")
+            for name, value in left.items():
                 part = self.base_folder / name
-                if name not in self.weights and isinstance(value, list) and part.is_dir():
+                if isinstance(value, list) and part.is_dir():
                     _copy_part(part, stage / name, earlier and earlier / name)
             _write_sampling(stage, self.sampling)
             for name, weights in self.weights.items():
@@ -126,6 +130,14 @@ class PipelineExport:
                 for file in (stage / name).iterdir():
                     atomic.share(file)  # safetensors makes files that only their owner can read
         logger.info(f"[Policy] Pipeline exported to {step_dir.absolute()}")
+
+    def _write_index(self, index: Mapping[str, Any], target: Path) -> None:
+        """The base's own file, unless it names what is absent."""
+        changed = {**index, **{name: [None, None] for name in self.absent if name in index}}
+        if changed == index:
+            shutil.copyfile(self.base_folder / "model_index.json", target)
+        else:
+            target.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:

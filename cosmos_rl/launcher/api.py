@@ -77,19 +77,32 @@ class FinishedRun:
         return step_dir(exports, steps[-1])
 
     def pipeline(self, **keywords: Any) -> Any:
-        """The result as a plain diffusers pipeline; `keywords` go to `DiffusionPipeline.from_pretrained`."""
+        """The result as a plain diffusers pipeline; `keywords` go to `DiffusionPipeline.from_pretrained`.
+
+        Raises:
+            UserError: it has a part, such as the guardrail of Cosmos, that is hidden from diffusers in this process and
+                that no keyword gives.
+        """
         import cosmos_rl.policy.model.diffusers  # noqa: F401 (first: diffusers prints of torchao where it finds it)
 
         # isort: split
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+        from cosmos_rl.policy.model.driver.rows import find_row
         from cosmos_rl.policy.model.quiet import load_adapter
 
         adapter = self.result / "lora"
-        if not adapter.is_dir():
-            return DiffusionPipeline.from_pretrained(self.result, **keywords)
-        pipe: Any = DiffusionPipeline.from_pretrained(self.base, **keywords)
-        load_adapter(pipe, adapter)
+        base: Any = self.base if adapter.is_dir() else str(self.result)
+        index: Any = DiffusionPipeline.load_config(base)
+        hidden = [name for name in find_row(index["_class_name"]).absent if name not in keywords]
+        if hidden:
+            raise UserError(
+                f"{self.result}: a process that trains hides {hidden[0]} from diffusers. Give one, as in "
+                f"run.pipeline({hidden[0]}=...), or load the result in another process"
+            )
+        pipe: Any = DiffusionPipeline.from_pretrained(base, **keywords)
+        if adapter.is_dir():
+            load_adapter(pipe, adapter)
         return pipe
 
 

@@ -1,6 +1,7 @@
 """Consolidated `.pt` checkpoints of Cosmos-Predict2.5: their names, what is refused, there and back."""
 
 import io
+import json
 import os
 import re
 import shutil
@@ -220,6 +221,7 @@ def test_a_trained_policy_leaves_and_comes_back_as_a_base(
     base = str(folder_of("cosmos-predict2.5"))
     assert main(["import", str(file), "--base", base, "--out", str(back)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(back)
+    assert json.loads((back / "model_index.json").read_text())["safety_checker"] == [None, None]
     made, before = load_file(back / WEIGHTS), load_file(Path(base) / WEIGHTS)
     changed = {name for name, value in made.items() if not torch.equal(value, before[name])}
     if lora:

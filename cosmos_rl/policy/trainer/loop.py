@@ -19,6 +19,8 @@ from cosmos_rl.distributed.phase import enter_phase
 from cosmos_rl.errors import TrainingStoppedError, UserError
 from cosmos_rl.optim.optimizer import Refusal
 from cosmos_rl.policy.config import Config
+from cosmos_rl.policy.model.digest import find_folder
+from cosmos_rl.policy.model.driver.rows import find_absent
 from cosmos_rl.policy.trainer import same_run
 from cosmos_rl.policy.trainer.peers import compare_fingerprints
 from cosmos_rl.policy.trainer.task import Alarm, HookFn, LoggerFn, StopRequest, Task
@@ -302,7 +304,10 @@ class TrainLoop:
         export = folder
         if (folder / "lora").is_dir():
             export = folder / "lora"
-        describe = functools.partial(write_card, export, self._config, self._run.media, step=step)
+        policy = self._config.policy
+        base = find_folder(policy.model_name_or_path, policy.model_revision)
+        guardrail = base is not None and "safety_checker" in find_absent(base)
+        describe = functools.partial(write_card, export, self._config, self._run.media, step=step, guardrail=guardrail)
         describe()
         self._report()
         ckpt = self._config.train.ckpt

@@ -15,6 +15,7 @@ from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
 from cosmos_rl.policy.model.driver.loading import build_empty, fetch_pipeline
+from cosmos_rl.policy.model.driver.rows import find_absent
 from cosmos_rl.policy.trainer.diffusers_trainer.common import build_ema, prepare_export
 from cosmos_rl.storage.weight_files import read_table
 from cosmos_rl.utils.logging import logger
@@ -89,7 +90,7 @@ def import_consolidated(file: Path, base: str, revision: str | None, out: Path) 
     wanted = {name: value.shape for name, value in transformer.state_dict().items()}
     weights = consolidated.read_consolidated(file, wanted)
     logger.info(f"{file}: all {len(weights)} tensors of the transformer are there, and no others")
-    PipelineExport({"transformer": weights}, folder, {}).write(out)
+    PipelineExport({"transformer": weights}, folder, {}, find_absent(folder)).write(out)
     return out
 
 
@@ -120,7 +121,8 @@ def _write_merged(model: PipelineModel, out: Path, dtype: torch.dtype) -> list[P
         denoiser: {name: value.to(dtype) for name, value in merged.items()}
         for denoiser, merged in exports.merge_adapters(model).items()
     }
-    PipelineExport(weights, model.base_folder, model.sampling_call()).write(out)
+    folder = model.base_folder
+    PipelineExport(weights, folder, model.sampling_call(), find_absent(folder)).write(out)
     return [out]
 
 

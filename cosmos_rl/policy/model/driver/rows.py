@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cosmos_rl.storage.weight_files import read_table
 
 if TYPE_CHECKING:  # the launcher reads the table without torch
     from cosmos_rl.policy.model.driver.contract import Medium
@@ -117,3 +120,11 @@ ROWS: Mapping[str, Row] = {
 def find_row(pipeline_class: str) -> Row:
     """The row of a pipeline class; one of defaults for a class without a row."""
     return ROWS.get(pipeline_class, Row())
+
+
+def find_absent(folder: Path) -> tuple[str, ...]:
+    """Components that are left out when the pipeline of a folder is loaded; none where it holds no pipeline."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return ()
+    return find_row(str(read_table(index).get("_class_name"))).absent

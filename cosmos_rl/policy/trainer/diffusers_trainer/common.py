@@ -26,7 +26,7 @@ from cosmos_rl.policy.model.base import ModelRegistry
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.diffusers.pipeline_model import DTYPES
 from cosmos_rl.policy.model.driver.model import DrivenModel
-from cosmos_rl.policy.model.driver.rows import find_row
+from cosmos_rl.policy.model.driver.rows import find_absent, find_row
 from cosmos_rl.policy.model.lora import fold_config, fold_weights
 
 
@@ -152,7 +152,8 @@ def prepare_export(model: PipelineModel, *, keep: bool = True) -> Callable[[Path
         denoiser: _copy_weights(module.state_dict().items(), model.param_dtype, keep=keep)
         for denoiser, module in model.denoisers.items()
     }
-    return PipelineExport(weights, model.base_folder, model.sampling_call()).write
+    folder = model.base_folder
+    return PipelineExport(weights, folder, model.sampling_call(), find_absent(folder)).write
 
 
 def _copy_weights(

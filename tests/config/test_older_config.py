@@ -462,3 +462,16 @@ def test_a_part_of_the_rewards_can_be_bypassed() -> None:
     rewards = {"fake_reward": {"enabled": True}, "remote_reward": {"enabled": False}}
     job = value(translated(model={"rl": {"reward_config": rewards}}), "train.train_policy")
     assert (job["bypass_reward"], job["use_remote_reward"]) == (True, False)
+
+
+def test_the_documented_extra_brings_where_the_older_recipes_show_metrics() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = {place for recipe in OLDER for place in load_config(CONFIGS / "cosmos-predict2-5" / recipe).logging.logger}
+    assert wanted == {"console", "wandb"}
+    assert wanted - {"console"} <= set(extras["wfm"])
+
+
+def test_the_defaults_that_differ_from_the_tutorial_are_the_shipped_ones() -> None:
+    rl, page = RLConfig(), (ROOT / "docs/legacy.md").read_text(encoding="utf-8")
+    assert (rl.enabled, rl.num_rollout, rl.train_on, rl.update_ref_every_iter) == (True, 8, tuple(range(8)), 16)
+    assert "shipped with it, `True`, 8, 0 to 7 and 16." in page

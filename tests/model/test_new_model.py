@@ -236,6 +236,39 @@ def test_a_class_of_the_user_serves_a_driven_family_in_whatever_order_they_are_r
     assert ModelRegistry.model_class("SanaVideoPipeline") is driven
 
 
+SNIPPET = """
+from cosmos_rl.policy.model.base import ModelRegistry
+from cosmos_rl.policy.model.diffusers import DiffuserModel
+from cosmos_rl.policy.model.diffusers.weight_mapper import DiffuserModelWeightMapper
+from cosmos_rl.policy.config import DiffusersConfig
+
+@ModelRegistry.register(DiffuserModelWeightMapper)
+class MyModel(DiffuserModel):
+    @staticmethod
+    def supported_model_types():
+        return ["MyPipeline"]
+
+    def __init__(self, config: DiffusersConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        self.set_scheduler_timestep(self.train_sampling_steps)
+        self.text_encoders = [self.text_encoder]
+        self.tokenizers = [self.tokenizer]
+"""
+"""The class with which the published documents begin, word for word."""
+
+
+def test_the_class_of_the_published_documents_is_registered_and_found_by_its_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRegistry, "_models", dict(ModelRegistry._models))
+    (tmp_path / "my_model.py").write_text(SNIPPET)
+    mine = runpy.run_path(str(tmp_path / "my_model.py"))["MyModel"]
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "MyPipeline"}')
+    config = Config.from_dict({"policy": {"model_name_or_path": str(tmp_path / "pipeline"), "is_diffusers": True}})
+    assert ModelRegistry.find_class(config) == ("MyPipeline", mine)
+
+
 def test_an_unknown_pipeline_class_names_the_nearest_one() -> None:
     with pytest.raises(UserError, match="did you mean 'StableDiffusion3Pipeline'"):
         ModelRegistry.model_class("StableDiffusion2Pipeline")

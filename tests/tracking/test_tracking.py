@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from cosmos_rl.errors import UserError
+from cosmos_rl.policy.config import Config
+from cosmos_rl.storage.run_folder import RunFolder
 from cosmos_rl.tracking import loggers
 from cosmos_rl.tracking.loggers import Guarded, require_installed
 from cosmos_rl.tracking.metrics import MetricsFile, read_metrics
@@ -89,6 +91,25 @@ def test_a_wandb_server_that_does_not_answer_is_not_waited_for(
     WandbLogger(TrackedRun(tmp_path, "p", None, "n", "20260101000000", {}))
     assert modes == [None, "offline"]
     assert "wandb: server is away; recording offline" in capsys.readouterr().out
+
+
+def test_a_key_of_wandb_login_is_used_and_project_and_run_are_named_as_documented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments))
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    config = Config.from_dict({"logging": {"logger": ["wandb"], "project_name": "digits"}})
+    run = RunFolder(tmp_path / "20250515101157")
+    loggers.start_loggers(config, run, 0)
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'x' * 40}\n")
+    loggers.start_loggers(config, run, 0)
+    assert [(one["project"], one["id"]) for one in started] == [("digits", "20250515101157")] * 2
+    assert [one["mode"] for one in started] == ["offline", None]  # None: wandb's own choice, which is its server
 
 
 @pytest.mark.slow

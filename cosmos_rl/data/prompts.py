@@ -45,6 +45,8 @@ class PromptRecord:
     """What the rewards get in addition to the text, such as the objects that an image of `geneval` has to show."""
     folder: Path | None = field(default=None, compare=False)
     """Where files that the metadata name are, if their paths are relative."""
+    place: str = field(default="", compare=False)
+    """File and line of the prompt, for messages."""
     prompt_set: int = 0
     """Index in ``train.train_policy.dataset.sets``; 0 where there is one set."""
 
@@ -122,6 +124,11 @@ def find_sampling_keys(records: Sequence[PromptRecord]) -> list[str]:
     return [key for key in _SAMPLING_KEYS if any(key in record.metadata for record in records)]
 
 
+def locate_metadata(records: Sequence[PromptRecord]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Where each prompt stands, and its metadata."""
+    return [(one.place or f"prompt {number}", one.metadata) for number, one in enumerate(records)]
+
+
 def to_prompt_record(raw: object, index: int) -> PromptRecord:
     """An element of any data set of prompts: a text, a record, or a mapping with ``prompt``.
 
@@ -137,19 +144,19 @@ def to_prompt_record(raw: object, index: int) -> PromptRecord:
     if not isinstance(raw, Mapping) or not isinstance(raw.get("prompt"), str):
         found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
         raise UserError(f'data set element {index}: need a text or a mapping with a text "prompt", found {found}')
-    record = _from_mapping(raw)
+    record = _from_mapping(raw, f"data set element {index}")
     _check_texts(record, f"data set element {index}")
     return record
 
 
-def _from_mapping(row: Mapping[str, Any]) -> PromptRecord:
+def _from_mapping(row: Mapping[str, Any], place: str) -> PromptRecord:
     rest = {key: value for key, value in row.items() if key != "prompt"}
     metadata = rest.pop("metadata", None)
     if isinstance(metadata, Mapping):
         rest |= metadata
     elif metadata is not None:
         rest["metadata"] = metadata
-    return PromptRecord(row["prompt"], MappingProxyType(rest))
+    return PromptRecord(row["prompt"], MappingProxyType(rest), place=place)
 
 
 def is_prompt_file(where: str | Path) -> bool:
@@ -209,7 +216,7 @@ def parse_prompts(text: str, name: str, suffix: str) -> list[PromptRecord]:
     if not rows:
         raise UserError(f"{name}: holds no list of prompts: it is empty; {expected}")
     _refuse_wrong(rows, name, expected)
-    return [_from_mapping(row) for _, row in rows]
+    return [_from_mapping(row, f"{name}, {where}") for where, row in rows]
 
 
 def _parse_columns(text: str) -> list[tuple[str, Any]]:

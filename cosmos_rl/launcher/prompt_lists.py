@@ -1,5 +1,6 @@
 """`cosmos-rl prompts`, and which prompts a configuration names, with their digests. No torch."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -111,13 +112,24 @@ def record_prompts(config: Config) -> dict[str, object]:
 
 def prompt_lines(config: Config) -> list[str]:
     """What `cosmos-rl check` says of them."""
-    lines = []
-    for key, one in list_prompts(config).items():
+    lines, online = [], job_kind(config).data == "prompts"
+    for key, (one, records) in read_lists(config).items():
         count = "not fetched yet" if one.prompts is None else f"{one.prompts:,} prompts"
         if one.limit is not None:
             count += f", of which at most {one.limit:,} are taken"
         lines.append(f"{key}: {one.source}, {count}, {_shorten(one.digest)}")
+        if online and (known := _describe_metadata(records)):
+            lines.append(f"{key}: metadata for the rewards: {known}")
     return lines
+
+
+def _describe_metadata(records: Sequence[PromptRecord]) -> str:
+    """The keys that rows have besides the prompt, and how many rows where not all have one."""
+    counts = Counter(key for record in records for key in record.metadata)
+    return ", ".join(
+        str(key) if count == len(records) else f"{key} (of {count:,} prompts)"
+        for key, count in sorted(counts.items(), key=lambda item: str(item[0]))
+    )
 
 
 def _list_tables(config: Config) -> Iterator[tuple[str, PromptSource, str]]:

@@ -16,6 +16,7 @@ from cosmos_rl.reward.combine import RewardSum, Scores, combine
 from cosmos_rl.reward.functions import LocalReward, RewardFns, build_given_rewards, load_configured_rewards
 from cosmos_rl.reward.futures import join_futures
 from cosmos_rl.reward.local import LocalScorer
+from cosmos_rl.reward.metadata import Located, list_keys, require_sendable
 from cosmos_rl.reward.monitor import ScoreMonitor
 from cosmos_rl.reward.remote import RemoteScorer
 from cosmos_rl.reward.table import Rewards, RewardTable, ScoringRequest
@@ -48,6 +49,7 @@ def make_rewards(
     *,
     validation: bool,
     names: Sequence[str] = (),
+    prompts: Sequence[Located] = (),
 ) -> Rewards:
     """The rewards that ``config`` and the script ask for; connections are made with the first request.
 
@@ -57,9 +59,11 @@ def make_rewards(
         val_reward_fns: the same for validation alone.
         validation: those for validation. What is not set for it is as in training; what is set may be another reward.
         names: of those to take, as metrics show them; empty: all.
+        prompts: whose samples are scored; what any of them knows is sent to the service for every sample.
 
     Raises:
-        UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service.
+        UserError: no reward at all, a name twice, a function that cannot be found or used, no address of the service,
+            or metadata that cannot be sent to it.
     """
     job = online_table(config)
     if job.bypass_reward:
@@ -75,7 +79,8 @@ def make_rewards(
         if functions:
             scorers.append(LocalScorer(functions, table))
         if remote is not None and requested:
-            scorers.append(RemoteScorer(remote, requested))
+            require_sendable(prompts)
+            scorers.append(RemoteScorer(remote, requested, list_keys(metadata for _, metadata in prompts)))
             sends_latents = remote.payload == "latents"
         _check(scorers, validation)
     except BaseException:

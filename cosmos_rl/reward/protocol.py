@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
+from cosmos_rl.reward.metadata import build_columns
 
 _TERMS = {("dance_grpo", "overall_reward"): "vq_reward+mq_reward+ta_reward"}
 """Scores that the service has added up."""
@@ -76,6 +77,7 @@ def request_body(
     metadata: Sequence[Mapping[str, Any]],
     reward_fn: Mapping[str, float],
     fps: float | None = None,
+    keys: Collection[str] = (),
 ) -> bytearray:
     """A request for ``B`` samples.
 
@@ -83,9 +85,11 @@ def request_body(
         media: uint8 images ``[B, H, W, 3]``, uint8 videos ``[B, T, H, W, 3]``, or float latents ``[B, C, T, h, w]``
             of the Wan VAE, which travel as float16.
         prompts: ``B`` texts.
-        metadata: ``B`` mappings; those of gen_eval need ``tag`` and ``include``.
+        metadata: ``B`` mappings, of which every key is sent (`build_columns`); those of gen_eval need ``tag`` and
+            ``include``, which travel under the names of the protocol too.
         reward_fn: reward type -> weight.
         fps: of videos and latents; unset: 16.
+        keys: of metadata that are sent whether a sample has them or not.
 
     Raises:
         UserError: a prompt lacks what a reward needs.
@@ -96,13 +100,8 @@ def request_body(
         media_type, media = "video", np.moveaxis(media, -1, 1)  # [B, 3, T, H, W]
     else:
         media_type, media = "latent", media.astype(np.float16)
-    line: dict[str, Any] = {"prompts": list(prompts), "reward_fn": dict(reward_fn), "media_type": media_type}
-    if media_type != "image":
-        line["video_infos"] = [{"video_fps": fps or _USUAL_FPS}] * len(prompts)
-    if _GEN_EVAL in reward_fn:
-        line |= _gen_eval_fields(prompts, metadata)
     head = io.BytesIO()
-    head.write(json.dumps(line).encode() + b"\n")
+    head.write(build_line(prompts, metadata, reward_fn, media_type, fps, keys) + b"\n")
     described = {"descr": np.lib.format.dtype_to_descr(media.dtype), "fortran_order": False, "shape": media.shape}
     np.lib.format.write_array_header_1_0(head, described)
     start = head.tell()
@@ -111,6 +110,27 @@ def request_body(
     # NumPy copies without the interpreter's lock, so that the trainer's thread continues meanwhile
     np.ndarray(media.shape, media.dtype, body, start)[...] = media
     return body
+
+
+def build_line(
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    reward_fn: Mapping[str, float],
+    media_type: str,
+    fps: float | None = None,
+    keys: Collection[str] = (),
+) -> bytes:
+    """The JSON of a request, as `request_body` has it. It is no longer than the lines of its samples together.
+
+    Raises:
+        UserError: a prompt lacks what a reward needs.
+    """
+    line: dict[str, Any] = {"prompts": list(prompts), "reward_fn": dict(reward_fn), "media_type": media_type}
+    if media_type != "image":
+        line["video_infos"] = [{"video_fps": fps or _USUAL_FPS}] * len(prompts)
+    if _GEN_EVAL in reward_fn:
+        line |= _gen_eval_fields(prompts, metadata)
+    return json.dumps({**build_columns(metadata, keys), **line}).encode()
 
 
 def _gen_eval_fields(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import RemoteRewardConfig
 from cosmos_rl.reward.access import read_service_access
 from cosmos_rl.reward.combine import Reward, RewardSum, Scores
+from cosmos_rl.reward.metadata import MAX_LINE, describe_excess
 from cosmos_rl.reward.protocol import (
     Asked,
+    build_line,
     build_reward_fn,
     list_requested_scores,
     list_terms,
@@ -43,15 +45,18 @@ Answers = Mapping[str, Mapping[str, Any] | Lost]
 class RemoteScorer:
     """Asks the reward service. `submit` returns at once; arrays are written out and sent in the background."""
 
-    def __init__(self, table: RemoteRewardConfig, names: Collection[str] = ()) -> None:
+    def __init__(self, table: RemoteRewardConfig, names: Collection[str] = (), keys: Collection[str] = ()) -> None:
         """
         Args:
             names: of the scores to ask for, as metrics show them; empty: all.
+            keys: of the metadata that any prompt of the run has. They are in every request, so that it does not depend
+                on which samples travel together whether a reward gets them.
 
         Raises:
             UserError: the environment does not say where the service is.
         """
         self._table = table
+        self._keys = keys
         self._access = read_service_access()
         asked = list_requested_scores(table, names)
         self._asked = [one for one in asked if one is not None]
@@ -103,9 +108,9 @@ class RemoteScorer:
             await self._closing.wait()
 
     async def _score(self, request: ScoringRequest) -> Scores:
-        count, size = len(request.prompts), self._count_per_request(request)
+        asked, count = self._find_asked(request), len(request.prompts)
+        size = await asyncio.to_thread(self._count_per_request, request, self._weigh(asked))
         parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        asked = self._find_asked(request)
         columns = await _gather_or_cancel(*(self._part(request, rows, asked) for rows in parts))
         values, reasons = {}, {}
         for index, one in enumerate(asked):
@@ -120,14 +125,18 @@ class RemoteScorer:
         types = {one.reward for one in self._asked if not one.optional and request.asks(one.name)}
         return [one for one in self._asked if one.reward in types and (one.optional or request.asks(one.name))]
 
+    def _weigh(self, asked: Sequence[Asked]) -> dict[str, float]:
+        """The ``reward_fn`` of a request for these scores."""
+        types = {one.reward for one in asked}
+        return {name: weight for name, weight in self._reward_fn.items() if name in types}
+
     async def _part(self, request: ScoringRequest, rows: range, asked: Sequence[Asked]) -> list[list[float | str]]:
         """For each asked score those of ``rows``, which travel in one request."""
         async with self._slots:
             try:
                 if self._failed is not None:
                     raise self._failed
-                types = {one.reward for one in asked}
-                reward_fn = {name: weight for name, weight in self._reward_fn.items() if name in types}
+                reward_fn = self._weigh(asked)
                 body = await asyncio.to_thread(self._body, request, rows, reward_fn)
                 answers = await self._answers(body, list(reward_fn))
                 self._count_lost(answers)
@@ -143,10 +152,22 @@ class RemoteScorer:
                 self._failed = self._failed or error
                 raise
 
-    def _count_per_request(self, request: ScoringRequest) -> int:
+    def _count_per_request(self, request: ScoringRequest, reward_fn: Mapping[str, float]) -> int:
         """Samples that travel together: as many as `batch_size` and the service's limits allow, at least one."""
         sent, decoded = self._array(request)[0].nbytes, request.media[0].nbytes
-        return max(1, min(self._table.batch_size, _MAX_BYTES // sent, _MAX_DECODED_BYTES // decoded))
+        fitting = MAX_LINE // self._measure_longest(request, reward_fn)
+        return max(1, min(self._table.batch_size, _MAX_BYTES // sent, _MAX_DECODED_BYTES // decoded, fitting))
+
+    def _measure_longest(self, request: ScoringRequest, reward_fn: Mapping[str, float]) -> int:
+        """Bytes of the longest line of JSON that a sample alone would have."""
+        longest = 0
+        for prompt, metadata in zip(request.prompts, request.metadata, strict=True):
+            size = len(build_line([prompt], [metadata], reward_fn, "latent", request.fps, self._keys))
+            if size > MAX_LINE:
+                what = f'the prompt "{prompt[:60]}" and its metadata'
+                raise UserError(f"{what} are {describe_excess(size, {'prompt': prompt, **metadata})}")
+            longest = max(longest, size)
+        return longest
 
     def _array(self, request: ScoringRequest) -> torch.Tensor:
         if self._table.payload == "pixels":
@@ -158,7 +179,8 @@ class RemoteScorer:
     def _body(self, request: ScoringRequest, rows: range, reward_fn: Mapping[str, float]) -> bytearray:
         part = slice(rows.start, rows.stop)
         media = self._array(request)[part].numpy()
-        return request_body(media, request.prompts[part], request.metadata[part], reward_fn, request.fps)
+        about = request.prompts[part], request.metadata[part]
+        return request_body(media, *about, reward_fn, request.fps, self._keys)
 
     async def _answers(self, body: bytearray, rewards: Sequence[str]) -> Answers:
         """Send one request and wait for all its rewards at once, up to the deadline."""

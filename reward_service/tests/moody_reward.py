@@ -86,3 +86,25 @@ class Constant(Moody):
 def brightness(images, metadata):
     """A function reward."""
     return images.reshape(len(images), -1).mean(1)
+
+
+def level(to_be_evaluated, reference=None, **kw):
+    """The sample's own metadata."""
+    known = kw["metadata"]
+    if known["level"] is None:
+        return None
+    return 1000 * known["level"] + 10 * len(known["tags"]) + len(reference) + float(to_be_evaluated.mean()) / 1000
+
+
+class Levels(Moody):
+    """Metadata of each sample; several jobs share a call."""
+
+    reward_name = "levels"
+    media_types = ("image",)
+    score_keys = ("levels", "together")
+
+    def calculate_reward(self, images, metadata):
+        time.sleep(0.05)  # meanwhile other jobs come, which then share a call
+        known = metadata.get("level", [0] * len(images))
+        assert len(known) == len(images)
+        return {"scores": {"levels": known, "together": [len(images)] * len(images)}}

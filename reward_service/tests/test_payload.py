@@ -285,6 +285,11 @@ def test_a_zip_with_a_huge_directory_is_not_read():
         (b'{"prompts": ["a"], "media_type": "\\udfff", "reward_fn": {"a": 1}}', "half of a surrogate pair"),
         (b'{"prompts": ["a"], "reward_fn": {"\\udfff": 1}}', "not a reward name"),
         (b'{"prompts": ["a"], "reference": [1e999], "reward_fn": {"a": 1}}', "metadata.reference: holds a number"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "per_item": "level"}', "per_item: must be a list of names"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "per_item": null}', "per_item: must be a list of names"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "per_item": [["x"]]}', "per_item: must be a list of names"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "per_item": ["level"]}', "names level, which is no field"),
+        (b'{"prompts": ["a"], "reward_fn": {"a": 1}, "per_item": ["per_item"]}', "names per_item, which is no field"),
     ],
 )
 def test_metadata_refused_with_the_field(line, reason):
@@ -305,6 +310,11 @@ def test_counts_must_fit():
     with pytest.raises(Refused, match="prompts: has 3 entries, but the payload has 2 samples"):
         check_counts(data, 2)
     check_counts(data, 3)
+    line = b'{"prompts": ["a", "b"], "reward_fn": {"a": 1}, "level": %s, "note": [7], "per_item": ["level"]}'
+    check_counts(parse_line(line % b"[1, null]"), 2)
+    for value, have in ((b"[1]", "1"), (b"null", "no list"), (b"3", "no list"), (b'"ab"', "no list")):
+        with pytest.raises(Refused, match=f"metadata.level: has {have} entries, but the payload has 2 samples"):
+            check_counts(parse_line(line % value), 2)
 
 
 @given(st.binary(max_size=400))

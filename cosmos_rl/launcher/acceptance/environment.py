@@ -11,7 +11,7 @@ from cosmos_rl.data.pair_files import load_pairs
 from cosmos_rl.data.preference_files import is_preference_table, load_preferences
 from cosmos_rl.data.prompt_sets import PromptSource, list_sources, name_set, prompt_file
 from cosmos_rl.data.prompt_sizes import SIZED_SETS, list_sizes
-from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, read_prompts
+from cosmos_rl.data.prompts import check_sampling, find_unused_keys, is_prompt_file, locate_metadata, read_prompts
 from cosmos_rl.data.shards import INFO, find_info_problem, is_shard_file
 from cosmos_rl.errors import UserError, explain_decoding
 from cosmos_rl.launcher.acceptance.optimizer import missing_optimizer
@@ -20,9 +20,10 @@ from cosmos_rl.policy.config import Config, DatasetConfig, PromptSetConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import DataForm, job_kind, online_table
 from cosmos_rl.policy.config.plan import name_teachers
-from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
+from cosmos_rl.policy.config.validation_sets import ValidationSet, asks_service, list_validation_sets
 from cosmos_rl.policy.model.single_file import find_single_file_problem
 from cosmos_rl.reward.access import find_missing_access
+from cosmos_rl.reward.metadata import require_sendable
 from cosmos_rl.storage.cache_folder import place_tensors
 from cosmos_rl.storage.disk import find_closed_folder, require_writable
 from cosmos_rl.text_files import decode_text
@@ -189,22 +190,31 @@ def find_wrong_names(config: Config, data: DataForm | None) -> list[str]:
 def _check_prompts(config: Config, counts: Callable[[PromptSource], bool]) -> list[str]:
     sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
     sources = list_sources(config.train.train_policy.dataset, "train.train_policy.dataset")
-    problems = [
-        line for source, key in sources if counts(source) for line in _prompts(source, key, "train", sizes=sizes)
-    ]
+    sent, problems = asks_service(config, validation=False), list[str]()
+    for source, key in sources:
+        if counts(source):
+            problems += _prompts(source, key, "train", sizes=sizes, sent=sent)
     for one in list_validation_sets(config):
         guidance, dataset = one.config.policy.diffusers.sample.guidance_scale, one.config.validation.dataset
         if counts(dataset):
-            problems += _prompts(dataset, f"{one.key}.dataset", "test", guidance)
+            sent = asks_service(one.config, validation=True, names=one.rewards)
+            problems += _prompts(dataset, f"{one.key}.dataset", "test", guidance, sent=sent)
     return problems
 
 
 def _prompts(
-    dataset: PromptSource, table: str, split: str, guidance: float | None = None, sizes: Sequence[Sides] = ()
+    dataset: PromptSource,
+    table: str,
+    split: str,
+    guidance: float | None = None,
+    sizes: Sequence[Sides] = (),
+    *,
+    sent: bool,
 ) -> list[str]:
     """A set that has not been fetched yet is no problem: the run fetches it.
 
-    `guidance`: used for sampling. `sizes`: those that rows may name; empty: nobody reads what they name.
+    `guidance`: used for sampling. `sizes`: those that rows may name; empty: nobody reads what they name. `sent`:
+    whether the reward service gets what rows have besides the prompt.
     """
     try:
         file = prompt_file(dataset, table, split=split)
@@ -212,6 +222,8 @@ def _prompts(
             records = read_prompts(file)
             if guidance is not None:
                 check_sampling(records, guidance)
+            if sent:
+                require_sendable(locate_metadata(records))
             if sizes and any(list_sizes(records, sizes)) and isinstance(dataset, PromptSetConfig):
                 return [f"{table}: {SIZED_SETS}"]
     except UserError as error:

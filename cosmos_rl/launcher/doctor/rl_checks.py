@@ -216,7 +216,8 @@ def _rewards(config: Config, model: PipelineModel, made: Rollouts) -> Iterator[F
         yield Finding(WARN, "rewards", "none in the configuration; those that a script gives are not tried")
         return
     try:
-        rewards = make_rewards(config, None, validation=False)
+        prompts = [(f'the prompt "{sample.prompt[:60]}"', sample.metadata) for sample in made.samples]
+        rewards = make_rewards(config, None, validation=False, prompts=prompts)
     except UserError as error:
         yield Finding(FAIL, "rewards", str(error))
         return

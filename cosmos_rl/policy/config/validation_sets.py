@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -143,6 +143,17 @@ def requested_table(config: Config) -> RemoteRewardConfig | None:
     """What validation asks of the reward service; None: nothing."""
     job = online_table(config)
     return config.validation.remote_reward or (job.remote_reward if job.use_remote_reward else None)
+
+
+def asks_service(config: Config, *, validation: bool, names: Sequence[str] = ()) -> bool:
+    """Whether an online job, or validation in it, asks the reward service for a score: any of ``names``, if given."""
+    job = online_table(config)
+    table = job.remote_reward if job.use_remote_reward else None
+    if validation:
+        table = requested_table(config)
+    if job.bypass_reward or table is None or not table.scale:
+        return False
+    return any(name and (not names or name in names) for name in table.shown_names)
 
 
 def unknown_rewards(config: Config) -> Iterator[str]:

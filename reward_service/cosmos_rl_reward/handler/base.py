@@ -66,7 +66,7 @@ class BaseRewardHandler:
             (default) means each call is exactly one request; needed when samples of a request are compared.
         max_batch: most samples in one merged call; ``max_batch`` of the configuration overrides it.
         required_metadata: metadata keys without which a request is rejected on arrival. Those that are lists of length
-            B are joined when jobs are merged, like ``prompts``.
+            B are joined when jobs are merged, like ``prompts`` and what the request names under ``per_item``.
         score_keys: names in ``scores``, for the list of rewards that clients can ask for. ``set_up`` may narrow them
             where the configuration leaves some without a value.
         reward_version: changes whenever the same image may get another number.

@@ -6,21 +6,23 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from cosmos_rl_reward.payload.errors import Refused
 
 MAX_LINE = 1 << 20  # bytes
 MAX_REWARDS = 16
-# metadata that has one entry per sample; other lists are passed on as they are
-PER_ITEM = ("prompts", "video_infos", "geneval_tags", "geneval_includes")
+# metadata that has one entry per sample, besides what a request names in its own "per_item"
+PER_ITEM = ("prompts", "video_infos", "geneval_tags", "geneval_includes", "geneval_excludes")
 REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
     """Decode and check the metadata line, without the rules that need the number of samples.
 
-    ``prompts`` becomes a list, ``media_type`` is lower-cased, ``video_fps`` is filled from its alias ``fps``.
+    ``prompts`` becomes a list, ``media_type`` is lower-cased, ``video_fps`` is filled from its alias ``fps``, and
+    ``per_item`` is sorted.
 
     Raises:
         Refused: the message names the field.
@@ -36,6 +38,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
         raise Refused("metadata: the first line must be a JSON object")
     _check_values(data)
     _check_rewards(data)
+    _check_per_item(data)
     prompts = data.get("prompts")
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -106,14 +109,40 @@ def _check_rewards(data: dict[str, Any]) -> None:
             raise Refused(f"metadata.reward_fn.{name}: the weight must be a finite number")
 
 
+def _check_per_item(data: dict[str, Any]) -> None:
+    """The names under ``per_item``, sorted, must be those of fields."""
+    if "per_item" not in data:
+        return
+    names = data["per_item"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Refused("metadata.per_item: must be a list of names of fields")
+    for name in names:
+        if name not in data or name == "per_item":
+            raise Refused(f"metadata.per_item: names {_shown(name)}, which is no field of the request")
+    data["per_item"] = sorted(set(names))
+
+
+def find_per_item(metadata: Mapping[str, Any], count: int) -> set[str]:
+    """Names of the lists that have one entry for each of ``count`` samples.
+
+    A request that has ``per_item`` says which of its own lists do, so that a value of the whole job may have that
+    length by chance. In one without it, as older clients send it, the length decides.
+    """
+    found = {name for name, value in metadata.items() if isinstance(value, list) and len(value) == count}
+    if "per_item" in metadata:
+        found &= {*PER_ITEM, *metadata["per_item"]}
+    return found
+
+
 def check_counts(data: dict[str, Any], count: int) -> None:
     """Every per-sample list must have ``count`` entries.
 
     Raises:
         Refused: the message names the field and both numbers.
     """
-    for name in PER_ITEM:
+    own = data.get("per_item", ())
+    for name in (*PER_ITEM, *own):
         value = data.get(name)
-        if value is not None and (not isinstance(value, list) or len(value) != count):
+        if (value is not None or name in own) and (not isinstance(value, list) or len(value) != count):
             have = len(value) if isinstance(value, list) else "no list"
             raise Refused(f"metadata.{name}: has {have} entries, but the payload has {count} samples")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from cosmos_rl_reward.handler import BaseRewardHandler
 from cosmos_rl_reward.handler.base import digest
+from cosmos_rl_reward.payload.metadata import find_per_item
 from cosmos_rl_reward.rewards.samples import as_images, as_videos, get_per_sample, score_samples, to_numpy
 
 
@@ -21,9 +22,9 @@ def function_handler(function: Callable[..., Any], reward_name: str) -> type[Bas
         function(to_be_evaluated, reference=None, **kw) -> float | None
 
     ``to_be_evaluated`` is uint8 ``[H, W, 3]`` for an image and ``[T, H, W, 3]`` for a video; ``reference`` the sample's
-    entry of ``metadata.references``; keywords are ``prompt``, ``metadata`` (the request's metadata, lists of length B
-    cut down to this sample's entry) and ``fps`` (of a video, when it was sent). A function that takes fewer keywords
-    gets fewer. None means that the sample has no score.
+    entry of ``metadata.references`` (or ``reference``); keywords are ``prompt``, ``metadata`` (the request's metadata,
+    lists with one entry per sample cut down to this sample's) and ``fps`` (of a video, when it was sent). A function
+    that takes fewer keywords gets fewer. None means that the sample has no score.
 
     The attribute ``reward_version`` of the function, if any, is the reward's.
     """
@@ -76,7 +77,8 @@ class _EachSample(_FunctionReward):
             own = _select_sample(metadata, index, len(samples))
             info = own.get("video_infos")
             fps = info.get("video_fps", info.get("fps")) if isinstance(info, dict) else None
-            keywords = {"reference": own.get("references"), "prompt": prompts[index], "metadata": own, "fps": fps}
+            reference = own.get("references", own.get("reference"))
+            keywords = {"reference": reference, "prompt": prompts[index], "metadata": own, "fps": fps}
             if self._takes is not None:
                 keywords = {name: value for name, value in keywords.items() if name in self._takes}
             value = self.function(samples[index], **keywords)
@@ -90,4 +92,4 @@ class _EachSample(_FunctionReward):
 
 
 def _select_sample(metadata: dict[str, Any], index: int, count: int) -> dict[str, Any]:
-    return {k: v[index] if isinstance(v, list) and len(v) == count else v for k, v in metadata.items()}
+    return {**metadata, **{name: metadata[name][index] for name in find_per_item(metadata, count)}}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_rl_reward.payload.metadata import find_per_item
 from cosmos_rl_reward.worker.outcome import check
 
 
@@ -38,12 +39,12 @@ def score_frames(
 
     Args:
         videos: uint8 ``[B, 3, T, H, W]``.
-        metadata: of the job; lists with one entry for each video get one for each frame.
+        metadata: of the job; lists with one entry for each video (see `find_per_item`) get one for each frame.
         indices: the frames.
         limit: images in one call of the reward.
         score: the reward, which takes images ``[N, H, W, 3]`` and their metadata.
     """
-    per_video = {key for key, value in metadata.items() if isinstance(value, list) and len(value) == len(videos)}
+    per_video = find_per_item(metadata, len(videos))
     owners, times = np.repeat(np.arange(len(videos)), len(indices)), np.tile(indices, len(videos))
     parts, errors, warnings = [], {}, []
     for first in range(0, len(owners), limit):

@@ -130,7 +130,7 @@ def group_inputs(inputs: list[Input], required: tuple[str, ...]) -> list[list[In
 
 
 def _per_item(one: Input, required: tuple[str, ...]) -> set[str]:
-    names = {*PER_ITEM, *required}
+    names = {*PER_ITEM, *required, *one.metadata.get("per_item", ())}
     count = len(one.images)
     return {k for k in names if isinstance(one.metadata.get(k), list) and len(one.metadata[k]) == count}
 

@@ -114,6 +114,8 @@ def test_the_prompt_names_the_class_and_failures_stay_with_their_sample(tmp_path
         pytest.approx(expected[2, 2], rel=1e-4),
     ]
     assert "none of the labels" in result["item_errors"][1]
+    some = reward.calculate_reward(IMAGES, {"prompts": ["a dog", "a cat", "a dog"], "labels": ["cat", None, 2]})
+    assert some["scores"]["classifier"] == pytest.approx([expected[0, 0], expected[1, 0], expected[2, 2]], rel=1e-4)
     wrong = reward.calculate_reward(IMAGES, {"prompts": [""] * 3, "labels": [3, "mouse", True]})
     assert wrong["scores"]["classifier"] == [None, None, None]
     assert "index below 3" in wrong["item_errors"][0]

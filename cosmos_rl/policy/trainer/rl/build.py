@@ -12,7 +12,7 @@ from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.given import PromptKey, choose_own, join_key
 from cosmos_rl.data.items import Item, Readable, to_item
 from cosmos_rl.data.local_pairs import LocalPairs
-from cosmos_rl.data.prompts import PromptRecord, find_sampling_keys, to_prompt_record
+from cosmos_rl.data.prompts import PromptRecord, find_sampling_keys, locate_metadata, to_prompt_record
 from cosmos_rl.data.set_stream import interleave_sets
 from cosmos_rl.data.streams import Batch, MapStream, Skipped, find_items, load_batches
 from cosmos_rl.distributed import randomness
@@ -80,8 +80,8 @@ def build_online(
     val_prompts = [record for _, records in tested for record in records]
     clean_frames = expect_clean_frames(config)
     require_media((*prompts, *val_prompts), clean_frames, context)  # loading the model takes long
-    rewards = make_rewards(config, reward_fns, validation=False)
-    val_rewards = [_make_validation_rewards(one, reward_fns, val_reward_fns) for one, _ in tested]
+    rewards = make_rewards(config, reward_fns, validation=False, prompts=locate_metadata(prompts))
+    val_rewards = [_make_validation_rewards(one, records, reward_fns, val_reward_fns) for one, records in tested]
     model = build_model(config, context, rest_on_cpu=job.cached_text)
     for key in latents_keys(config):
         model.check_reward_latents(key)
@@ -120,10 +120,14 @@ def _open_validation_set(one: ValidationSet, val_dataset: Any) -> list[PromptRec
 
 
 def _make_validation_rewards(
-    one: ValidationSet, reward_fns: RewardFns | None, val_reward_fns: RewardFns | None
+    one: ValidationSet,
+    records: Sequence[PromptRecord],
+    reward_fns: RewardFns | None,
+    val_reward_fns: RewardFns | None,
 ) -> Rewards:
+    located = locate_metadata(records)
     try:
-        return make_rewards(one.config, reward_fns, val_reward_fns, validation=True, names=one.rewards)
+        return make_rewards(one.config, reward_fns, val_reward_fns, validation=True, names=one.rewards, prompts=located)
     except UserError as error:
         raise UserError(one.locate(str(error))) from error
 

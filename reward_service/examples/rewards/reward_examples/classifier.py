@@ -61,7 +61,7 @@ class ClassifierReward(BaseRewardHandler):
 
     ``model_path`` is an ONNX file (input ``[N, C, H, W]``, ``[N, H, W, C]`` or ``[N, D]``, output logits ``[N, K]``),
     or an ``.npz`` of dense layers (see ``dense_layers``; input ``[N, D]``). The wanted class is ``metadata.labels`` (an
-    index or a name for each sample), else the label that the prompt names.
+    index or a name for each sample; null: none), else the label that the prompt names.
 
     Options:
         labels: names of the K classes, in order.
@@ -149,7 +149,7 @@ class ClassifierReward(BaseRewardHandler):
     def calculate_reward(self, images: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         images = as_images(images)
         count = len(images)
-        prompts = get_per_sample(metadata, "prompts", count) if "labels" not in metadata else [""] * count
+        prompts = get_per_sample(metadata, "prompts", count)
         asked = get_per_sample(metadata, "labels", count) if "labels" in metadata else [None] * count
         probabilities = softmax(self._logits(self._inputs(images)).astype(np.float64))
 

@@ -127,7 +127,7 @@ def _describe_metadata(records: Sequence[PromptRecord]) -> str:
     """The keys that rows have besides the prompt, and how many rows where not all have one."""
     counts = Counter(key for record in records for key in record.metadata)
     return ", ".join(
-        str(key) if count == len(records) else f"{key} (of {count:,} prompts)"
+        str(key) if count == len(records) else f"{key} ({count:,} of {len(records):,} prompts)"
         for key, count in sorted(counts.items(), key=lambda item: str(item[0]))
     )
 

@@ -18,10 +18,12 @@ from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.acceptance.environment import inspect_environment
 from cosmos_rl.launcher.prompt_lists import prompt_lines
 from cosmos_rl.policy.config import Config, load_config
+from cosmos_rl.policy.trainer.rl.build import list_sent
 from cosmos_rl.reward.build import make_rewards
 from cosmos_rl.reward.metadata import MAX_LINE, RESERVED, require_sendable
 from cosmos_rl.reward.protocol import build_line, request_body
 from cosmos_rl.reward.remote import RemoteScorer
+from cosmos_rl.tools.dataset.diffusion_nft import training_prompts
 from tests.support.nft_runs import nft_toml, nft_trainer, recorded
 from tests.support.reward_requests import WAIT, request, table
 from tests.support.reward_server import Answer, Job, RewardServer
@@ -206,10 +208,33 @@ def test_validation_that_asks_the_service_is_checked_too(tmp_path: Path) -> None
     assert problems_of(config_with(tmp_path, '{"prompt": "a"}', options=(*REMOTE, *more, *off))) == []
 
 
+def test_sets_whose_rewards_do_not_ask_the_service_are_left_alone(tmp_path: Path, server: RewardServer) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("asked", "alone")}
+    files["asked"].write_text('{"prompt": "a", "level": 1}', encoding="utf-8")
+    files["alone"].write_text('{"prompt": "b", "uuid": "7"}', encoding="utf-8")
+    sets = [
+        {"local_dir": str(file), "rewards": [name]}
+        for name, file in zip(("level", "smooth"), files.values(), strict=True)
+    ]
+    written = ", ".join("{" + ", ".join(f"{k} = {json.dumps(v)}" for k, v in row.items()) + "}" for row in sets)
+    local = '--train.train_policy.local_reward={reward_fns = [{function = "tests.support.nft_rewards:smooth"}]}'
+    more = (
+        *REMOTE,
+        local,
+        '--train.train_policy.dataset.local_dir=""',
+        f"--train.train_policy.dataset.sets=[{written}]",
+    )
+    config = load_config(nft_toml(tmp_path, tmp_path), list(more))
+    assert problems_of(config) == []
+    located = list_sent(config, training_prompts(config))
+    assert located == [(f"{files['asked']}, line 1", {"level": 1})]
+    make_rewards(config, None, validation=False, prompts=located).close()
+
+
 def test_check_names_the_metadata_of_every_list(tmp_path: Path) -> None:
     config = config_with(tmp_path, *(json.dumps({"prompt": "a", **row}) for row in ROWS))
     _, line = prompt_lines(config)
-    keys = "level (of 2 prompts), reference (of 1 prompts), tags (of 1 prompts)"
+    keys = "level (2 of 3 prompts), reference (1 of 3 prompts), tags (1 of 3 prompts)"
     assert line == f"train.train_policy.dataset: metadata for the rewards: {keys}"
 
 

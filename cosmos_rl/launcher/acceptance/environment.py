@@ -190,9 +190,11 @@ def find_wrong_names(config: Config, data: DataForm | None) -> list[str]:
 def _check_prompts(config: Config, counts: Callable[[PromptSource], bool]) -> list[str]:
     sizes = config.policy.diffusers.training_sizes if config.policy.diffusers.buckets is not None else ()
     sources = list_sources(config.train.train_policy.dataset, "train.train_policy.dataset")
-    sent, problems = asks_service(config, validation=False), list[str]()
+    problems = list[str]()
     for source, key in sources:
         if counts(source):
+            names = source.rewards or () if isinstance(source, PromptSetConfig) else ()
+            sent = asks_service(config, validation=False, names=names)
             problems += _prompts(source, key, "train", sizes=sizes, sent=sent)
     for one in list_validation_sets(config):
         guidance, dataset = one.config.policy.diffusers.sample.guidance_scale, one.config.validation.dataset

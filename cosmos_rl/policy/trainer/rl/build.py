@@ -1,7 +1,7 @@
 """From a configuration to an online task: algorithm, pipeline, prompts, rewards, held-out and real samples."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from cosmos_rl.policy.config import Config, GrpoPolicyConfig
 from cosmos_rl.policy.config.buckets import Sides
 from cosmos_rl.policy.config.jobs import job_kind, latents_keys, load_part, online_table
 from cosmos_rl.policy.config.plan import plan_online
-from cosmos_rl.policy.config.validation_sets import ValidationSet, list_validation_sets
+from cosmos_rl.policy.config.validation_sets import ValidationSet, asks_service, list_validation_sets
 from cosmos_rl.policy.model.diffusers import PipelineModel
 from cosmos_rl.policy.model.driver.contract import Level
 from cosmos_rl.policy.trainer.base import count_steps
@@ -80,7 +80,7 @@ def build_online(
     val_prompts = [record for _, records in tested for record in records]
     clean_frames = expect_clean_frames(config)
     require_media((*prompts, *val_prompts), clean_frames, context)  # loading the model takes long
-    rewards = make_rewards(config, reward_fns, validation=False, prompts=locate_metadata(prompts))
+    rewards = make_rewards(config, reward_fns, validation=False, prompts=list_sent(config, prompts))
     val_rewards = [_make_validation_rewards(one, records, reward_fns, val_reward_fns) for one, records in tested]
     model = build_model(config, context, rest_on_cpu=job.cached_text)
     for key in latents_keys(config):
@@ -109,6 +109,13 @@ def build_online(
     task = OnlineTask(config, context, build_algorithm(config), parts)
     load_teachers(config, model, task.policies)
     return task
+
+
+def list_sent(config: Config, prompts: Sequence[PromptRecord]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Where each training prompt stands and its metadata, of the sets whose rewards ask the reward service."""
+    sets = online_table(config).dataset.sets
+    asked = [asks_service(config, validation=False, names=one.rewards or ()) for one in sets]
+    return locate_metadata([record for record in prompts if not sets or asked[record.prompt_set]])
 
 
 def _open_validation_set(one: ValidationSet, val_dataset: Any) -> list[PromptRecord]:

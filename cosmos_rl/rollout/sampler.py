@@ -19,7 +19,9 @@ from cosmos_rl.distributed import randomness
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import DiffusersConfig
 from cosmos_rl.policy.config.buckets import Sides
+from cosmos_rl.policy.model.diffusers.cond import Cond
 from cosmos_rl.policy.model.diffusers.flow_model import TEXT_KEYWORDS, FlowModel
+from cosmos_rl.policy.model.diffusers.pipeline_model import filter_keywords
 from cosmos_rl.policy.model.driver.contract import Level
 
 Conditions = Callable[..., Any]
@@ -246,8 +248,7 @@ class RolloutSampler:
                 keywords["output_type"] = "latent"
                 _, states, _ = model.rollout(cond, **keywords)
                 return None, states
-            text = {**_text(cond.text, ""), **_text(cond.negative or {}, "negative_")}
-            visuals, states, _ = method(**text, **keywords)
+            visuals, states, _ = method(**_texts_for(method, cond), **keywords)
         if len(visuals) != len(samples) or len(states[-1]) != len(samples):
             raise ValueError(
                 f"{type(model).__name__}.pipeline_with_logprob gave {len(visuals)} media and {len(states[-1])} latents "
@@ -284,8 +285,17 @@ def takes_start_noise(model: FlowModel) -> bool:
     return "latents" in inspect.signature(model.pipeline_with_logprob).parameters
 
 
-def _text(text: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {prefix + name: text[keyword] for name, keyword in TEXT_KEYWORDS.items() if keyword in text}
+def _texts_for(method: Callable[..., Any], cond: Cond) -> dict[str, Any]:
+    """Keywords of a user's own sampler: the usual ones, and those that only their class has, where it takes them."""
+    text, negative = {**cond.text, **cond.shared}, cond.negative or {}
+    found = {**text, **{f"negative_{keyword}": value for keyword, value in negative.items()}}
+    usual = {
+        prefix + name: found.pop(prefix + keyword)
+        for name, keyword in TEXT_KEYWORDS.items()
+        for prefix in ("", "negative_")
+        if prefix + keyword in found
+    }
+    return usual | filter_keywords(method, found)
 
 
 @dataclass(frozen=True)

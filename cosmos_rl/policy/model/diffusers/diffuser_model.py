@@ -6,7 +6,9 @@ flow matching in the SD3 manner, ``set_scheduler_timestep``, ``add_noise`` and `
 """
 
 import abc
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +29,19 @@ from cosmos_rl.policy.model.quiet import quiet_warnings
 class DiffuserModel(PipelineModel):
     """A family whose conditions and transformer calls are written out; what a user's own class derives from."""
 
+    _known_further: frozenset[str] = frozenset()
+    """Keywords beyond the usual three that ``text_embedding`` gave so far."""
+    _shared: frozenset[str] = frozenset()
+    """Those of them that have no row for each prompt."""
+
     # ---- what a family gives -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Tensor | None]:
+    def text_embedding(self, prompt_list: list[str], device: torch.device, **kwargs: Any) -> dict[str, Any]:
         """Prompts -> keyword arguments of the transformer's forward, each ``[B, ...]`` (None entries are dropped).
+
+        Of keywords beyond the usual three a tensor may be without a batch axis, and a value a constant: all samples
+        share it, and it reaches the transformer as it is.
 
         ``max_sequence_length`` arrives as a keyword. Negative embeddings: call it with the negative prompts.
         """
@@ -60,16 +70,18 @@ class DiffuserModel(PipelineModel):
         given = {keyword: value for keyword, value in text if value is not None}
         return {"hidden_states": latents, "timestep": timestep, **given, "return_dict": False}
 
-    def transformer_input(self, latents: Tensor, timestep: Tensor, text: dict[str, Tensor]) -> dict[str, Any]:
-        """Keyword arguments of one call of the transformer; a family whose text has other parts overrides this."""
-        foreign = sorted(set(text) - set(TEXT_KEYWORDS.values()))
-        if foreign:
-            raise NotImplementedError(
-                f"{type(self).__name__}.text_embedding gives {', '.join(foreign)}: override transformer_input, which "
-                "knows only the three usual parts"
-            )
+    def transformer_input(self, latents: Tensor, timestep: Tensor, text: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of one call of the transformer: those of ``nft_prepare_transformer_input``, and of ``text``
+        what that is not given, under its own keyword.
+
+        Args:
+            latents, timestep: as there.
+            text: what ``text_embedding`` gave, for these B samples.
+        """
+        usual = TEXT_KEYWORDS.values()
+        further = {keyword: value for keyword, value in text.items() if keyword not in usual}
         height, width = self.media_size
-        return self.nft_prepare_transformer_input(
+        prepared = self.nft_prepare_transformer_input(
             latents,
             **{name: text.get(keyword) for name, keyword in TEXT_KEYWORDS.items()},  # pyright: ignore[reportArgumentType]
             timestep=timestep,
@@ -77,6 +89,7 @@ class DiffuserModel(PipelineModel):
             height=height,
             width=width,
         )
+        return {**further, **prepared}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, C, h, w]`` -> images ``[N, 3, H, W]`` float32 in [0, 1]."""
@@ -97,13 +110,13 @@ class DiffuserModel(PipelineModel):
     def encode_prompts(self, prompts: Sequence[str], negative: Negative = None, *, each: bool = False) -> Cond:
         """See ``FlowModel``."""
         with torch.no_grad(), self.encoding_texts():
-            text = self._encode(list(prompts), each)
+            text, shared = self._encode(list(prompts), each)
             away = negatives(negative, len(prompts))
-            return Cond(text=text, negative=None if away is None else self._encode(away, each))
+            return Cond(text, None if away is None else self._encode(away, each)[0], shared=shared)
 
     def predict(self, latents: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
         """One call of the transformer at its own ``timestep``; the result has the dtype of ``latents``."""
-        inputs = self.transformer_input(latents, timestep.to(latents.device), dict(cond.text))
+        inputs = self.transformer_input(latents, timestep.to(latents.device), {**cond.text, **cond.shared})
         with self._autocast():
             return self.transformer(**inputs)[0].to(latents.dtype)
 
@@ -149,7 +162,8 @@ class DiffuserModel(PipelineModel):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompts: list[str], each: bool) -> dict[str, Tensor]:
+    def _encode(self, prompts: list[str], each: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Keyword -> what has a row for each prompt, and what all share."""
         distinct = prompts
         if not each:
             distinct = list(dict.fromkeys(prompts))
@@ -157,19 +171,58 @@ class DiffuserModel(PipelineModel):
             self.warn_about_truncation(
                 [(repr(printable(prompt[:40])), prompt) for prompt in distinct], "prompts (so far)"
             )
-        keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
         try:
-            with quiet_warnings():
-                encoded = self.text_embedding(distinct, **filter_keywords(self.text_embedding, keywords))
+            encoded = self._embed(distinct)
         except Exception:
             self._check_readable(distinct)
             raise
+        names = self._find_shared(encoded, distinct)
+        shared = {k: v for k, v in encoded.items() if k in names}
         compute = self.param_dtype
-        given = {k: v.to(compute) if v.is_floating_point() else v for k, v in encoded.items() if v is not None}
+        rows = {k: v.to(compute) if v.is_floating_point() else v for k, v in encoded.items() if k not in names}
         if len(distinct) == len(prompts):
-            return given
-        rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
-        return {k: v[rows] for k, v in given.items()}
+            return rows, shared
+        which = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
+        return {k: v[which] for k, v in rows.items()}, shared
+
+    def _embed(self, prompts: list[str]) -> dict[str, Any]:
+        keywords = {"device": self.device, "max_sequence_length": self.config.max_prompt_length}
+        with quiet_warnings():
+            encoded = self.text_embedding(prompts, **filter_keywords(self.text_embedding, keywords))
+        return {keyword: value for keyword, value in encoded.items() if value is not None}
+
+    def _find_shared(self, encoded: Mapping[str, Any], prompts: list[str]) -> frozenset[str]:
+        """The keywords beyond the usual three whose values have no row for each prompt.
+
+        The first time, one prompt more is encoded: a tensor of L rows for any prompts would look like one of L prompts.
+
+        Raises:
+            UserError: a value is neither such a tensor nor a constant.
+        """
+        further = encoded.keys() - set(TEXT_KEYWORDS.values())
+        if not further <= self._known_further:
+            more = self._embed([*prompts, prompts[-1]])
+            by_rows = {
+                k for k in further if _has_rows(encoded[k], len(prompts)) and _has_rows(more[k], len(prompts) + 1)
+            }
+            for keyword in sorted(further - by_rows):
+                self._require_constant(keyword, encoded[keyword], more[keyword])
+            self._known_further, self._shared = frozenset(further), frozenset(further - by_rows)
+        return self._shared
+
+    def _require_constant(self, keyword: str, value: Any, other: Any) -> None:
+        what = f"{type(self).__name__}.text_embedding: {keyword}"
+        if isinstance(value, Tensor):
+            if not isinstance(other, Tensor) or value.shape != other.shape:
+                raise UserError(f"{what} changes its shape with the number of prompts, but not that of its first axis")
+            return
+        with contextlib.suppress(TypeError, ValueError):
+            if json.loads(json.dumps(value)) == value:
+                return
+        raise UserError(
+            f"{what} is {type(value).__name__}, neither a tensor nor a constant of numbers, texts, lists and tables; "
+            "give each tensor under a keyword of its own, and put them together in transformer_input"
+        )
 
     def _check_readable(self, prompts: Sequence[str]) -> None:
         """Raise `UserError` for the first prompt that a tokenizer does not take."""
@@ -177,3 +230,7 @@ class DiffuserModel(PipelineModel):
             why = find_refusal(prompt, self.build_token_counters())
             if why is not None:
                 raise UserError(f"prompt {printable(prompt[:80])!r}: {why}")
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count

@@ -213,7 +213,7 @@ class FlowModel(Sized, abc.ABC):
             return self.predict(latents, level.t, cond)
         if cond.negative is None:
             raise ValueError("guidance above 1 needs conditions of negative prompts")
-        both = Cond(text={k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()})
+        both = Cond({k: torch.cat([cond.negative[k], v]) for k, v in cond.text.items()}, shared=cond.shared)
         self.num_evaluations += 2 * len(latents)
         out = self.predict(torch.cat([latents, latents]), torch.cat([level.t, level.t]), both)
         negative, positive = out.chunk(2)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -158,15 +159,16 @@ class Encoding:
         if isinstance(self._model, DrivenModel):
             return _cached_conditions(self._model, cache, prompts, negatives)
         found = self._cached_texts(cache, (*prompts, *(negatives or ())))
-        negative = None if negatives is None else self._stack(found, negatives)
-        return Cond(text=self._stack(found, prompts), negative=negative)
+        cond = Cond.from_tensors([found[prompt] for prompt in prompts])
+        if negatives is not None:
+            cond = replace(cond, negative=Cond.from_tensors([found[negative] for negative in negatives]).text)
+        return cond.to(self._model.device)
 
     def _cached_texts(self, cache: TensorCache, texts: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
         """Features of each text, made with others in a batch of one size."""
 
-        def encode(batch: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
-            rows = self._model.encode_prompts(batch, each=True).text
-            return ({name: value[i : i + 1] for name, value in rows.items()} for i in range(len(batch)))
+        def encode(batch: Sequence[str]) -> Iterable[Mapping[str, Tensor]]:
+            return self._model.encode_prompts(batch, each=True).to_tensors()
 
         return _fill_from_cache(cache, {text: text for text in texts}, CACHED_AT_ONCE, encode)
 
@@ -233,11 +235,6 @@ class Encoding:
             _cached_alone(self._model, cache, [keyed[key] for key in keys])
         else:
             self._cached_texts(cache, keys)
-
-    def _stack(self, found: Mapping[str, Mapping[str, Tensor]], prompts: Sequence[str]) -> dict[str, Tensor]:
-        names = found[prompts[0]].keys()
-        text = {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
-        return {name: value.to(self._model.device) for name, value in text.items()}
 
 
 def _media_source(prompt: PromptKey) -> str | None:

@@ -445,6 +445,30 @@ def test_a_flag_with_a_key_of_the_older_form_is_named_with_its_present_one(tmp_p
     assert unknown == f"trainer.no_such: {says} (from --trainer.no_such=1)"
 
 
+def test_a_value_that_has_no_present_one_is_named_by_the_key_of_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"model": {"rl": {"solver_option": "2mid", "sample_steps": 4}}, "job": JOB})
+    line = path.read_text().splitlines().index('solver_option = "2mid"') + 1
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["--train.train_policy.steps.indices=[0]"])
+    [refused] = raised.value.problems
+    start = 'model.rl.solver_option: as policy.diffusers.sample.solver: found "2mid"; allowed: one of "flow", '
+    assert refused.startswith(start)
+    assert refused.endswith(f'"2ab" (second order, one call) and "1euler" are trained (line {line})')
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["--policy.diffusers.sample.solver=3kutta_naive", "--train.train_policy.steps.indices=[0]"])
+    [refused] = raised.value.problems
+    assert refused.startswith('policy.diffusers.sample.solver: found "3kutta_naive"')
+
+
+def test_a_rule_between_keys_names_those_of_an_older_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"model": {"rl": {"num_rollout": 1}}, "job": JOB})
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    [refused] = raised.value.problems
+    assert refused.startswith("model.rl.num_rollout: as rollout.n_generation: found 1; allowed: 2 or more")
+    assert "(line " in refused
+
+
 def test_a_rank_of_fine_tuning_has_the_samples_of_all_its_gradients() -> None:
     data = {"type": "local", "video_dataloader": {**VIDEO, "batch_size": 2}}
     model, sizes = {"rl": {"enabled": False}, "fsdp_shard_size": 4}, {"grad_accum_iter": 3}

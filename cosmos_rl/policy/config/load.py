@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeGuard
 
@@ -49,10 +49,10 @@ def load_config(
         UserError: no such file.
         ConfigError: names every problem.
     """
-    tree, notes = read_toml(path), tuple[Note, ...]()
+    tree, notes, given = read_toml(path), tuple[Note, ...](), frozenset[str]()
     if is_older(tree):
         translation = translate_file(path, lenient=lenient)
-        tree, notes = dict(translation.tables), translation.notes
+        tree, notes, given = dict(translation.tables), translation.notes, translation.given
         if str(path) not in _already_described:
             _already_described.add(str(path))
             logger.info(
@@ -63,8 +63,23 @@ def load_config(
     config, invalid = _check(tree, problems, fit, rules)
     problems = [*problems, *_join_older(tree, invalid)]
     if problems or config is None:
-        raise _config_error(problems, path, [override.lstrip("-") for override in overrides])
+        flags, old_keys = [override.lstrip("-") for override in overrides], _list_old_keys(notes, given)
+        problems = [_name_old_key(problem, old_keys, flags) for problem in problems]
+        raise _config_error(problems, path, flags)
     return config
+
+
+def _list_old_keys(notes: Sequence[Note], given: Set[str]) -> dict[str, str]:
+    """Present keys -> those of an older file that they came from."""
+    return {note.new: note.old for note in reversed(notes) if note.new and note.old in given}
+
+
+def _name_old_key(problem: Problem, old_keys: Mapping[str, str], overrides: Sequence[str]) -> Problem:
+    """A problem with a value of an older file, under the key that it has there."""
+    key, _, text = str(problem).partition(":")
+    if key not in old_keys or _name_override(str(problem), overrides) is not None:
+        return problem
+    return Problem(old_keys[key], f"as {key}:{text}")
 
 
 def is_older(tree: Mapping[str, object]) -> bool:

@@ -209,8 +209,8 @@ def _advantages(config: Config, job: GrpoPolicyConfig) -> Iterator[str]:
     if sample.same_initial_noise and (sample.deterministic_sampling or sample.solver in _NOISELESS):
         yield (
             "policy.diffusers.sample.same_initial_noise: found true; allowed: false without noise between the steps "
-            f'(solver = "{sample.solver}", deterministic_sampling = {str(sample.deterministic_sampling).lower()}), as '
-            "the samples of a prompt would all be the same"
+            f'(policy.diffusers.sample.solver = "{sample.solver}", policy.diffusers.sample.deterministic_sampling = '
+            f"{str(sample.deterministic_sampling).lower()}), as the samples of a prompt would all be the same"
         )
     if job.normalise_rewards == "gdpo" and job.advantage_temperature is not None:
         yield (

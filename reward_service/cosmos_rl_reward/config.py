@@ -20,7 +20,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class WorkerArgs(_Table):
@@ -184,7 +184,7 @@ class ServiceConfig(_Table):
     def state(self) -> Path:
         """The state folder."""
         base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(self.state_dir or Path(base) / "cosmos_rl_reward")
+        return Path(self.state_dir or Path(base) / "cosmos_rl_reward").absolute()  # the broker has a folder of its own
 
     @property
     def spool_dir(self) -> Path:

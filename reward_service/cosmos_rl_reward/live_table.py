@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cosmos_rl_reward.logs import CLEAR_BELOW, find_terminal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 logger = logging.getLogger(__name__)
+_FAILED = "progress is no longer shown; the service continues"  # what is shown must not end what is done
 _EVERY_S = 0.5
 """Between two drawings; one takes 1 to 2 ms."""
 _RATE_S = 10.0
@@ -36,11 +38,14 @@ _STYLES = {"ready": "green", "loading": "yellow", "idle": "yellow", "failed": "b
 
 async def report_progress(look: Look, log_every_s: float) -> None:
     """The table where standard error is a terminal, else a line in the log every ``log_every_s``, until cancelled."""
-    stream = find_terminal()
-    if stream is not None:
-        await draw_progress(look, stream)
-    else:
-        await log_progress(look, log_every_s)
+    try:
+        stream = find_terminal()
+        if stream is not None:
+            await draw_progress(look, stream)
+        else:
+            await log_progress(look, log_every_s)
+    except Exception:
+        logger.exception(_FAILED)
 
 
 async def draw_progress(look: Look, stream: TextIO) -> None:
@@ -77,17 +82,48 @@ class LiveTable:
         self._thread.join(_END_S)
 
     def _keep_drawing(self) -> None:
+        from rich.console import Console, ConsoleDimensions  # only on a terminal
+
+        drawn = False
         try:
-            console = _make_console(self._stream)
+            console = Console(file=self._stream, force_terminal=True, highlight=False)
             while not self._ended.wait(_EVERY_S):
-                if self.shown is not None:
+                if is_in_background():
+                    if drawn:  # the shell's prompt stands where the table began
+                        _write(self._stream, CLEAR_BELOW)
+                    drawn = False
+                elif self.shown is not None:
+                    # rich asks the terminal only where COLUMNS and LINES are not set
+                    console.size = ConsoleDimensions(*_get_size(self._stream))
                     _draw(self._stream, render(*self.shown, console))
+                    drawn = True
+            if drawn:
+                _draw(self._stream, [])
         except OSError:  # the terminal is gone
             return
-        except Exception:  # what is shown must not end what is done
-            logger.exception("the table of progress has failed and is off; the service continues")
-        with contextlib.suppress(OSError):
-            _draw(self._stream, [])
+        except Exception:
+            logger.exception(_FAILED)
+
+
+def is_in_background() -> bool:
+    """Whether a shell has another job in the foreground or has stopped this one; on Linux, elsewhere it is never so.
+
+    The front has a session of its own and no controlling terminal: its parent is the job.
+    """
+    for pid in (os.getpid(), os.getppid()):
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        state, _, group, _, _, foreground = text.rpartition(")")[2].split()[:6]
+        if foreground != "-1":
+            return state == "T" or foreground != group
+    return False
+
+
+def _get_size(stream: TextIO) -> tuple[int, int]:
+    columns, lines = os.get_terminal_size(stream.fileno())
+    return columns or 80, lines or 24
 
 
 def render(before: Snapshot, now: Snapshot, console: "Console") -> list[str]:
@@ -100,7 +136,7 @@ def render(before: Snapshot, now: Snapshot, console: "Console") -> list[str]:
     lines = ["", *(_render_row(row, columns, widths, console) for row in (_HEADING, *rows))]
     if len(names) > room:
         lines.append(f"and {len(names) - room} more")
-    return lines
+    return lines[: max(console.height - 1, 0)]
 
 
 def choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
@@ -124,7 +160,7 @@ def _describe_row(name: str, before: Snapshot, now: Snapshot) -> dict[str, str]:
         "per s": "-" if rate is None else f"{rate:,.1f}",
         "no score": f"{reward.totals.unscored:,}",
         "failed": f"{reward.totals.failed:,}",
-        "reason": " ".join(reward.reason.split()),
+        "reason": "".join(c for c in " ".join(reward.reason.split()) if c.isprintable()),
     }
 
 
@@ -158,16 +194,15 @@ def _capture(text: "Text", console: "Console") -> str:
     return captured.get().rstrip("\n")
 
 
-def _make_console(stream: TextIO) -> "Console":
-    """Asks the terminal for its size each time, and honours NO_COLOR."""
-    from rich.console import Console  # only on a terminal
-
-    return Console(file=stream, force_terminal=True, highlight=False, soft_wrap=False)
-
-
 def _draw(stream: TextIO, lines: Sequence[str]) -> None:
-    """Draw the lines, and go back to the first one; in one call, or those of other processes would come between."""
+    """Draw the lines, and go back to the first one."""
     back = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-    data = f"\r{CLEAR_BELOW}{chr(10).join(lines)}\r{back}".encode()
-    while data:
-        data = data[os.write(stream.fileno(), data) :]
+    _write(stream, f"\r{CLEAR_BELOW}{chr(10).join(lines)}\r{back}")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """In one call, or lines of other processes would come between."""
+    data = text.encode()
+    with contextlib.suppress(BlockingIOError):  # another program has made the terminal so; the next drawing repairs it
+        while data:
+            data = data[os.write(stream.fileno(), data) :]

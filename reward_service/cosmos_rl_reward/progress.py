@@ -44,7 +44,7 @@ class RewardProgress:
     """``ready``, ``idle``, ``loading``, ``failed`` or ``absent``."""
     reason: str = ""
     queued: int | None = None
-    """Jobs without a result; None where that is not known, on the host of a worker."""
+    """Jobs without a result, also those that are being scored; None where that is not known, on a worker host."""
     totals: Totals = Totals()
 
 
@@ -80,17 +80,18 @@ def _describe_reward(name: str, before: Snapshot, now: Snapshot) -> str:
     reward = now.rewards[name]
     known = before.rewards.get(name, RewardProgress(""))
     done = reward.totals.since(known.totals)
-    if done == Totals() and not reward.queued and reward.state == known.state:
+    lost = reward.state == "absent" != known.state  # the other states are logged where they begin
+    if done == Totals() and not reward.queued and not lost:
         return ""
     found = [f"{name} {_count(done.scored, 'sample')}"]
     if rate := per_second(before, now, name):
-        found.append(f"{rate:.3g}/s")
+        found.append(f"{rate:,.1f}/s" if rate >= 1 else f"{rate:.2g}/s")
     if done.unscored:
         found.append(f"{done.unscored:,} without a score")
     if done.failed:
         found.append(f"{_count(done.failed, 'job')} failed")
     if reward.queued:
-        found.append(f"{_count(reward.queued, 'job')} waiting")
+        found.append(f"{_count(reward.queued, 'job')} unfinished")
     if reward.state != "ready":
         found.append(reward.state)
     return ", ".join(found)

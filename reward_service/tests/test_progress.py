@@ -6,16 +6,17 @@ import io
 import logging
 import os
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from cosmos_rl_reward import live_table
+from cosmos_rl_reward import live_table, logs
 from cosmos_rl_reward.config import build
 from cosmos_rl_reward.errors import UserError
-from cosmos_rl_reward.live_table import LiveTable, choose_columns, render
+from cosmos_rl_reward.live_table import LiveTable, choose_columns, draw_progress, render
 from cosmos_rl_reward.progress import (
     RewardProgress,
     Snapshot,
@@ -46,7 +47,7 @@ NOW = Snapshot(
     },
 )
 LINE = (
-    "last 60 s: ocr 1,204 samples, 20.1/s, 2 without a score, 1 job failed, 12 jobs waiting; "
+    "last 60 s: ocr 1,204 samples, 20.1/s, 2 without a score, 1 job failed, 12 jobs unfinished; "
     "jpeg_compressibility 1,216 samples, 20.3/s"
 )
 
@@ -81,7 +82,9 @@ def test_no_line_where_nothing_happened_and_one_while_jobs_wait_or_a_state_is_ne
     later = Snapshot(60.0, idle.rewards)
     assert describe_interval(idle, later) == ""
     waiting = Snapshot(60.0, {"a": RewardProgress("ready", "", 1, Totals(5)), "b": idle.rewards["b"]})
-    assert describe_interval(idle, waiting) == "last 60 s: a 0 samples, 1 job waiting"
+    assert describe_interval(idle, waiting) == "last 60 s: a 0 samples, 1 job unfinished"
+    back = Snapshot(0.0, {"a": RewardProgress("absent", "", 0, Totals(5))})
+    assert describe_interval(back, Snapshot(60.0, {"a": idle.rewards["a"]})) == ""  # the worker says it
     lost = Snapshot(60.0, {"a": idle.rewards["a"], "b": RewardProgress("absent", "no worker serves it yet")})
     assert describe_interval(idle, lost) == "last 60 s: b 0 samples, absent"
 
@@ -136,6 +139,14 @@ def test_a_low_terminal_says_how_many_rewards_it_does_not_show():
     assert len(lines) < 9
     assert [line.split()[0] for line in lines[2:-1]] == [f"reward_{k}" for k in range(5)]
     assert lines[-1] == "and 4 more"
+    assert [len(shown(many, many, 80, height)) for height in (1, 2, 3, 4, 5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_reason_cannot_control_the_terminal():
+    hostile = Snapshot(0.0, {"a": RewardProgress("failed", "\x1b[2Jweights\nmissing", 0)})
+    row = render(hostile, hostile, screen(120))[-1]
+    assert "\x1b[2J" not in row
+    assert row.endswith("[2Jweights missing\x1b[0m")
 
 
 def test_a_front_counts_also_results_whose_event_was_lost(tmp_path):
@@ -174,6 +185,60 @@ def test_a_terminal_that_takes_nothing_more_does_not_stop_the_service(monkeypatc
     os.close(ours)
 
 
-def test_an_interval_of_no_time_is_refused():
-    with pytest.raises(UserError, match="log_interval_s: Input should be greater than 0"):
-        build({"log_interval_s": 0}, "rewards.toml")
+def test_a_rate_is_that_of_the_last_ten_seconds(monkeypatch):
+    """Ten samples a second for 20 s, then none."""
+    monkeypatch.setattr(live_table, "_EVERY_S", 0.0005)
+    monkeypatch.setattr(LiveTable, "_keep_drawing", lambda self: None)
+    rates, times = {}, iter(range(41))
+
+    def look() -> Snapshot:
+        time = next(times)
+        now = Snapshot(float(time), {"a": RewardProgress("ready", "", 0, Totals(10 * min(time, 20)))})
+        if time == 40:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        return now
+
+    class Record(LiveTable):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "shown" and isinstance(value, tuple):
+                before, now = value
+                rates[now.time] = per_second(before, now, "a")
+
+    monkeypatch.setattr(live_table, "LiveTable", Record)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(draw_progress(look, io.StringIO()))
+    assert [rates[time] for time in (0, 1, 5, 20, 25, 30, 35)] == [None, 10, 10, 10, 5, 0, 0]
+
+
+def test_a_log_beside_a_table_waits_for_no_terminal(monkeypatch):
+    monkeypatch.setattr(logs, "_END_S", 0.1)
+    monkeypatch.setattr(logs, "_MAX_LINES", 5)
+    taken, taking = [], threading.Event()
+
+    class Terminal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            taking.wait(60)
+            taken.append(record.getMessage())
+
+    handler = logs._FromThread(Terminal())
+    for number in range(20):
+        handler.emit(logging.LogRecord("", logging.INFO, "", 0, "line %d", (number,), None))
+    handler.flush()  # returns
+    assert taken == []
+    taking.set()
+    monkeypatch.setattr(logs, "_END_S", 60.0)
+    handler.flush()
+    left_out = [line for line in taken if not line.startswith("line ")]
+    written = [line for line in taken if line.startswith("line ")]
+    assert written == [f"line {number}" for number in range(len(written))]
+    assert len(written) in (5, 6)  # one may have been on its way
+    assert left_out == [f"{20 - len(written)} lines are left out here, the terminal took nothing"]
+
+
+@pytest.mark.parametrize("value", [0, float("inf"), float("nan")])
+def test_an_interval_that_is_no_time_is_refused(value):
+    with pytest.raises(UserError, match="log_interval_s: Input should be (greater than 0|a finite number)"):
+        build({"log_interval_s": value}, "rewards.toml")

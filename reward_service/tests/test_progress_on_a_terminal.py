@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pyte
 import pytest
@@ -27,6 +26,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "COSMOS_PROGRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "500")  # as a shell may export it: the terminal knows better
 
 
 def read_screen(service: Service) -> list[str]:
@@ -57,23 +57,28 @@ def score_all_kinds(service: Service) -> None:
 def test_a_terminal_shows_a_table_below_the_log_and_is_clean_at_the_end(tmp_path: Path, end: str) -> None:
     with Service(tmp_path, {"reward_args": REWARDS}).start(terminal=(40, COLUMNS)) as service:
 
-        def row_is(name: str, *cells: str) -> Any:
-            return lambda: read_rows(service).get(name, [])[: len(cells)] == list(cells)
+        def see(what: str, name: str, *cells: str) -> list[str]:
+            """The row of a reward as soon as it begins so."""
 
-        service.until(row_is("moody", "ready", "0", "0"), 20, "the reward is shown as ready")
-        service.until(row_is("unready", "failed"), 20, "the other one as failed")
-        assert read_rows(service)["unready"][-1].startswith("weights missing: put them into /nowhere")
+            def find() -> list[str] | None:
+                row = read_rows(service).get(name, [])
+                return row if row[: len(cells)] == list(cells) else None
+
+            return service.until(find, 20, what)
+
+        see("the reward is shown as ready", "moody", "ready", "0", "0")
+        reason = see("the other one as failed", "unready", "failed")[-1]
+        assert reason.startswith("weights missing: put them into /nowhere")
         score_all_kinds(service)
         waiting = service.submit(image(), prompts=["sleep 4"])
-        service.until(row_is("moody", "ready", "1"), 20, "the job that waits is shown")
+        see("the job that waits is shown", "moody", "ready", "1")
         assert service.result(waiting)["state"] == "succeeded"
-        service.until(row_is("moody", "ready", "0", "11"), 20, "all scores are counted")
-        _, _, scored, rate, unscored, failed = read_rows(service)["moody"]
+        _, _, scored, rate, unscored, failed = see("all scores are counted", "moody", "ready", "0", "11")
         assert (scored, unscored, failed) == ("11", "1", "1")
         assert re.fullmatch(r"\d+\.\d", rate)
         if end == "crash of the front":
             service.kill("front")
-            service.until(row_is("moody", "ready", "0", "0"), 20, "the front that is started again draws")
+            see("the front that is started again draws", "moody", "ready", "0", "0")
         assert service.stop(signal.SIGINT) == 0
         service.copying.join(20)
     lines = read_screen(service)
@@ -96,10 +101,10 @@ def test_a_file_has_plain_lines_only_when_something_happened(
         service.until(lambda: sum_up(service) == (10, 1, 1), 20, "the log has the numbers")
         lines = len(find_lines(service))
         service.submit(image(), prompts=["sleep 3"])
-        service.until(lambda: ", 1 job waiting" in "".join(find_lines(service)[lines:]), 20, "the job waits")
+        service.until(lambda: ", 1 job unfinished" in "".join(find_lines(service)[lines:]), 20, "the job waits")
         service.until(lambda: sum_up(service) == (11, 1, 1), 20, "its score is counted")
         lines = len(find_lines(service))
-        time.sleep(2.5)  # two intervals in which nothing happens; a host that is too busy to report counts as absent
+        time.sleep(2.5)  # two intervals in which nothing happens, but that a busy host may be late to say that it lives
         assert [line for line in find_lines(service)[lines:] if "absent" not in line] == []
         assert service.result(service.submit(image()))["state"] == "succeeded"
         assert service.stop() == 0
@@ -123,6 +128,31 @@ def test_a_traceback_stands_above_the_table_and_hides_passwords() -> None:
     assert re.match(r"\x1b\[J\S+ \S+ \[front\] CRITICAL ended by an error\r\nTraceback", written)
     assert "redis://u:***@h" in written
     assert "secret" not in written
+
+
+IN_A_SHELL = """
+import fcntl, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # as a shell has it
+ask = [sys.executable, "-c", "from cosmos_rl_reward.live_table import is_in_background as f; print(f(), flush=True)"]
+front = [sys.executable, "-c", f"import subprocess; subprocess.run({ask!r}, start_new_session=True)"]
+for command in (ask, front):
+    subprocess.run(command)
+    subprocess.run(command, process_group=0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_job_in_the_background_knows_it_and_so_does_its_front() -> None:
+    """Else `cosmos-rl-reward … &` would draw over what is typed."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    command = [sys.executable, "-c", IN_A_SHELL]
+    done = subprocess.run(
+        command, stdin=theirs, stdout=subprocess.PIPE, env=environment, timeout=60, start_new_session=True, check=True
+    )
+    os.close(theirs)
+    os.close(ours)
+    assert done.stdout.split() == [b"False", b"True", b"False", b"True"]
 
 
 def find_lines(service: Service) -> list[str]:

@@ -68,16 +68,16 @@ class Delivery:
         await self._jobs.retrying.retry(self._jobs.spool.write_results, results)
 
     async def _announce(self, item: Item, reply: dict[str, Any], began: float) -> None:
-        await self._jobs.announce(
-            {
-                "id": item.job.id,
-                "reward": self._jobs.spec.name,
-                "state": SUCCEEDED,
-                "wait_s": began - item.queued,
-                "score_s": reply["s"],
-                "batch": reply["batch"],
-                "items": item.job.count,
-                "failed": reply["failed"],
-                "means": reply.get("means", {}),
-            }
-        )
+        event = {
+            "id": item.job.id,
+            "reward": self._jobs.spec.name,
+            "state": SUCCEEDED,
+            "wait_s": began - item.queued,
+            "score_s": reply["s"],
+            "batch": reply["batch"],
+            "items": item.job.count,
+            "failed": reply["failed"],
+            "means": reply.get("means", {}),
+        }
+        self._jobs.totals = self._jobs.totals.count(event)
+        await self._jobs.announce(event)

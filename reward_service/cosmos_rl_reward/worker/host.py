@@ -1,7 +1,6 @@
 """The host process: takes jobs from the broker and has them scored by the replicas it runs."""
 
 import asyncio
-import collections
 import contextlib
 import logging
 import os
@@ -17,7 +16,7 @@ from cosmos_rl_reward.clock import uptime
 from cosmos_rl_reward.config import RESTARTS_VARIABLE, RewardArgs, ServiceConfig
 from cosmos_rl_reward.errors import UserError
 from cosmos_rl_reward.live_table import report_progress
-from cosmos_rl_reward.progress import RewardProgress, Snapshot, Totals
+from cosmos_rl_reward.progress import RewardProgress, Snapshot
 from cosmos_rl_reward.store import add_threads, open_spool
 from cosmos_rl_reward.worker import process_tree
 from cosmos_rl_reward.worker.pool import Pool
@@ -70,7 +69,6 @@ class Host:
         if not config.no_latent_decoder and (not only or DECODE_QUEUE in only):
             self._specs.append(make_decode_spec(config))
         self._controls: dict[str, Control] = {}
-        self._totals: dict[str, Totals] = collections.defaultdict(Totals)
         self.restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
     async def run(self, report: bool = False) -> None:
@@ -94,16 +92,14 @@ class Host:
 
             events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
-            async def announce(event: dict[str, Any]) -> None:
-                self._totals[event["reward"]] = self._totals[event["reward"]].count(event)
-                await events.put(event)
-
-            pools = [Pool(spec, self.spool, announce, requeue) for spec in self._specs]
+            pools = [Pool(spec, self.spool, events.put, requeue) for spec in self._specs]
             parts = [self._publish_status(bus, pools), _publish_events(bus, events), _reap()]
-            if report:
-                parts.append(report_progress(lambda: self._look(pools), self.config.log_interval_s))
             background = [asyncio.create_task(part) for part in (*parts, *(pool.serve() for pool in pools))]
             consumers = [asyncio.create_task(self._consume(queue, pool, stop)) for pool in pools]
+            reporting: list[asyncio.Task[None]] = []
+            if report:
+                showing = report_progress(lambda: _look(pools), self.config.log_interval_s)
+                reporting.append(asyncio.create_task(showing))
             stopping = asyncio.create_task(stop.wait())
             try:
                 tasks = {stopping, *background, *consumers}
@@ -112,15 +108,8 @@ class Host:
                     task.result()  # only the signal ends them: raise any other reason
             finally:
                 await self._drain(consumers)
-                await _end([stopping, *background])
+                await _end([stopping, *background, *reporting])
                 await asyncio.to_thread(process_tree.kill_descendants)
-
-    def _look(self, pools: Sequence[Pool]) -> Snapshot:
-        found = {}
-        for pool in pools:
-            name, health = pool.spec.name, pool.health
-            found[name] = RewardProgress(health.state, health.reason, None, self._totals[name])
-        return Snapshot(uptime(), found)
 
     async def _drain(self, consumers: list[asyncio.Task[None]]) -> None:
         for control in self._controls.values():
@@ -164,6 +153,13 @@ class Host:
             await asyncio.sleep(0.1)
 
 
+def _look(pools: Sequence[Pool]) -> Snapshot:
+    found = {}
+    for pool in pools:
+        found[pool.spec.name] = RewardProgress(pool.health.state, pool.health.reason, None, pool.totals)
+    return Snapshot(uptime(), found)
+
+
 async def _publish_events(bus: EventBus, queue: asyncio.Queue[dict[str, Any]]) -> None:
     """Publish events, several in one message when they are close together."""
     while True:
@@ -184,6 +180,7 @@ def _kill_everything() -> None:
     """The service's root process has exited: no process of a reward may stay."""
     logger.error("the service's root process has exited; all processes of the rewards are killed")
     process_tree.kill_descendants()
+    logging.shutdown()
     os._exit(1)
 
 

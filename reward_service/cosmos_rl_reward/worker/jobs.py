@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cosmos_rl_reward.progress import Totals
 from cosmos_rl_reward.results import FAILED, printable, without_scores
 from cosmos_rl_reward.spool import Files, Job, Spool
 from cosmos_rl_reward.worker.batches import Batches, Item
@@ -59,6 +60,7 @@ class Jobs:
         self.spec, self.spool, self.announce, self.requeue = spec, spool, announce, requeue
         self.retrying = RetryingSpool(spool, spec.name)
         self.waiting = Batches()
+        self.totals = Totals()
         self._items: dict[str, Item] = {}
         self._attempts: dict[str, int] = {}  # also of jobs that were returned to the queue
 
@@ -173,6 +175,7 @@ class Jobs:
             result = (item.job.id, name, without_scores(name, FAILED, prefix + error))
             await self.retrying.retry(self.spool.write_results, [result])
             await self.announce({"id": item.job.id, "reward": name, "state": FAILED, "error": error[:500]})
+        self.totals = self.totals.count({"state": FAILED})
         self.finish(item)
 
     async def fail_all(self, error: str) -> None:

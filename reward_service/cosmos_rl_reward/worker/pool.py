@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from cosmos_rl_reward.progress import Totals
 from cosmos_rl_reward.spool import Spool
 from cosmos_rl_reward.worker.batches import Item
 from cosmos_rl_reward.worker.delivery import Delivery
@@ -46,6 +47,11 @@ class Pool:
     def status(self) -> dict[str, Any]:
         """Health for the fronts."""
         return {**vars(self.health), "replicas": len(self._up)}
+
+    @property
+    def totals(self) -> Totals:
+        """What was done of its jobs here."""
+        return self._jobs.totals
 
     async def run(self, job_id: str, tries: int) -> None:
         """Score one job; returns when its result is written (by whomever). See ``Jobs.run``."""

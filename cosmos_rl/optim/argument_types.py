@@ -49,7 +49,10 @@ def _read_kinds(cls: Any, names: Container[str]) -> Iterator[tuple[str, Any, obj
         kind = hints.get(name, _kind_of_default(parameter.default))
         if kind is int and parameter.default == 0:  # as many packages annotate any number
             kind = float
-        yield name, kind, parameter.default
+        default = parameter.default
+        if hints.get(name) is float and type(default) is int:
+            default = float(default)
+        yield name, kind, default
 
 
 def _fit(kind: Any, default: object, value: object) -> object:

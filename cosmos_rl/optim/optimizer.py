@@ -170,7 +170,8 @@ class Optimizer:
     def _choose_parts(self, settings: Hyperparameters) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """What the class steps on: the parameters, or where it does not know tensors over ranks their parts."""
         kind = find_kind(settings.name)
-        if kind.flat and settings.kwargs.get("slice_p", 1) == 1:
+        in_one_piece = all(local_part(param).is_contiguous() for param in self._params)
+        if kind.flat and in_one_piece and settings.kwargs.get("slice_p", 1) == 1:
             return lambda: on_flat_parts(self.torch_optimizer)
         spread = any(isinstance(param, DTensor) for param in self._params)
         if spread and (kind.flat or not kind.sharded):

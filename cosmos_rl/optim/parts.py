@@ -85,7 +85,7 @@ def _take_whole(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _flatten(value: Tensor, param: Tensor) -> Tensor:
-    return local_part(value).reshape(-1 if value.ndim else ())
+    return local_part(value).reshape(-1 if value.ndim or not param.ndim else ())
 
 
 def _unflatten(value: Tensor, param: Tensor) -> Tensor:

@@ -82,12 +82,16 @@ class LiveDisplay:
 
     def _keep_drawing(self, screen: Screen, ended: threading.Event) -> None:
         try:
+            from rich.console import ConsoleDimensions
+
             console = make_console(screen.stream)
             drawn, due = None, 0.0
             while not ended.wait(_LOOK_S):
                 seen, now = (self.status, current_phase()), time.monotonic()
                 if seen == drawn and now < due:
                     continue
+                if size := screen.size:
+                    console.size = ConsoleDimensions(*size)
                 if not screen.draw(draw_text(console, render(*seen, now, console.width))):
                     return
                 drawn, due = seen, now + _EVERY_S
@@ -137,7 +141,7 @@ def draw_text(console: "Console", renderable: "RenderableType") -> str:
 
 
 def make_console(stream: Any) -> "Console":
-    """Writes for a terminal; asks for its size each time, and honours NO_COLOR."""
+    """Writes for a terminal, and honours NO_COLOR."""
     from rich.console import Console  # only on a terminal
 
     return Console(file=stream, force_terminal=True, highlight=False, soft_wrap=False)

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 _CLEAR_BELOW = "\x1b[J"
@@ -28,6 +29,22 @@ def find_terminal(environment: Mapping[str, str] = os.environ) -> TextIO | None:
         return None
 
 
+def is_in_background() -> bool:
+    """Whether a shell has another job in the foreground or has stopped this one; on Linux, elsewhere it is never so.
+
+    A rank has a session of its own and no controlling terminal: its parent, the launcher, is the job.
+    """
+    for pid in (os.getpid(), os.getppid()):
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        state, _, group, _, _, foreground = text.rpartition(")")[2].split()[:6]
+        if foreground != "-1":
+            return state == "T" or foreground != group
+    return False
+
+
 class Screen:
     """A terminal, for the threads of one process; others may write to it too."""
 
@@ -36,19 +53,37 @@ class Screen:
         self._lock, self._owner = threading.RLock(), os.getpid()
         self._closed = False
         """Nothing is drawn any more: the display has ended, or the terminal is gone."""
+        self._drawn = False
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Columns and lines of the terminal, whatever COLUMNS and LINES say; None where it does not know."""
+        try:
+            columns, lines = os.get_terminal_size(self.stream.fileno())
+        except (OSError, ValueError):
+            return None
+        return (columns, lines) if columns and lines else None
 
     def draw(self, text: str) -> bool:
-        """Show these lines at the end, none of which may be wider than the terminal; False: it is gone."""
+        """Show these lines at the end, none of which may be wider than the terminal; False: it is gone.
+
+        Nothing is shown while the terminal belongs to another job of the shell.
+        """
         rows = text.count("\n")
         back = f"\x1b[{rows}A" if rows else ""
         with self._lock:
             if self._closed:
                 return False
+            hidden = is_in_background()
             try:
-                _put(self.stream, f"\r{_CLEAR_BELOW}{text}\r{back}")
+                if not hidden:
+                    _put(self.stream, f"\r{_CLEAR_BELOW}{text}\r{back}")
+                elif self._drawn:  # the shell's prompt stands where the lines began
+                    _put(self.stream, _CLEAR_BELOW)
             except (OSError, ValueError):
                 self._closed = True
                 return False
+            self._drawn = not hidden
         return True
 
     def close(self) -> None:

@@ -138,6 +138,22 @@ def test_prodigy_finds_a_rate_and_the_metric_has_it(capsys: pytest.CaptureFixtur
     assert "optim/effective_learning_rate" not in build(weights(), "AdamW").metrics()
 
 
+def test_prodigy_takes_single_numbers_and_weights_that_are_not_in_one_piece() -> None:
+    """The sums, and so the steps, are those of the same numbers in a vector and in one piece."""
+    generator = torch.Generator().manual_seed(2)
+    matrix, number = torch.randn(3, 4, generator=generator), torch.randn((), generator=generator)
+    found = []
+    for transposed, shape in ((False, (1,)), (False, ()), (True, ())):
+        whole = matrix.T.contiguous().T if transposed else matrix.clone()
+        params = {"a": torch.nn.Parameter(whole), "b": torch.nn.Parameter(number.clone().view(shape))}
+        assert params["a"].is_contiguous() is not transposed
+        descend(params, build(params, "Prodigy", 1.0), range(12))
+        found.append(torch.cat([params["a"].detach().reshape(-1), params["b"].detach().reshape(-1)]))
+    assert not torch.equal(found[0][:12], matrix.reshape(-1))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=0.0)
+
+
 def test_a_restart_is_at_the_full_rate_and_a_cycle_is_a_cosine() -> None:
     schedule = LrSchedule.build(32, 2, None, "cosine_with_restarts", 0.0, 0.1, num_cycles=3)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * (3 * done % 30) / 30)) / 2 for done in range(30)]

@@ -171,6 +171,7 @@ def place_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
         monkeypatch.setattr(sys, name, made)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COSMOS_PROGRESS", raising=False)
+    monkeypatch.setattr("cosmos_rl.tracking.screen.is_in_background", lambda: False)  # these tests may be
     return made
 
 
@@ -213,7 +214,7 @@ def test_another_phase_or_step_is_drawn_at_once_and_what_does_not_change_seldom(
             assert time.monotonic() < deadline, text
             time.sleep(0.005)
 
-    with show_progress(wanted=True, is_main=True) as display, enter_phase("loading"):
+    with enter_phase("loading"), show_progress(wanted=True, is_main=True) as display:
         wait_for("loading")
         with enter_phase("encoding"):
             wait_for("encoding")

@@ -98,11 +98,12 @@ def test_files_that_are_not_there_or_not_toml(tmp_path):
     ("encoding", "words"),
     [
         ("utf-16-le", "has null characters, as UTF-16 without a byte order mark; save it as UTF-8"),
-        ("utf-16", r"is not UTF-8 text \(byte 0xff at position 0\), but perhaps UTF-16; save it as UTF-8"),
+        ("utf-16", "is not UTF-8 text but UTF-16; save it as UTF-8"),
+        ("latin-1", r"is not UTF-8 text \(byte 0xe9 at position 5\); save it as UTF-8"),
     ],
 )
 def test_a_file_in_another_encoding_is_named(tmp_path, encoding, words):
-    (tmp_path / "my.toml").write_bytes("port = 8080\n".encode(encoding))
+    (tmp_path / "my.toml").write_bytes("# caf\xe9\nport = 8080\n".encode(encoding))
     with pytest.raises(UserError, match=rf"my\.toml: {words}"):
         load(tmp_path / "my.toml")
     (tmp_path / "my.toml").write_bytes("port = 8080\n".encode("utf-8-sig"))  # as Windows editors save it

@@ -12,9 +12,8 @@ from cosmos_rl_reward.rewards import video_frames
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint
 from cosmos_rl_reward.rewards.cosmos_reason1_critics import EndpointCritic, LocalCritic, Pair, no_probability
 from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, score_samples
-from cosmos_rl_reward.rewards.special_tokens import read_constants
+from cosmos_rl_reward.rewards.templates import read_constants, read_template
 from cosmos_rl_reward.rewards.weights import MODEL_FILES, choose_dtype, download_text, find_folder, require_packages
-from cosmos_rl_reward.text_files import read_text
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = Path(__file__).parent / "cosmos_reason1.txt"
@@ -79,7 +78,7 @@ class CosmosReason1(BaseRewardHandler):
         if path := self.options["system_prompt"]:
             if not Path(path).is_file():
                 raise NotReady(f"reward_args.options.system_prompt: no file {path}")
-            system = read_text(Path(path))
+            system = read_template(Path(path))
         self._system, self._question = system.strip(), self.options["question"] or question
         if self.endpoint_url:
             return None

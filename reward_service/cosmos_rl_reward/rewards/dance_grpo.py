@@ -12,6 +12,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens, video_frames
 from cosmos_rl_reward.rewards.samples import as_videos, get_frame_rate, get_per_sample, score_samples
+from cosmos_rl_reward.rewards.templates import read_constants, read_template
 from cosmos_rl_reward.rewards.weights import (
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -80,9 +81,9 @@ class DanceGRPO(BaseRewardHandler):
                 f" in {_TEMPLATE_FILE} of the VideoAlign repository: run cosmos-rl-reward-prepare, or copy it there"
             )
         if path.suffix == ".py":
-            (text,) = special_tokens.read_constants(path, _TEMPLATE)
+            (text,) = read_constants(path, _TEMPLATE)
         else:
-            text = path.read_text(encoding="utf-8")
+            text = read_template(path)
         if "{text_prompt}" not in text or any(text.count(token) != 1 for token in _TOKENS):
             raise NotReady(f"reward_args.options.template: {path} needs {{text_prompt}} and once each {_TOKENS}")
         self._template_digest = digest([path])

@@ -14,6 +14,7 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards import special_tokens
 from cosmos_rl_reward.rewards.samples import as_images, get_per_sample
+from cosmos_rl_reward.rewards.templates import read_constants
 from cosmos_rl_reward.rewards.video_frames import FACTOR
 from cosmos_rl_reward.rewards.weights import (
     TOKENIZER_FILES,
@@ -72,7 +73,7 @@ class HPSv3(BaseRewardHandler):
         spec = find_spec("hpsv3")
         places = spec.submodule_search_locations if spec else None
         source = Path(next(iter(places or ["."])), "dataset", "data_collator_qwen.py")
-        instruction, ending = special_tokens.read_constants(source, *_TEXTS)
+        instruction, ending = read_constants(source, *_TEXTS)
         self._template = instruction + ending
         state = load_state(self._file)
         self._model = special_tokens.SpecialTokenModel(self._base, state, [_TOKEN], dtype, self.device, self._file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -16,36 +15,6 @@ _CURRENT_NAMES = (
     (r"^model\.(?!visual\.|language_model\.)", "language_model."),
     (r"^model\.(?=visual\.|language_model\.)", ""),
 )
-
-
-def read_constants(path: Path, *names: str) -> list[str]:
-    """Text constants of a Python file, without running it; an f-string keeps its names as ``{name}``.
-
-    Raises:
-        NotReady: the file is missing, or has no such constant.
-    """
-    if not path.is_file():
-        raise NotReady(f"no file {path}")
-    found: dict[str, str] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and (text := _text(node.value)) is not None:
-            found.update({target.id: text for target in node.targets if isinstance(target, ast.Name)})
-    for name in names:
-        if name not in found:
-            raise NotReady(f"{path} has no text constant {name}; it is of another version")
-    return [found[name] for name in names]
-
-
-def _text(node: ast.expr) -> str | None:
-    """The text that an expression is; None when it is something else."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.FormattedValue):
-        return f"{{{node.value.id}}}" if isinstance(node.value, ast.Name) else None
-    if not isinstance(node, ast.JoinedStr):
-        return None
-    parts = [_text(part) for part in node.values]
-    return None if None in parts else "".join(part for part in parts if part is not None)
 
 
 def merge_lora(state: dict[str, Any], scale: float) -> dict[str, Any]:

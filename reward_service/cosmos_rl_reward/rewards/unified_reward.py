@@ -12,9 +12,8 @@ from cosmos_rl_reward.handler import BaseRewardHandler, NotReady, RewardRegistry
 from cosmos_rl_reward.handler.base import digest
 from cosmos_rl_reward.rewards.chat_endpoint import ENDPOINT_OPTIONS, ChatEndpoint, image_part
 from cosmos_rl_reward.rewards.samples import SampleError, as_images, get_per_sample, score_samples
-from cosmos_rl_reward.rewards.special_tokens import read_constants
+from cosmos_rl_reward.rewards.templates import read_constants, read_template
 from cosmos_rl_reward.rewards.weights import download_text
-from cosmos_rl_reward.text_files import read_text
 
 _TEMPLATE = Path(__file__).parent / "unified_reward.txt"
 _PUBLISHED = "point_score_image_generation.py"
@@ -90,7 +89,7 @@ class UnifiedReward(BaseRewardHandler):
         if path.suffix == ".py":  # the image is sent as a part of its own
             self._template = read_constants(path, "question")[0].removeprefix("<image>").lstrip()
         else:
-            self._template = read_text(path)
+            self._template = read_template(path)
         if "{prompt}" not in self._template:
             raise NotReady(f"reward_args.options.template: {path} has no {{prompt}}")
         try:

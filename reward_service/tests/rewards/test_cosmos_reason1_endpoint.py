@@ -211,7 +211,7 @@ def test_a_server_error_is_the_samples_error_and_an_outage_the_jobs(server):
         result(server, 2)
 
 
-def test_why_it_is_not_ready(server):
+def test_why_it_is_not_ready(server, tmp_path):
     server.models_status = 401
     with pytest.raises(NotReady, match="endpoint_api_key.*401") as refused:
         ready(server)
@@ -222,6 +222,9 @@ def test_why_it_is_not_ready(server):
     assert ready(server, model="other").options["model"] == "other"
     with pytest.raises(NotReady, match="system_prompt: no file"):
         ready(server, system_prompt="/no/such/file")
+    (tmp_path / "system.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(NotReady, match=r"system\.txt: is not UTF-8 text \(byte 0xe9 at position 3\); save it as UTF-8"):
+        ready(server, system_prompt=str(tmp_path / "system.txt"))
 
 
 def test_nothing_is_fetched_and_the_record_names_the_server(server, monkeypatch):

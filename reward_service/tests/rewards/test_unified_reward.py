@@ -126,6 +126,28 @@ def test_a_password_in_the_address_is_shown_nowhere(server):
     assert server.headers[0].startswith("Basic ")  # and was sent
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "encoding", "words"),
+    [
+        ("t.txt", "Rate caf\xe9 [{prompt}]", "latin-1", r"byte 0xe9 at position 8\); save it as UTF-8"),
+        ("t.py", 'question = "Rate [{prompt}]"', "utf-16", "is not UTF-8 text but UTF-16"),
+        ("t.py", "\nquestion is: Rate [{prompt}]", "utf-8", "line 2: not Python"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_named(server, tmp_path, name, text, encoding, words):
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    with pytest.raises(NotReady, match=words) as refused:
+        ready(server, template=str(tmp_path / name))
+    assert str(refused.value).startswith(f"{tmp_path / name}")
+
+
+@pytest.mark.parametrize(("name", "form"), [("t.txt", "Rate [{prompt}]"), ("t.py", 'question = "Rate [{prompt}]"')])
+def test_a_template_may_begin_with_a_byte_order_mark(server, tmp_path, name, form):
+    (tmp_path / name).write_text(form, encoding="utf-8-sig")
+    ready(server, template=str(tmp_path / name)).calculate_reward(IMAGES[:1], {"prompts": ["a"]})
+    assert server.requests[0]["messages"][0]["content"][1]["text"] == "Rate [a]"
+
+
 def test_why_it_is_not_ready(server, tmp_path):
     with pytest.raises(NotReady, match="endpoint_url: unified_reward needs the address"):
         UnifiedReward().set_up()

@@ -100,7 +100,12 @@ def _adapter_shapes(layer: tuple[int, ...], rank: int) -> Iterator[tuple[int, ..
     yield (outside, rank)
 
 
+def find_pattern(name: str, lora: LoraConfig) -> str | None:
+    """The key of ``r_pattern`` that sets the rank of a layer; None: ``r`` does."""
+    return next((key for key in lora.r_pattern if re.match(rf"(.*\.)?({key})$", name)), None)
+
+
 def _pick_rank(name: str, lora: LoraConfig) -> int:
     """The rank of the adapter of a layer, by PEFT's rule: the first pattern that matches the end of the name."""
-    matching = (rank for key, rank in lora.r_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
-    return next(matching, lora.r)
+    pattern = find_pattern(name, lora)
+    return lora.r if pattern is None else lora.r_pattern[pattern]

@@ -149,7 +149,7 @@ def _read(tensors: Mapping[str, Tensor], names: Names | None, rows: Rows) -> Fil
             forms.add("OneTrainer" if key.startswith("lora_transformer_") else form)
             parts.setdefault(module, {})[role] = value
             keys.setdefault(module, []).append(key)
-    whole = {module: roles for module, roles in parts.items() if {"down", "up"} <= set(roles)}
+    whole = {module: roles for module, roles in parts.items() if _is_whole(roles)}
     unknown += [key for module in parts.keys() - whole.keys() for key in keys[module]]
     placed, strangers = _place(whole, names, rows)
     unknown += [key for module in strangers for key in keys[module]]
@@ -158,6 +158,12 @@ def _read(tensors: Mapping[str, Tensor], names: Names | None, rows: Rows) -> Fil
         factors = {layer: _factor(whole[module]) for layer, (module, _) in placed.items()}
     form = " and ".join(sorted(forms - {""}))
     return FileAdapter(form, {layer: pair for layer, (_, pair) in placed.items()}, factors, sorted(unknown), of_text)
+
+
+def _is_whole(roles: Mapping[str, Tensor]) -> bool:
+    """Whether there are both matrices of a layer, and as its alpha, if any, one number."""
+    matrices = all(role in roles and roles[role].ndim >= 2 for role in ("down", "up"))
+    return matrices and ("alpha" not in roles or roles["alpha"].numel() == 1)
 
 
 def _parse(key: str) -> tuple[str, str | None, str]:
@@ -208,6 +214,12 @@ def fit_pairs(found: FileAdapter, ranks: Mapping[str, int]) -> dict[str, Pair]:
     """
     pairs = {layer: pair for layer, pair in found.pairs.items() if layer in ranks or pair[1].any()}
     return {layer: _with_rank(pair, ranks.get(layer, pair[0].shape[0])) for layer, pair in pairs.items()}
+
+
+def describe_empty(found: FileAdapter) -> str:
+    """What is wrong with a file without an adapter for any layer of the transformer."""
+    only = f"; all it has is for the text encoders ({found.of_text[0]}, …)" if found.of_text else ""
+    return f"adapts no layer of the transformer{only}; give the file or folder of an adapter that does"
 
 
 def _with_rank(pair: Pair, rank: int) -> Pair:

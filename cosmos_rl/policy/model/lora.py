@@ -18,13 +18,22 @@ from cosmos_rl.distributed.sharding import copy_full
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import LoraConfig
 from cosmos_rl.policy.config.model_rules import adapter_name_problems, target_problems
-from cosmos_rl.policy.model.adapter_files import PATH_KEY, Convert, FileAdapter, adapter_file, fit_pairs, read_tensors
+from cosmos_rl.policy.model.adapter_files import (
+    PATH_KEY,
+    Convert,
+    FileAdapter,
+    adapter_file,
+    describe_empty,
+    fit_pairs,
+    read_tensors,
+)
 from cosmos_rl.storage.weight_files import open_weights, read_table
 from cosmos_rl.utils.logging import logger
 
 TRANSFORMER_PREFIX = "transformer."
 _ADAPTABLE = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding)
 METADATA_KEY = "lora_adapter_metadata"
+_SIDECAR = "adapter_config.json"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -180,7 +189,7 @@ def warm_start(
             change no output.
 
     Raises:
-        UserError: other modules, ranks or scales than the current adapter.
+        UserError: other modules, ranks or scales than the current adapter, or none at all.
     """
     file = adapter_file(path, key)
     with open_weights(file) as opened:
@@ -195,6 +204,8 @@ def warm_start(
     own, factors = adapter_state(transformer, adapter), scales(transformer, adapter)
     ranks = {name.removesuffix(_DOWN): value.shape[0] for name, value in own.items() if name.endswith(_DOWN)}
     pairs = fit_pairs(found, ranks)
+    if not pairs and not found.unknown:
+        raise UserError(f"{key}: {file} {describe_empty(found)}")
     weights = {layer + _DOWN: down for layer, (down, _) in pairs.items()}
     weights |= {layer + _UP: up for layer, (_, up) in pairs.items()}
     if frozen:
@@ -202,7 +213,12 @@ def warm_start(
     _require_fit(f"{key}: {file}", found, own, weights)
     stored = found.factors
     if not stored:
-        stored = _settle_factors(transformer, adapter, _read_scales(file, metadata), f"{key}: {file}", frozen=frozen)
+        table = _read_scales(file, metadata)
+        if frozen and table.keys() & {"r", "lora_alpha"}:
+            place = f"header ({METADATA_KEY})" if METADATA_KEY in metadata else _SIDECAR
+            stored = _read_factors(table, found, f"{key}: {file}: its {place}")
+        elif _is_folded(transformer, adapter, table, f"{key}: {file}"):
+            stored = dict.fromkeys(factors, 1.0)
     for name, value in own.items():
         weight, layer = weights[name], name.removesuffix(_UP)
         if name.endswith(_UP) and layer in stored and stored[layer] != factors[layer]:
@@ -258,39 +274,44 @@ def _read_scales(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     """Rank, alpha and patterns from the file's header or the ``adapter_config.json`` next to it."""
     if METADATA_KEY in metadata:
         return {k.removeprefix(TRANSFORMER_PREFIX): v for k, v in json.loads(metadata[METADATA_KEY]).items()}
-    sidecar = file.parent / "adapter_config.json"
+    sidecar = file.parent / _SIDECAR
     if not sidecar.is_file():
         return {}
     return read_table(sidecar)
 
 
-def _settle_factors(
-    transformer: Any, adapter: str, stored: dict[str, Any], where: str, *, frozen: bool
-) -> dict[str, float]:
-    """Layer -> the factor that the matrices of a file need, by its table; empty where it is the adapter's.
+def _read_factors(table: Mapping[str, Any], found: FileAdapter, where: str) -> dict[str, float]:
+    """Layer of a file -> alpha over rank by its table, with PEFT's rule for patterns; the rank is that of the matrix
+    where the table has none.
 
     Args:
-        stored: the table; empty where there is none.
-        where: the setting and the file, for messages.
-        frozen: see `warm_start`.
+        where: the setting, the file and the table, for messages.
 
     Raises:
-        UserError: the file says another factor than the adapter's, and not 1, and it is to be trained.
+        UserError: a rank or an alpha that is no positive number, or no alpha.
     """
-    factors = scales(transformer, adapter)
-    if frozen and {"r", "lora_alpha"} <= stored.keys():
-        return {layer: _factor_of(stored, layer) for layer in factors}
-    return dict.fromkeys(factors, 1.0) if _is_folded(transformer, adapter, stored, where) else {}
+    factors: dict[str, float] = {}
+    for layer, (down, _) in found.pairs.items():
+        rank = _read_positive(table, "r", "rank_pattern", layer, down.shape[0], where)
+        alpha = _read_positive(table, "lora_alpha", "alpha_pattern", layer, None, where)
+        factors[layer] = alpha / math.sqrt(rank) if table.get("use_rslora") else alpha / rank
+    return factors
 
 
-def _factor_of(table: Mapping[str, Any], layer: str) -> float:
-    """Alpha over rank of a layer by the table of an adapter, with PEFT's rule for its patterns."""
-    values: list[float] = []
-    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        own = table.get(pattern) or {}
-        values.append(own.get(get_pattern_key(list(own), layer), table[name]))
-    rank, alpha = values
-    return alpha / math.sqrt(rank) if table.get("use_rslora") else alpha / rank
+def _read_positive(
+    table: Mapping[str, Any], name: str, pattern: str, layer: str, default: float | None, where: str
+) -> float:
+    own = table.get(pattern) or {}
+    if not isinstance(own, dict):
+        raise UserError(f"{where} has {pattern} = {json.dumps(own)}, which is no table; correct it there")
+    value, key = table.get(name, default), get_pattern_key(list(own), layer)
+    if key in own:
+        value, name = own[key], f"{pattern}.{json.dumps(key)}"
+    elif name not in table and default is None:
+        raise UserError(f"{where} has no {name}, so that the strength of the adapter is not known; add it there")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{where} has {name} = {json.dumps(value)}, which is no positive number; correct it there")
+    return value
 
 
 def _is_folded(transformer: Any, adapter: str, stored: dict[str, Any], where: str) -> bool:

@@ -68,15 +68,6 @@ def identify(dataset: Any, index: int, sample_id: int | None) -> Item | None:
     return method(index, sample_id)
 
 
-def choose_indices(length: int, limit: int | None, *, spread: bool) -> Sequence[int]:
-    """At most ``limit`` of ``length`` places: the first ones, or spread over all at even distances."""
-    if limit is None or limit >= length:
-        return range(length)
-    if spread:
-        return [i * length // limit for i in range(limit)]
-    return range(limit)
-
-
 class Part(Sequence[Any]):
     """The elements ``first`` ... ``last - 1`` of a data set, or those at ``chosen``, in that order."""
 

@@ -317,7 +317,7 @@ def _train(config: Config, name: str, data: DataForm | None, **given: Any) -> Fi
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():  # no other one may handle signals
             stack.enter_context(listen(stop))
-        run = stack.enter_context(prepare_run(config, [f"cosmos_rl.{name}"]))
+        run = stack.enter_context(prepare_run(config, [f"cosmos_rl.{name}"], own_data=data is None))
         try:
             code = run_job(config, run, stop=stop, **given)
         except OutOfMemory as error:

@@ -38,7 +38,7 @@ def launch(command: Launch, argv: Sequence[str]) -> int:
     try:
         if command.nodes.count == 1:
             config, script = accept_command(command)
-            with listen(stop), prepare_run(config, argv) as run:
+            with listen(stop), prepare_run(config, argv, own_data=_brings_data(command, config)) as run:
                 return _run(command, script, run, world_size(config.policy.parallelism), stop)
         with listen(stop):
             if command.nodes.index == 0:
@@ -57,7 +57,7 @@ def _launch_first_node(command: Launch, argv: Sequence[str], stop: StopRequest) 
     coordinator = Coordinator(command.nodes, stop)
     try:
         config, script = accept_command(command)
-        with prepare_run(config, argv) as run:
+        with prepare_run(config, argv, own_data=_brings_data(command, config)) as run:
             nproc = world_size(config.policy.parallelism) // command.nodes.count
             plan = JobPlan(uuid.uuid4().hex, str(run.root), nproc, command.nodes.count)
             coordinator.publish_plan(plan)
@@ -103,6 +103,11 @@ def accept_command(command: Launch) -> tuple[Config, list[str]]:
     for note in notes(config):
         logger.info(note)
     return accepted, worker_command(script)
+
+
+def _brings_data(command: Launch, config: Config) -> bool:
+    """Whether the data is that of a script of the user's."""
+    return script_for(command.script, config) not in SCRIPTS
 
 
 def _run(

@@ -24,10 +24,15 @@ _PACKAGES = ("cosmos-rl", "torch", "torchvision", "diffusers", "transformers", "
 
 
 @contextlib.contextmanager
-def prepare_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
+def prepare_run(config: Config, argv: Sequence[str], *, own_data: bool) -> Iterator[RunFolder]:
     """Decide, make and describe the run folder; within the block it is this command's.
 
     The description waits in `.next` until training begins. A new folder in which nothing began is removed again.
+
+    Args:
+        config: of the run.
+        argv: the command.
+        own_data: the caller brings the data, whatever the configuration names.
     """
     plan = plan_resume(config)
     if plan.run is not None:
@@ -37,7 +42,7 @@ def prepare_run(config: Config, argv: Sequence[str]) -> Iterator[RunFolder]:
         if plan.message:
             starts_anew = config.train.resume is True and plan.step_path is None
             (logger.warning if starts_anew else logger.info)(plan.message)
-        for note in shared_notes(config):
+        for note in [] if own_data else shared_notes(config):
             logger.info(note)
         write_text(run.next / run.config.name, dump_toml(config))
         write_text(run.next / run.run_json.name, json.dumps(_record(config, run, plan, argv), indent=2) + "\n")

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cosmos_rl.data.pair_files import list_captioned
+from cosmos_rl.data.pair_files import list_captioned, scan_pairs
 from cosmos_rl.data.preference_files import is_preference_table, load_preferences
 from cosmos_rl.data.prompts import PromptRecord, find_file, is_prompt_file
 from cosmos_rl.data.shards import find_root
+from cosmos_rl.data.subsets import choose_indices
 from cosmos_rl.data.tar_files import index_tar, open_member, split_member
 from cosmos_rl.errors import UserError
 from cosmos_rl.launcher.prompt_lists import read_lists
-from cosmos_rl.policy.config import Config, DatasetConfig
+from cosmos_rl.policy.config import Config, DatasetConfig, ValidationDatasetConfig
 from cosmos_rl.policy.config.jobs import job_kind
 from cosmos_rl.policy.config.validation_sets import list_validation_sets
 
@@ -37,13 +38,22 @@ def _compare_prompts(config: Config) -> Iterator[str]:
     digests = {lists[key][0].digest for key in training}
     unread = {lists[key][0].digest for key in training if not lists[key][1]}
     known = {_identify(record) for key in training for record in lists[key][1]}
-    for key in (key for key in lists if key not in training):
+    for key, dataset in _list_validation(config).items():
+        if key not in lists:
+            continue
         one, records = lists[key]
-        shared = sum(_identify(record) in known for record in records)
+        taken = None if one.prompts is None else choose_indices(one.prompts, dataset.limit, spread=dataset.spread)
+        total = None if taken is None else len(taken)
+        shared = sum(_identify(records[i]) in known for i in taken or ()) if records else 0
         if one.digest in (unread if records else digests):
-            shared = one.prompts
+            shared = total
         if shared is None or shared > 0:
-            yield _describe(key, shared, one.prompts, "prompt", "scores")
+            yield _describe(key, shared, total, "prompt", "scores")
+
+
+def _list_validation(config: Config) -> dict[str, ValidationDatasetConfig]:
+    """The tables of the validation sets, by their dotted names."""
+    return {f"{one.key}.dataset": one.config.validation.dataset for one in list_validation_sets(config)}
 
 
 def _identify(record: PromptRecord) -> tuple[str, str]:
@@ -53,10 +63,12 @@ def _identify(record: PromptRecord) -> tuple[str, str]:
 
 
 def _describe(key: str, shared: int | None, total: int | None, noun: str, judged: str) -> str:
-    amount, verb = f"all {noun}s", "are"
+    amount, verb, them = f"all {noun}s", "are", "them"
     if shared is not None and total is not None:
-        amount, verb = f"{shared:,} of {total:,} {noun}s", "is" if shared == 1 else "are"
-    return f"{key}: {amount} {verb} in the training data too; {judged} on them are not those of unseen {noun}s"
+        amount = f"{shared:,} of {total:,} {noun}{'' if total == 1 else 's'}"
+        if shared == 1:
+            verb, them = "is", "it"
+    return f"{key}: {amount} {verb} in the training data too; {judged} on {them} are not those of unseen {noun}s"
 
 
 # ---- images and videos -------------------------------------------------------------------------------------------
@@ -65,14 +77,17 @@ def _describe(key: str, shared: int | None, total: int | None, noun: str, judged
 def _compare_media(config: Config) -> Iterator[str]:
     """By the files, whatever their names and captions."""
     noun = "video" if config.policy.diffusers.is_video else "image"
-    sets = {f"{one.key}.dataset": one.config.validation.dataset for one in list_validation_sets(config)}
-    tested = {key: files for key, dataset in sets.items() if (files := _list_files(config, dataset))}
+    tested = dict[str, list[str]]()
+    for key, dataset in _list_validation(config).items():
+        files = _list_files(config, dataset)
+        if files:
+            tested[key] = [files[i] for i in choose_indices(len(files), dataset.limit, spread=dataset.spread)]
     if not tested:
         return
     trained = _Files(_list_files(config, config.train.train_policy.dataset))
     for key, files in tested.items():
         if shared := sum(map(trained.holds, files)):
-            yield _describe(key, shared, len(files), noun, "losses and images")
+            yield _describe(key, shared, len(files), noun, f"losses and {noun}s")
 
 
 def _list_files(config: Config, dataset: DatasetConfig) -> list[str]:
@@ -86,8 +101,15 @@ def _list_files(config: Config, dataset: DatasetConfig) -> list[str]:
         for one in () if source and is_prompt_file(source) else dataset.listed:
             place = Path(one.local_dir).expanduser()
             root = find_root(place)
-            found += [str(root / name) for name in list_captioned(place, video=video)]
+            found += [str(root / name) for name in _list_names(place, dataset, video)]
     return found
+
+
+def _list_names(place: Path, dataset: DatasetConfig, video: bool) -> list[str]:
+    """In the order of a run and without what a run leaves out, where it takes some of them; that reads all captions."""
+    if isinstance(dataset, ValidationDatasetConfig) and dataset.limit is not None:
+        return [pair.file for pair in scan_pairs(place, video=video)[0]]
+    return list_captioned(place, video=video)
 
 
 def _names_prompts(source: str) -> bool:

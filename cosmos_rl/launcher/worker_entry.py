@@ -122,7 +122,7 @@ def _config_and_run(args: argparse.Namespace | None) -> Iterator[tuple[Config, R
     os.environ.setdefault("COSMOS_ROLE", "Controller")
     config = load_config(path, split_overrides(rest)[0], fit=_one_rank)
     config = accept(config, None, own_script=True)
-    with prepare_run(config, sys.argv) as run:
+    with prepare_run(config, sys.argv, own_data=True) as run:
         yield config, run
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_rl.data.items import choose_indices
 from cosmos_rl.data.prompts import PromptRecord
+from cosmos_rl.data.subsets import choose_indices
 from cosmos_rl.errors import UserError
 from cosmos_rl.policy.config import Config, ConfigError, cross_check, notes, unsupported_settings
 from cosmos_rl.policy.config.jobs import online_table

@@ -81,7 +81,7 @@ def test_a_run_on_a_bare_disk_trains_saves_and_resumes(write_toml: Toml, lora: b
 @pytest.mark.usefixtures("bare_disk")
 def test_what_a_disk_lacks_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "out")}})
-    with caplog.at_level("WARNING", logger="cosmos"), prepare_run(config, ["cosmos-rl"]) as run:
+    with caplog.at_level("WARNING", logger="cosmos"), prepare_run(config, ["cosmos-rl"], own_data=False) as run:
         begin_run(run)
     (warning,) = caplog.messages
     for text in ("no symbolic links", "no hard links", "no locks", "no fsync of folders"):
@@ -107,7 +107,10 @@ def test_a_disk_that_cannot_hold_a_run_is_refused_before_anything_is_created(
 
     monkeypatch.setattr(os, name, refused)
     config = load_config(write_toml())
-    with pytest.raises(UserError, match="Operation not supported") as caught, prepare_run(config, ["cosmos-rl"]):
+    with (
+        pytest.raises(UserError, match="Operation not supported") as caught,
+        prepare_run(config, ["cosmos-rl"], own_data=False),
+    ):
         pass
     assert str(tmp_path / "out") in str(caught.value)
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
@@ -195,14 +198,14 @@ def test_a_copy_that_has_followed_the_links_names_all_that_must_go_before_anythi
     saved_run(tmp_path / "out")
     shutil.copytree(tmp_path / "out", tmp_path / "copy", symlinks=False)
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "copy"), "resume": True}})
-    with pytest.raises(UserError) as caught, prepare_run(config, ["cosmos-rl"]):
+    with pytest.raises(UserError) as caught, prepare_run(config, ["cosmos-rl"], own_data=False):
         pass
     (run,) = (tmp_path / "copy").glob("2*")
     real = [tmp_path / "copy" / "checkpoints", tmp_path / "copy" / "safetensors", run / "best"]
     assert str(caught.value).splitlines()[1:] == [f"  {path}" for path in real]
     for path in real:
         shutil.rmtree(path)
-    with prepare_run(config, ["cosmos-rl"]) as again:
+    with prepare_run(config, ["cosmos-rl"], own_data=False) as again:
         assert again == RunFolder(run)
 
 
@@ -210,7 +213,7 @@ def test_a_run_in_a_moved_output_folder_continues(tmp_path: Path) -> None:
     saved_run(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     config = Config.from_dict({"train": {"output_dir": str(tmp_path / "elsewhere"), "resume": True}})
-    with prepare_run(config, ["cosmos-rl"]) as run:
+    with prepare_run(config, ["cosmos-rl"], own_data=False) as run:
         begin_run(run)
         check_links(tmp_path / "elsewhere", run)
     assert (tmp_path / "elsewhere" / "checkpoints" / "step_3" / "policy").is_dir()
@@ -234,7 +237,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def started(output: Path) -> RunFolder:
     config = Config.from_dict({"train": {"output_dir": str(output)}})
-    with prepare_run(config, ["cosmos-rl"]) as run:
+    with prepare_run(config, ["cosmos-rl"], own_data=False) as run:
         begin_run(run)
     return run
 
@@ -277,7 +280,7 @@ def test_an_older_run_that_is_resumed_is_the_newest_by_its_links(tmp_path: Path)
     old, new = create_run(tmp_path, "20250101000000"), create_run(tmp_path, "20250102000000")
     assert find_newest_run(tmp_path) == new
     given = {"train": {"output_dir": str(tmp_path), "resume": True, "timestamp": old.name}}
-    with prepare_run(Config.from_dict(given), ["cosmos-rl"]) as run:
+    with prepare_run(Config.from_dict(given), ["cosmos-rl"], own_data=False) as run:
         begin_run(run)
     assert find_newest_run(tmp_path) == run == old
     assert (tmp_path / "checkpoints").resolve() == old.checkpoints.resolve()

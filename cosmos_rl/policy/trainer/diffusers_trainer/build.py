@@ -7,7 +7,7 @@ from typing import Any
 from cosmos_rl.data.bucket_stream import BucketStream
 from cosmos_rl.data.cached_latents import CachedLatents
 from cosmos_rl.data.given import list_edited
-from cosmos_rl.data.items import BadSample, Item, Part, Readable, choose_indices, list_captions
+from cosmos_rl.data.items import BadSample, Item, Part, Readable, list_captions
 from cosmos_rl.data.picture_sizes import (
     Measured,
     describe_buckets,
@@ -18,6 +18,7 @@ from cosmos_rl.data.picture_sizes import (
 )
 from cosmos_rl.data.prompts import PromptRecord, find_unused_keys, to_prompt_record
 from cosmos_rl.data.streams import MapStream, Stream, find_items
+from cosmos_rl.data.subsets import choose_indices
 from cosmos_rl.data.text_lengths import Named
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.errors import UserError

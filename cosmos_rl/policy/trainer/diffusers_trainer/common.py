@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cosmos_rl.checkpoint.export import Adapter, LoraExport, PipelineExport
 from cosmos_rl.data.given import find_media_problems
-from cosmos_rl.data.items import choose_indices
 from cosmos_rl.data.prompts import PromptRecord, check_sampling
+from cosmos_rl.data.subsets import choose_indices
 from cosmos_rl.distributed import randomness
 from cosmos_rl.distributed.context import Context
 from cosmos_rl.distributed.sharding import Sharding, gather_to_cpu

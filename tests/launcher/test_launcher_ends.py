@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl.launcher.cli import main
+from cosmos_rl.launcher.ranks.signals import StopRequest
+from cosmos_rl.launcher.ranks.workers import outcome
 from cosmos_rl.storage.run_folder import RunFolder, begin_run, is_worked_on, record_end
 from tests.support.launched import Place, is_alive, newest_run, signal_myself_when, wait_for
 
@@ -261,3 +263,20 @@ def test_a_command_that_is_refused_late_leaves_runs_and_links_as_they_were(
         assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
         assert newest_run(folder) == run
         assert (folder / "outputs" / "checkpoints").resolve() == run / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("codes", "text"),
+    [
+        ({0: 1, 1: 17}, "rank 1 ended with exit code 17"),
+        ({0: 1, 1: -9}, "rank 1 was ended by SIGKILL (out of memory?)"),
+        ({1: 17, 0: 1}, "rank 1 ended with exit code 17"),
+        ({1: 1, 0: 1}, "rank 1 ended with exit code 1"),
+        ({0: 3, 1: 17}, "rank 0 ended with exit code 3"),
+    ],
+)
+def test_the_rank_that_died_is_named_and_not_those_that_lost_their_connection_to_it(
+    tmp_path: Path, codes: dict[int, int], text: str
+) -> None:
+    """Both may be seen at once, as ranks are looked at ten times a second."""
+    assert outcome(StopRequest(), tmp_path / "exit", codes) == (1, f"the worker of {text}")

@@ -111,7 +111,9 @@ def outcome(stop: StopRequest, exit_file: Path, process_codes: Mapping[int, int]
         asked_to = all(code in by_signal for code in process_codes.values())
         if stop.requested and asked_to:  # it had not begun to work yet, so there is nothing to save
             return stop.exit_code, ""
-        return EXIT_FAILED, _describe_failure(*next(iter(process_codes.items())))
+        # one that died takes others down, by a lost connection, perhaps before it was seen that it died
+        died = [(rank, code) for rank, code in process_codes.items() if code != EXIT_FAILED]
+        return EXIT_FAILED, _describe_failure(*(died or list(process_codes.items()))[0])
     if not any(exit_file.parent.glob("exit.*.ready")):
         return EXIT_FAILED, "the script ended without calling cosmos_rl.launcher.worker_entry.main"
     codes = _codes(exit_file)

@@ -93,7 +93,7 @@ class FinishedRun:
 
         adapter = self.result / "lora"
         base: Any = self.base if adapter.is_dir() else str(self.result)
-        index: Any = DiffusionPipeline.load_config(base)
+        index: Any = DiffusionPipeline.load_config(base, **keywords)
         hidden = [name for name in find_row(index["_class_name"]).absent if name not in keywords]
         if hidden:
             raise UserError(

@@ -103,6 +103,18 @@ def test_a_picture_is_compared_with_the_reference_of_its_own_prompt(tmp_path):
     assert result["item_errors"] == {"2": "metadata.references: expected a file name or a data URI"}
 
 
+def test_a_function_gets_the_reference_that_its_sample_has_under_either_name(tmp_path):
+    own = {"references": ["a", None, None], "reference": ["ccc", "bb", None]}
+    (result,) = score(
+        tmp_path, {"function": "tests.test_metadata:reference_length"}, body(image(0, 3), **own, per_item=[*own])
+    )
+    assert result["scores"]["own"] == [1, 2, 0]
+
+
+def reference_length(to_be_evaluated, reference):
+    return len(reference or "")
+
+
 def test_frames_get_the_metadata_of_their_video():
     videos, seen = np.zeros((2, 3, 3, 4, 4), np.uint8), []
 
@@ -119,7 +131,7 @@ def test_frames_get_the_metadata_of_their_video():
 @pytest.mark.process
 def test_a_running_service_gives_every_sample_the_score_of_its_metadata(tmp_path):
     rewards = [
-        {"reward_type": "levels", "reward_class": "moody_reward:Levels", "max_wait_ms": 200},
+        {"reward_type": "levels", "reward_class": "moody_reward:Levels", "max_wait_ms": 1500},
         {"reward_type": "level", "function": "moody_reward:level", "self_test": False},
     ]
     asked = {"levels": 1, "level": 1}

@@ -10,6 +10,7 @@ import pytest
 from cosmos_rl.launcher.cli import main
 from cosmos_rl.launcher.ranks.signals import StopRequest
 from cosmos_rl.launcher.ranks.worker_script import python_call
+from tests.support import patience
 from tests.support.launched import Place
 
 COMPUTING = """
@@ -55,6 +56,25 @@ def test_a_script_runs_and_ends_as_under_python(tmp_path: Path, body: str, call:
         call = [str(tmp_path / "script.py")]  # as the launcher names it
     expected = ends([sys.executable, *call, "--a", "b"], tmp_path)
     assert ends(python_call([*call, "--a", "b"]), tmp_path) == expected
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(75)", "raise ValueError('boom')"])
+def test_a_file_that_a_script_has_left_open_is_written(tmp_path: Path, end: str) -> None:
+    """As the log of a reward function, in its module."""
+    (tmp_path / "rewards.py").write_text("scores = open('scores.csv', 'w')")
+    (tmp_path / "script.py").write_text(f"import gc, rewards\nrewards.scores.write('0.5,0.25\\n')\ngc.freeze()\n{end}")
+    ends(python_call(["script.py"]), tmp_path)
+    assert (tmp_path / "scores.csv").read_text() == "0.5,0.25\n"
+
+
+def test_a_thread_that_reads_what_never_comes_does_not_keep_a_script_from_ending(tmp_path: Path) -> None:
+    reading = "threading.Thread(target=ctypes.CDLL(None).getchar, daemon=True).start()"
+    (tmp_path / "script.py").write_text(f"import ctypes, threading, time\n{reading}\ntime.sleep(0.2)")
+    with subprocess.Popen(python_call(["script.py"]), cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        try:
+            assert process.wait(patience.SILENT_S) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.zoo

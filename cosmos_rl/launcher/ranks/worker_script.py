@@ -8,7 +8,10 @@ https://github.com/pytorch/pytorch/issues/38228, https://github.com/pytorch/pyto
 """
 
 import atexit
+import contextlib
 import ctypes
+import gc
+import io
 import os
 import runpy
 import sys
@@ -52,9 +55,14 @@ def main() -> None:
 def _leave(code: Sequence[int]) -> None:
     """End the process with its code. A process that is interrupted has none and is left to python."""
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)  # what libraries have printed
+        gc.unfreeze()  # else those that are frozen are not listed
+        for one in gc.get_objects():  # files that a script has left open, which python writes when it goes down
+            if issubclass(type(one), io.IOBase):
+                with contextlib.suppress(Exception):
+                    one.flush()
+        libc = ctypes.CDLL(None)
+        for name in ("stdout", "stderr"):  # not all: a thread that reads from one holds its lock
+            libc.fflush(ctypes.c_void_p.in_dll(libc, name))
         os._exit(code[0] & 0xFF)
 
 

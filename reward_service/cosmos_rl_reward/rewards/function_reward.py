@@ -77,7 +77,9 @@ class _EachSample(_FunctionReward):
             own = _select_sample(metadata, index, len(samples))
             info = own.get("video_infos")
             fps = info.get("video_fps", info.get("fps")) if isinstance(info, dict) else None
-            reference = own.get("references", own.get("reference"))
+            reference = own.get("references")
+            if reference is None:
+                reference = own.get("reference")
             keywords = {"reference": reference, "prompt": prompts[index], "metadata": own, "fps": fps}
             if self._takes is not None:
                 keywords = {name: value for name, value in keywords.items() if name in self._takes}

@@ -461,9 +461,8 @@ def test_a_value_that_has_no_present_one_is_named_by_the_key_of_its_file(tmp_pat
 
 
 def test_a_rule_between_keys_names_those_of_an_older_file(tmp_path: Path) -> None:
-    path = write(tmp_path, {"model": {"rl": {"num_rollout": 1}}, "job": JOB})
     with pytest.raises(ConfigError) as raised:
-        load_config(path)
+        load_config(write(tmp_path, {"model": {"rl": {"num_rollout": 1}}, "job": JOB}))
     [refused] = raised.value.problems
     assert refused.startswith("model.rl.num_rollout: as rollout.n_generation: found 1; allowed: 2 or more")
     assert "(line " in refused
